@@ -25,7 +25,8 @@ from llama.device import (
     pick_dtype,
     set_num_threads,
 )
-from llama.engine.runner import ModelRunner
+from llama.engine.rows import Step
+from llama.engine.runner import ModelRunner, RunningStep
 from llama.loading import load_model
 from llama.ranks import groups
 from llama.ranks.groups import check_carries
@@ -375,6 +376,12 @@ def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
     seen = []
     runner = ModelRunner.__new__(ModelRunner)
     runner.kv_cache = SimpleNamespace(device=torch.device("cuda", 3))  # type: ignore[assignment]
-    monkeypatch.setattr(runner, "_start", lambda scheduled: seen.append(chosen[0]))
-    runner.start([])
-    assert seen == [3] and chosen == [0]
+    monkeypatch.setattr(
+        "llama.engine.runner.RunningStep", lambda runner, step: seen.append(chosen[0])
+    )
+    runner.start(Step([], {}))
+    running = RunningStep.__new__(RunningStep)
+    running._runner = runner
+    monkeypatch.setattr(running, "_compute_rows", lambda: seen.append(chosen[0]))
+    running.compute_rows()
+    assert seen == [3, 3] and chosen == [0]

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.engine.draft_model import ModelDrafter
-from llama.engine.graphs import Recorder, is_decode
+from llama.engine.graphs import Recorder
 from llama.engine.lookup import Speculator
 from llama.engine.pages import PagePool
+from llama.engine.rows import SAMPLE, VERIFY, Reader, Scheduled, Step, StepResults
 from llama.engine.runner import ModelRunner
-from llama.engine.scheduler import Scheduled, Scheduler
-from llama.engine.sequence import RowResults, Sequence
+from llama.engine.scheduler import Scheduler
+from llama.engine.sequence import Sequence
 from llama.engine.speculative import Drafter
 from llama.model.transformer import Transformer
 from llama.ops.cpu.openmp import SpinController
@@ -27,7 +28,7 @@ from llama.ops.cpu.openmp import SpinController
 PAGE_SIZE = 16  # slots: a shared prefix is reused in steps of this many tokens
 TOKEN_BUDGET = 2048  # tokens per step: bounds its memory, and the wait between two tokens
 
-_Started = tuple[list[Scheduled], Callable[[], RowResults]]  # a step, and what waits for it
+_Started = tuple[Step, Reader[StepResults]]
 
 
 @dataclass
@@ -44,23 +45,31 @@ class Stats:
     prompt_seconds: float = 0.0
     generate_seconds: float = 0.0
 
-    def count(self, scheduled: list[Scheduled], seconds: float) -> None:
-        if not scheduled:
+    def count(self, step: Step, seconds: float) -> None:
+        """Count a step that has been started, and read where it has drafts."""
+        if not step.items:
             return
         self.steps += 1
-        drafted = [x for x in scheduled if x.num_samples > 1]
-        accepted = sum(len(x.drafts) for x in drafted)
-        self.generated_tokens += sum([x.num_samples > 0 for x in scheduled]) + accepted
-        self.drafts += len(drafted)
-        self.draft_tokens += sum(x.count - 1 for x in drafted)
-        self.accepted_tokens += accepted
-        self.accepted_at.update(place for x in drafted for place in range(len(x.drafts)))
-        prompts = [x for x in scheduled if x.start < x.sequence.num_prompt]
+        self.generated_tokens += len(step.sampling_items())
+        if VERIFY in step.rows:
+            self._count_drafts(step.rows[VERIFY].items)
+        prompts = [x for x in step.items if x.start < x.sequence.num_prompt]
         self.prompt_tokens += sum(min(x.count, x.sequence.num_prompt - x.start) for x in prompts)
-        if not drafted and scheduled[-1].count > 1:  # those with more than one token come last
+        has_prompt = VERIFY not in step.rows and step.items[-1].count > 1  # single tokens are first
+        if has_prompt:
             self.prompt_seconds += seconds
         else:
             self.generate_seconds += seconds
+
+    def _count_drafts(self, items: list[Scheduled]) -> None:
+        """Count the drafts of a step; those that were wrong have been taken off the items."""
+        for item in items:
+            if item.count > 1:
+                self.drafts += 1
+                self.draft_tokens += item.count - 1
+                self.generated_tokens += len(item.drafts)
+                self.accepted_tokens += len(item.drafts)
+                self.accepted_at.update(range(len(item.drafts)))
 
 
 class EngineCore:
@@ -73,7 +82,6 @@ class EngineCore:
         self.stats = Stats()
         self._in_flight: _Started | None = None  # begun, and not read yet
         self._moved: list[Sequence] = []  # what this step gave a token or an end
-        self.runner.settle = self._settle
 
     @classmethod
     def for_model(
@@ -139,7 +147,7 @@ class EngineCore:
         self,
         added: Iterable[Sequence] = (),
         removed: Iterable[Sequence] = (),
-        before_run: Callable[[list[Scheduled]], None] | None = None,
+        before_run: Callable[[Step], None] | None = None,
     ) -> list[Sequence]:
         """One pass of the model. Returns the sequences that got a token or ended.
 
@@ -156,40 +164,57 @@ class EngineCore:
             self.add(seq)
         for seq in removed:
             self.finish(seq, "abort")
-        scheduled = self.scheduler.schedule()
+        step = self.scheduler.schedule()
         if before_run is not None:
-            before_run(scheduled)
-        if not scheduled and not self.has_step_in_flight:
+            before_run(step)
+        if not step.items and not self.has_step_in_flight:
             assert not self.has_unfinished(), "sequences wait, and none can run"
             return []
         try:
-            if self.drafter is not None and scheduled and is_decode(scheduled):
-                sequences = [item.sequence for item in scheduled]
-                drafts = self.drafter.draft(sequences, self.stats.generate_seconds)
-                self.scheduler.add_drafts(scheduled, drafts)
-            read = self.runner.start(scheduled) if scheduled else None
-            for item in scheduled:
-                item.sequence.num_pending += item.num_samples
+            self._draft(step)
+            started = self._start(step)
             self._settle()
-            if read is not None:
-                self._in_flight = scheduled, read
-            if not self.runner.async_scheduling or any(x.scores for x in scheduled):
+            self._in_flight = started
+            if not self.runner.async_scheduling or step.is_read_at_once:
                 self._settle()
         except Exception:
             self.clear("error")
             raise
-        self.stats.count(scheduled, time.perf_counter() - began)
+        self.stats.count(step, time.perf_counter() - began)
         if not self.has_unfinished():
             self._in_flight = None  # nobody wants what it computes
         return list(dict.fromkeys(self._moved))
 
+    def _draft(self, step: Step) -> None:
+        """Add drafts to a decode step, if this core speculates."""
+        if self.drafter is not None and step.is_decode:
+            sequences = [item.sequence for item in step.items]
+            drafts = self.drafter.draft(sequences, self.stats.generate_seconds)
+            self.scheduler.add_drafts(step, drafts)
+
+    def _start(self, step: Step) -> _Started | None:
+        """Start a step, if it has tokens.
+
+        The step in flight is read between the pass of the model and the sampling, where a row needs
+        its tokens.
+        """
+        if not step.items:
+            return None
+        running = self.runner.start(step)
+        if self._in_flight is not None and running.needs_tokens:
+            self._settle()
+        read = running.compute_rows()
+        if SAMPLE in step.rows:
+            for item in step.rows[SAMPLE].items:
+                item.sequence.num_pending += 1
+        return step, read
+
     def _settle(self) -> None:
-        """Read the step in flight, if there is one, and give the sequences what it came to."""
+        """Read the step in flight, if there is one, and give the sequences its results."""
         if self._in_flight is not None:
-            (scheduled, read), self._in_flight = self._in_flight, None
-            live = [x for x in scheduled if not x.sequence.finished]
-            self.scheduler.update(scheduled, read())
-            self._moved += [x.sequence for x in live if x.num_samples or x.sequence.finished]
+            step, read = self._in_flight
+            self._in_flight = None
+            self._moved += self.scheduler.update(step, read())
 
     def clear(self, reason: str) -> None:
         """End every sequence; what is in the pages is forgotten, as a step may have broken off."""

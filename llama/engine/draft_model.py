@@ -14,8 +14,9 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
+from llama.engine.rows import SAMPLE, VERIFY, Scheduled, Step
 from llama.engine.runner import ModelRunner
-from llama.engine.scheduler import Scheduled, Scheduler
+from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import Sequence
 from llama.engine.speculative import Drafter, Guess
 
@@ -106,19 +107,38 @@ class ModelDrafter(Drafter):
             draft.num_kept = i + 1
 
     def _run(self, drafts: list[SequenceDraft], end: int | None = None) -> list[int]:
-        """Compute what the cache lacks of texts and guesses, up to `end`, those with one token
-        first -> what the model chooses behind them. A graph has a row for each token, as it has
-        where drafts are verified."""
-        items, size = list[Scheduled](), self._runner.page_size
+        """Compute the tokens of texts and drafts that the cache lacks, up to position `end`.
+
+        Those with a single token come first. With graphs each token is a row, as where drafts are
+        verified; only longer texts are not.
+
+        Returns:
+            The token that the model samples behind each.
+        """
+        items = list[Scheduled]()
+        has_rows = self._runner.has_graphs
         for draft in drafts:
-            view, text = copy(draft.seq), [*draft.seq.tokens, *draft.ids][:end]
-            start, draft.num_computed = draft.num_computed, len(text)
-            for page in view.pages[start // size : -(-len(text) // size)]:
-                self._hashes.pop(page, None)
-            in_rows = self._runner.has_graphs and len(text) - start <= _NEAR
-            behind = text[start + 1 :] if in_rows else []
-            view.tokens = text[: len(text) - len(behind)]
-            view.constraint = None  # it is where the sequence is, and not the guess
-            items.append(Scheduled(view, start, len(text) - start, 1 + len(behind), drafts=behind))
-        ids = self._runner.start(items)().sampled.ids
-        return [max(ids[end - 1], 0) for end in accumulate(x.num_samples for x in items)]
+            text = [*draft.seq.tokens, *draft.ids][:end]
+            start = draft.num_computed
+            self._forget_pages(draft.seq, start, len(text))
+            draft.num_computed = len(text)
+            view = copy(draft.seq)
+            view.tokens = text
+            view.constraint = None  # it is where the sequence is, and not the drafts
+            items.append(Scheduled(view, start, len(text) - start))
+            has_rows = has_rows and len(text) - start <= _NEAR
+        if has_rows:
+            for item in items:
+                tokens = item.sequence.tokens
+                item.sequence.tokens = tokens[: item.start + 1]
+                item.drafts = tokens[item.start + 1 :]
+        kind = VERIFY if has_rows else SAMPLE
+        rows = kind.rows(items)
+        ids = self._runner.run(Step(items, {kind: rows}))[kind].ids
+        return [max(ids[end - 1], 0) for end in accumulate(map(len, rows.offsets))]
+
+    def _forget_pages(self, seq: Sequence, start: int, end: int) -> None:
+        """Forget what the pages of these positions hold, which is about to be overwritten."""
+        size = self._runner.page_size
+        for page in seq.pages[start // size : -(-end // size)]:
+            self._hashes.pop(page, None)

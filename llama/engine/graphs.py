@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from llama.device import pinned
+from llama.engine.rows import Scheduled
 from llama.engine.sampler import top_of_ranks
-from llama.engine.scheduler import Scheduled
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
 from llama.ops.sample import choose_ids
@@ -183,10 +183,16 @@ class DecodeGraphs:
         self._path: object = None  # of the model, when they were recorded
 
     def takes(self, scheduled: Seq[Scheduled]) -> bool:
-        """Whether this step is of a kind that is recorded, and the model runs as it did then: a
-        replay calls no hook, and reads the weights where they were. RuntimeError where it does not
-        on one of several ranks: either all of them replay a step or none (NCCL, "CUDA Graphs")."""
-        if not is_decode(scheduled) or len(scheduled) > len(self._ids):
+        """Return whether a step of these items, single tokens that sample, can be replayed.
+
+        It can unless there are too many, or the model runs in another way than when it was
+        recorded: a replay calls no hook, and reads the weights where they were.
+
+        Raises:
+            RuntimeError: The model of one of several ranks has changed. Either all ranks replay a
+                step or none (NCCL, "CUDA Graphs").
+        """
+        if len(scheduled) > len(self._ids):
             return False
         path = self._model.execution_path()
         is_hooked = path is None and self._kv_cache.is_cuda
@@ -289,11 +295,6 @@ class DecodeGraphs:
     def close(self) -> None:
         self._graphs.clear()
         self._recorder.close()
-
-
-def is_decode(scheduled: Seq[Scheduled]) -> bool:
-    """Whether every sequence has one new token and samples the next, and nothing else."""
-    return all(x.count == 1 and x.num_samples == 1 and not x.scores for x in scheduled)
 
 
 def bucket_of(num_rows: int) -> int:

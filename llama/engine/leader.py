@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from llama.engine.core import EngineCore
 from llama.engine.interrupts import interrupt_ignored
-from llama.engine.scheduler import Scheduled
+from llama.engine.rows import Step
 from llama.engine.sequence import Sequence, TokenParams
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.errors import RankError
@@ -109,9 +109,9 @@ class Leader:
                 self._send(Message(_INTERRUPT if interrupted else _END, num_calls))
         self._core.clear("abort")
 
-    def _tell(self, message: Message, scheduled: list[Scheduled]) -> None:
-        if scheduled or message.added or message.removed or self._core.has_step_in_flight:
-            message.number, message.checksum = self._num_steps, checksum(scheduled)
+    def _tell(self, message: Message, step: Step) -> None:
+        if step.items or message.added or message.removed or self._core.has_step_in_flight:
+            message.number, message.checksum = self._num_steps, checksum(step)
             self._num_steps += 1
             self._send(message)
 
@@ -158,20 +158,20 @@ class Follower:
             self._core.step(came.values(), removed, functools.partial(self._compare, message))
         self._sequences = {n: seq for n, seq in self._sequences.items() if not seq.finished}
 
-    def _compare(self, told: Message, scheduled: list[Scheduled]) -> None:
-        if (told.number, told.checksum) != (self._num_steps, checksum(scheduled)):
+    def _compare(self, told: Message, step: Step) -> None:
+        if (told.number, told.checksum) != (self._num_steps, checksum(step)):
             raise RankError(
                 f"rank {self._parallel.global_rank} diverged from rank 0 at step {told.number}: it "
-                f"has made {self._num_steps} steps, and would compute {len(scheduled)} sequences "
+                f"has made {self._num_steps} steps, and would compute {len(step.items)} sequences "
                 "in another way. Are the ranks' programs and packages the same?"
             )
         self._num_steps += 1
 
 
-def checksum(scheduled: list[Scheduled]) -> int:
+def checksum(step: Step) -> int:
     """Of what a step will compute: for each sequence its lengths, its pages and its last token."""
     row = array("q")
-    for item in scheduled:
+    for item in step.items:
         seq = item.sequence
         row.extend((item.count, len(seq.tokens), item.start, len(seq.pages)))
         row.extend((seq.tokens[-1], seq.pages[-1] if seq.pages else -1))

@@ -1,8 +1,10 @@
-"""From what the scheduler chose to sampled ids: packs one flat batch, runs the model, samples.
+"""The model on one rank: a `Step` in, the results of its rows out, the same on every rank.
 
-It owns the KV cache. `start` begins a step, and what it returns, the same `RowResults` on every
-rank, waits for the device once. Scoring prompts waits in `start`, once per _SCORED_ROWS rows. On a
-GPU without the kernel for sampling, rows with top_p, top_k or min_p cost two more waits.
+A step has two parts. `ModelRunner.start` packs the tokens into one flat batch and begins the pass
+of the model over the KV cache, which it owns. `RunningStep.compute_rows` then begins to compute the
+results of the rows, and returns a function that waits for the device, once. Scoring prompts waits
+earlier, once per _SCORED_ROWS rows. On a GPU without the kernel for sampling, rows with top_p,
+top_k or min_p cost two more waits.
 
 On a GPU scheduling is asynchronous, as in vLLM: the next step begins before this one is read, and
 takes the tokens that this one sampled from the device. Steps of single tokens are replayed as
@@ -18,11 +20,11 @@ from torch import Tensor
 
 from llama.device import current, free_bytes
 from llama.engine.constraints import TokenMasks
-from llama.engine.graphs import CaptureError, DecodeGraphs, Recorder, bucket_of
+from llama.engine.graphs import CaptureError, Decoded, DecodeGraphs, Recorder, bucket_of
 from llama.engine.processors import LogitsProcessors
+from llama.engine.rows import HiddenStates, Reader, Scheduled, Step, StepResults, Tokens
 from llama.engine.sampler import Sampled, needs_top_only, sample, score, top_of_ranks
-from llama.engine.scheduler import Scheduled
-from llama.engine.sequence import RowResults, Sequence, Tokens, TopLogprobs
+from llama.engine.sequence import Sequence
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
 from llama.ops.sample import on_device_of
@@ -37,7 +39,6 @@ class ModelRunner:
     async_scheduling: a step may start while the one before it is not read; by default on a GPU.
     recorder: of graphs; None runs every step operator by operator.
     reserve: bytes of a step. With graphs the cache has only pages that fit beside both.
-    settle: gives the sequences what the step before came to, where rows need it to be sampled.
     """
 
     def __init__(
@@ -52,13 +53,12 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.page_size = page_size
-        self.settle: Callable[[], None] = lambda: None
         device = model.norm.weight.device
         self.async_scheduling = (
             device.type == "cuda" if async_scheduling is None else async_scheduling
         )
-        self._token_masks = TokenMasks(model.vocab_size)
-        self._processors = LogitsProcessors()
+        self.token_masks = TokenMasks(model.vocab_size)
+        self.processors = LogitsProcessors()
         most_rows = bucket_of(max(model.params.max_batch_size, 64))  # of a graph, or a step
         self._last_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._last_rows: dict[Sequence, int] = {}  # which row of it is whose
@@ -99,152 +99,221 @@ class ModelRunner:
         warnings.warn(f"steps run without graphs from now on: {error}", stacklevel=2)
         self.close()
 
+    def run(self, step: Step) -> StepResults:
+        """Run a step and wait for its results."""
+        return self.start(step).compute_rows()()
+
     @torch.inference_mode()
-    def start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
-        """Begin a step, in the order of the calls; what is returned waits for its output."""
+    def start(self, step: Step) -> "RunningStep":
+        """Begin a step: its pass of the model is under way when this returns.
+
+        Steps run in the order in which they are started.
+        """
         with current(self.kv_cache.device):
             try:
-                return self._start(scheduled)
-            except kernel_errors() as e:
-                if not self.model.parallel.is_alone:  # the other ranks do not know of it
-                    raise
-                warnings.warn(f"torch runs in place of the GPU's kernels: {e}", stacklevel=2)
-                self.close()
-                self.model.use_kernels(TORCH_ONLY)
-                return self._start(scheduled)
+                return RunningStep(self, step)
+            except kernel_errors() as error:
+                self.give_up_kernels(error)
+                return RunningStep(self, step)
 
-    def _start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
-        sampling = [item.sequence for item in scheduled if item.num_samples]
-        if scheduled[-1].drafts:  # those with more than one token come last
-            verified = [  # each row a sequence as it is there, with the drafts before it
-                Scheduled(seq.ahead(item.drafts[:depth]) if depth else seq, item.start + depth, 1)
-                for item in scheduled
-                for depth, seq in enumerate([item.sequence] * item.num_samples)
-            ]
-            sampling = [row.sequence for row in verified]
-            scheduled = verified if self._graphs is not None else scheduled
-        mask = None if self.async_scheduling else self._token_masks.start(sampling)
+    def give_up_kernels(self, error: Exception) -> None:
+        """Let torch's operators replace the GPU's kernels, one of which has failed.
 
-        def sample_all(logits: Tensor) -> Sampled:
-            now = mask
-            if self.async_scheduling and any(seq.needs_tokens for seq in sampling):
-                self.settle()
-                now = self._token_masks.start(sampling, at_once=True)
-            return sample(logits, sampling, now, self.model.kernels, self._processors)
+        On several ranks the error is raised instead: the others do not know of it.
+        """
+        if not self.model.parallel.is_alone:
+            raise error
+        warnings.warn(f"torch runs in place of the GPU's kernels: {error}", stacklevel=4)
+        self.close()
+        self.model.use_kernels(TORCH_ONLY)
 
-        is_greedy, scored = needs_top_only(sampling), Tokens()
-        sampled = self._replayed(scheduled, sampling, is_greedy, sample_all)
-        if sampled is None:
-            hidden = self._hidden(scheduled)
-            if len(hidden) > len(sampling):
-                scored = self._score(scheduled, hidden[len(sampling) :])
-            if not sampling:
-                return lambda: RowResults(Tokens(), scored)
-            rows = hidden[: len(sampling)]
-            if not self.model.parallel.is_alone and is_greedy:
-                sampled = Sampled(top_of_ranks(self.model, rows))
-            else:
-                sampled = sample_all(self.model.logits(rows))
-        columns = self._columns(sampled, sampling, is_greedy)
-        if self.async_scheduling:
-            # Of a row without a token, -1, the next step makes nothing that is read.
-            self._last_ids[: len(sampling)] = columns[:, 0].clamp(min=0)
-            self._last_rows = {seq: row for row, seq in enumerate(sampling)}
-        read = _to_host(columns)
-        return lambda: RowResults(_tokens(read()), scored)
+    def replay(
+        self, sampled: list[Scheduled], *, num_tokens: int, wants_logits: bool
+    ) -> Decoded | None:
+        """Run a step by a graph; None where there is none for this kind of step.
 
-    def _replayed(
-        self,
-        scheduled: list[Scheduled],
-        sampling: list[Sequence],
-        is_greedy: bool,
-        sample_all: Callable[[Tensor], Sampled],
-    ) -> Sampled | None:
-        """The step by a graph; None where there are none, or not for this kind of step. A step that
-        cannot be recorded, for want of memory say, is the end of graphs."""
-        graphs, is_alone = self._graphs, self.model.parallel.is_alone
-        if graphs is None or not graphs.takes(scheduled):
+        Graphs take steps of single tokens that are all sampled. A step that cannot be recorded, for
+        want of memory say, is the end of graphs.
+        """
+        is_recorded_kind = num_tokens == len(sampled)
+        if self._graphs is None or not is_recorded_kind or not self._graphs.takes(sampled):
             return None
-        tokens = [seq.tokens[-1] for seq in sampling]
-        sources = [self._last_rows[seq] if seq.num_pending else -1 for seq in sampling]
+        sequences = [item.sequence for item in sampled]
+        tokens = [seq.tokens[-1] for seq in sequences]
+        sources = [self._last_rows[seq] if seq.num_pending else -1 for seq in sequences]
         try:
-            wants_logits = is_alone or not is_greedy
-            decoded = graphs.run(tokens, sources, scheduled, wants_logits=wants_logits)
-        except CaptureError as e:
-            self._give_up_graphs(e)
+            return self._graphs.run(tokens, sources, sampled, wants_logits=wants_logits)
+        except CaptureError as error:
+            self._give_up_graphs(error)
             return None
-        if is_greedy or decoded.logits is None:
-            return Sampled(decoded.ids[: len(sampling)])
-        return sample_all(decoded.logits[: len(sampling)])
 
-    def _hidden(self, scheduled: list[Scheduled]) -> Tensor:
-        """(R, E): the rows that sample, then those that score, each in the order of the items."""
-        tokens, sampling, scoring = list[int](), list[int](), list[int]()
-        pending: list[int] = []  # indices of tokens that the device alone knows
-        for item in scheduled:
-            seq, first = item.sequence, len(tokens)
+    def hidden_states(self, step: Step) -> Tensor:
+        """Run a step operator by operator.
+
+        Returns:
+            (R, E): the hidden states of its rows, kind after kind, each in the order of the items.
+        """
+        tokens = list[int]()
+        pending = list[int]()  # indices of the tokens that only the device knows
+        sources = list[int]()  # their rows in the step before
+        first_of = dict[Sequence, int]()
+        for item in step.items:
+            seq = item.sequence
+            first_of[seq] = first = len(tokens)
             tokens += seq.tokens[item.start : item.start + item.count]
             tokens += item.drafts
             if len(tokens) < first + item.count:
                 pending.append(len(tokens))
+                sources.append(self._last_rows[seq])
                 tokens.append(0)
-            sampling += range(len(tokens) - item.num_samples, len(tokens))
-            scoring += [first + offset for offset in item.scores]
+        logit_rows = [
+            first_of[item.sequence] + offset
+            for rows in step.rows.values()
+            for item, offsets in zip(rows.items, rows.offsets, strict=True)
+            for offset in offsets
+        ]
         ids, batch = Batch.pack(
             tokens,
-            [item.start for item in scheduled],
-            [item.count for item in scheduled],
-            [item.sequence.pages for item in scheduled],
+            [item.start for item in step.items],
+            [item.count for item in step.items],
+            [item.sequence.pages for item in step.items],
             self.page_size,
-            sampling + scoring,
+            logit_rows,
             self.kv_cache.device,
         )
         if pending:
-            last = [self._last_rows[x.sequence] for x in scheduled if x.sequence.num_pending]
-            indices, sources = on_device_of(ids, pending), on_device_of(ids, last)
-            ids[indices] = self._last_ids[sources]
+            known = self._last_ids[on_device_of(ids, sources)]
+            ids[on_device_of(ids, pending)] = known
         return self.model.hidden_states(ids, batch, self.kv_cache)
 
-    def _score(self, scheduled: list[Scheduled], hidden: Tensor) -> Tokens:
-        """The known tokens behind rows (R, E), in chunks: rows of logits are far wider."""
-        wanted = [x for x in scheduled if x.scores]
-        ids = [x.sequence.tokens[x.start + i + 1] for x in wanted for i in x.scores]
-        logprobs, tops = list[float](), list[TopLogprobs]()
-        k = max((x.sequence.params.prompt_logprobs or 0 for x in wanted), default=0)
-        for start in range(0, len(ids), _SCORED_ROWS):
-            rows = slice(start, start + _SCORED_ROWS)
-            target = on_device_of(hidden, ids[rows])
-            scored = Sampled(target, *score(self.model.logits(hidden[rows]), target, k))
-            part = _tokens(_to_host(self._columns(scored, [], is_greedy=False))())
-            logprobs += part.logprobs
-            tops += part.tops
-        return Tokens(ids, logprobs, tops)
-
-    def _columns(self, sampled: Sampled, sampling: list[Sequence], is_greedy: bool) -> Tensor:
-        """(B, 1), (B, 2) or (B, 2 + 2K) int32: ids, log-probabilities, top ids and theirs.
-
-        Floats keep their bits. Rank 0's values on every rank, by one broadcast: unlike machines
-        could round differently, and log-probabilities are sums of floats, whose order depends on
-        the threads. Ids alone need none where the ranks compared their top tokens, nor between CPU
-        ranks that share memory: the gathered logits are the same bits on each, and
-        `llama.ops.sample` adds whole numbers. But constraints can be rank 0's alone.
-        """
-        parallel = self.model.parallel
-        ids = sampled.ids.int()[:, None]
-        if sampled.logprobs is None:
-            is_constrained = any(seq.is_constrained for seq in sampling)
-            is_alike = parallel.shares_memory_of(ids) and not is_constrained
-            return ids if is_greedy or is_alike else parallel.broadcast(ids.contiguous())
-        columns = [ids, sampled.logprobs[:, None].view(torch.int32)]
-        if sampled.top_ids is not None and sampled.top_logprobs is not None:
-            columns += [sampled.top_ids.int(), sampled.top_logprobs.view(torch.int32)]
-        return parallel.broadcast(torch.cat(columns, dim=1))
+    def keep_last_ids(self, ids: Tensor, sequences: list[Sequence]) -> None:
+        """Keep the tokens that a step sampled on the device, for the step that starts next."""
+        if self.async_scheduling:
+            # A row without a token has the id -1; nothing that the next step makes of it is read.
+            self._last_ids[: len(sequences)] = ids.clamp(min=0)
+            self._last_rows = {seq: row for row, seq in enumerate(sequences)}
 
     def close(self) -> None:
         """Free the graphs: they hold collectives of groups that are about to end."""
         if self._graphs is not None:
             self._graphs.close()
             self._graphs = None
+
+
+class RunningStep:
+    """A step whose pass of the model has begun; `compute_rows` makes the results of its rows.
+
+    Between the two the step before can be read, whose tokens some rows need to be sampled.
+    """
+
+    def __init__(self, runner: ModelRunner, step: Step) -> None:
+        self._runner = runner
+        self._model = runner.model
+        self._step = step
+        sampled = step.sampled()
+        self._sequences = [item.sequence for item in sampled]
+        self._mask = None
+        if not runner.async_scheduling:  # else the host may not know all tokens yet
+            self._mask = runner.token_masks.start(self._sequences)
+        self._is_greedy = needs_top_only(self._sequences)
+        # Whether the host must know the tokens of the step before, to sample those of this one.
+        self.needs_tokens = (
+            runner.async_scheduling
+            and not self._is_greedy
+            and any(seq.needs_tokens for seq in self._sequences)
+        )
+        decoded = runner.replay(
+            sampled,
+            num_tokens=sum([item.count for item in step.items]),
+            wants_logits=self._model.parallel.is_alone or not self._is_greedy,
+        )
+        self._hidden = runner.hidden_states(step) if decoded is None else decoded
+
+    @torch.inference_mode()
+    def compute_rows(self) -> Reader[StepResults]:
+        """Begin to compute the results of all rows; the function returned waits for them."""
+        with current(self._runner.kv_cache.device):
+            try:
+                return self._compute_rows()
+            except kernel_errors() as error:
+                self._runner.give_up_kernels(error)
+                # The pass can be made again: it reads nothing that it has written.
+                return RunningStep(self._runner, self._step)._compute_rows()
+
+    def _compute_rows(self) -> Reader[StepResults]:
+        readers = {}
+        first = 0
+        for kind, rows in self._step.rows.items():
+            hidden: HiddenStates = self._hidden
+            if not isinstance(hidden, Decoded):
+                end = first + rows.num_rows
+                hidden = hidden[first:end]
+                first = end
+            readers[kind] = kind.compute(self, hidden, rows)
+        return lambda: {kind: read() for kind, read in readers.items()}
+
+    def sample(self, hidden: HiddenStates) -> Reader[Tokens]:
+        """Sample a token behind each row, from hidden states (R, E) or the output of a graph."""
+        num_rows = len(self._sequences)
+        if isinstance(hidden, Decoded):
+            if self._is_greedy or hidden.logits is None:
+                sampled = Sampled(hidden.ids[:num_rows])
+            else:
+                sampled = self._sampled(hidden.logits[:num_rows])
+        elif self._is_greedy and not self._model.parallel.is_alone:
+            sampled = Sampled(top_of_ranks(self._model, hidden))
+        else:
+            sampled = self._sampled(self._model.logits(hidden))
+        columns = self._columns(sampled)
+        self._runner.keep_last_ids(columns[:, 0], self._sequences)
+        read = _to_host(columns)
+        return lambda: _tokens(read())
+
+    def _sampled(self, logits: Tensor) -> Sampled:
+        runner = self._runner
+        mask = self._mask
+        if runner.async_scheduling and self.needs_tokens:
+            mask = runner.token_masks.start(self._sequences, at_once=True)
+        return sample(logits, self._sequences, mask, self._model.kernels, runner.processors)
+
+    def score(self, hidden: HiddenStates, ids: list[int], num_top: int) -> Reader[Tokens]:
+        """Score known tokens, from hidden states (R, E), beside the likeliest of each row.
+
+        It waits for the device, chunk by chunk: rows of logits are far wider than hidden states.
+        """
+        tokens = Tokens(ids)
+        for start in range(0, len(ids), _SCORED_ROWS):
+            chunk = slice(start, start + _SCORED_ROWS)
+            targets = on_device_of(hidden, ids[chunk])
+            scored = Sampled(targets, *score(self._model.logits(hidden[chunk]), targets, num_top))
+            part = _tokens(_to_host(self._columns(scored))())
+            tokens.logprobs += part.logprobs
+            tokens.tops += part.tops
+        return lambda: tokens
+
+    def _columns(self, sampled: Sampled) -> Tensor:
+        """Put all that the host reads of each row into one tensor, the same on every rank.
+
+        Rank 0's values reach every rank by one broadcast: unlike machines could round differently,
+        and log-probabilities are sums of floats, whose order depends on the threads. Ids alone need
+        none where the ranks compared their top tokens, nor between CPU ranks that share memory: the
+        gathered logits are the same bits on each, and `llama.ops.sample` adds whole numbers. But
+        constraints can be rank 0's alone.
+
+        Returns:
+            (R, 1), (R, 2) or (R, 2 + 2K) int32: ids, log-probabilities, top ids and theirs. Floats
+            keep their bits.
+        """
+        parallel = self._model.parallel
+        ids = sampled.ids.int()[:, None]
+        if sampled.logprobs is None:
+            is_constrained = any(seq.is_constrained for seq in self._sequences)
+            is_alike = parallel.shares_memory_of(ids) and not is_constrained
+            return ids if self._is_greedy or is_alike else parallel.broadcast(ids.contiguous())
+        columns = [ids, sampled.logprobs[:, None].view(torch.int32)]
+        if sampled.top_ids is not None and sampled.top_logprobs is not None:
+            columns += [sampled.top_ids.int(), sampled.top_logprobs.view(torch.int32)]
+        return parallel.broadcast(torch.cat(columns, dim=1))
 
 
 def _to_host(x: Tensor) -> Callable[[], Tensor]:
@@ -265,7 +334,7 @@ def _to_host(x: Tensor) -> Callable[[], Tensor]:
 
 
 def _tokens(columns: Tensor) -> Tokens:
-    """From what `ModelRunner._columns` made, on the host."""
+    """Return the tokens of what `RunningStep._columns` made, on the host."""
     ids = columns[:, 0].tolist()
     if columns.shape[1] == 1:
         return Tokens(ids)

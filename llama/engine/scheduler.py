@@ -1,4 +1,4 @@
-"""Who runs in the next step, and for how many tokens: sequences in, `Scheduled` items out.
+"""Who runs in the next step, and for how many tokens: sequences in, a `Step` out.
 
 Continuous batching (Yu et al., 2022, Orca) without a prefill phase and a decode phase. A sequence
 has tokens known and tokens computed; each step hands out a budget of tokens so that computed
@@ -9,26 +9,11 @@ Only the order of arrival and the calls decide, so all ranks decide alike.
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from itertools import chain
 
 from llama.engine.pages import PagePool, page_hash
-from llama.engine.sequence import RowResults, Sequence, no_pages
-
-
-@dataclass(slots=True)
-class Scheduled:
-    """`count` tokens of a sequence from `start` on, the first that were not computed. The last of
-    them sample: its last known one, and the drafts behind it. scores: the offsets of those behind
-    which a token of the prompt is, whose log-probability is wanted."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    num_samples: int = 1
-    scores: range = range(0)
-    drafts: Seq[int] = ()  # guesses that the step verifies; after it, those that were right
+from llama.engine.rows import KINDS, Scheduled, Step, StepResults
+from llama.engine.sequence import Sequence, no_pages
 
 
 class Scheduler:
@@ -43,10 +28,13 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
 
-    def schedule(self) -> list[Scheduled]:
-        """Running sequences first, oldest first; then the queue, while budget and pages last. The
-        items have the single tokens in front, as `Batch` wants them. Their tokens count as computed
-        from now on: steps run in the order in which they are scheduled."""
+    def schedule(self) -> Step:
+        """Choose the tokens of the next step.
+
+        Running sequences come first, the oldest before the others, then the queue, while budget
+        and pages last. The tokens of the step count as computed from now on: steps run in the order
+        in which they are scheduled.
+        """
         budget = self.token_budget
         chosen: list[Scheduled] = []
         self._make_room()
@@ -67,7 +55,8 @@ class Scheduler:
             count = min(seq.num_new, budget)
             chosen.append(self._schedule(seq, count))
             budget -= count
-        return sorted(chosen, key=lambda item: item.count > 1)
+        chosen.sort(key=lambda item: item.count > 1)  # single tokens first, see `Step`
+        return Step.of(chosen)
 
     def reserve(self, seq: Sequence, count: int) -> int:
         """Room in its pages for up to `count` more tokens, and in pages that nobody waits for."""
@@ -77,57 +66,56 @@ class Scheduler:
             room += self.pool.page_size
         return min(count, room)
 
-    def add_drafts(self, scheduled: list[Scheduled], drafts: list[list[int]]) -> None:
-        """Have the step verify guesses of what comes next, one list for each of the items, which
-        have a single token each. They take no page from any sequence, and are cut to what fits, and
-        before what would end the sequence."""
-        budget = self.token_budget - len(scheduled)
-        for item, draft in zip(scheduled, drafts, strict=True):
+    def add_drafts(self, step: Step, drafts: list[list[int]]) -> None:
+        """Let a decode step verify drafts, one list for each of its items.
+
+        Drafts take no page from any sequence. They are cut to what fits, and end before a token
+        that would end the sequence.
+        """
+        budget = self.token_budget - len(step.items)
+        has_drafts = False
+        for item, draft in zip(step.items, drafts, strict=True):
             seq = item.sequence
             stop = next((i for i, token in enumerate(draft) if token in seq.stop_ids), len(draft))
             draft = draft[: min(stop, budget, seq.max_len - len(seq.tokens) - 1)]
             if draft := draft[: self.reserve(seq, len(draft))]:
-                item.drafts, item.count = draft, 1 + len(draft)
-                item.num_samples = item.count
+                item.drafts = draft
+                item.count = 1 + len(draft)
                 seq.num_computed += len(draft)
                 budget -= len(draft)
-        scheduled.sort(key=lambda item: item.count > 1)
+                has_drafts = True
+        if has_drafts:
+            step.verify_drafts()
 
-    def update(self, scheduled: list[Scheduled], results: RowResults) -> None:
-        """After a step: each sequence takes its results, but for those that ended meanwhile. The
-        pages of what has ended are let go at once, even where the step after it has begun: what is
-        written there next is written by a later step."""
-        num_sampled = num_scored = 0
-        for item in scheduled:
-            seq, samples, scores = item.sequence, item.num_samples, len(item.scores)
-            num_sampled, num_scored = num_sampled + samples, num_scored + scores
-            if seq.finished:
+    def update(self, step: Step, results: StepResults) -> list[Sequence]:
+        """Give the sequences of a step its results.
+
+        Sequences that ended while it ran get none. The pages of those that end now are released at
+        once, even where the next step has begun: what is written there later belongs to a step that
+        runs after it.
+
+        Returns:
+            The sequences that got a token or ended.
+        """
+        ended = {item.sequence for item in step.items if item.sequence.finish_reason is not None}
+        for kind, rows in step.rows.items():
+            kind.distribute(rows, results[kind], ended)
+        sampled = {item.sequence for item in step.sampling_items()}
+        moved = []
+        for item in step.items:
+            seq = item.sequence
+            if seq in ended:
                 continue
-            if scores:
-                seq.take_scored(results.scored, range(num_scored - scores, num_scored))
-            rows = range(num_sampled - samples, num_sampled)
-            if item.drafts:
-                rows = self._verified(item, results.sampled.ids, rows)
-            seq.take_sampled(results.sampled, rows)
             if item.drafts:
                 self._offer(seq)
-            if item.start + item.count == seq.max_len and not samples:
-                seq.finish_reason = "length"  # the prompt filled it: it was only scored
-            if seq.finished:
+            if item.start + item.count == seq.max_len:
+                seq.finish_reason = "length"  # its prompt fills it: no token can be sampled
+            if seq.finish_reason is not None:
                 self.remove(seq)
-
-    def _verified(self, item: Scheduled, ids: list[int], rows: range) -> range:
-        """The rows whose tokens count: the first, and the one behind each draft that was chosen
-        itself. What was computed behind the last of these drafts is computed again."""
-        seq, drafts, right = item.sequence, item.drafts, 0
-        while right < len(drafts) and ids[rows[right]] == drafts[right]:
-            right += 1
-        seq.num_drafted += len(drafts)
-        seq.num_accepted += right
-        seq.num_pending -= len(drafts) - right
-        seq.num_computed -= len(drafts) - right
-        item.drafts = drafts[:right]
-        return rows[: right + 1]
+                moved.append(seq)
+            elif seq in sampled:
+                moved.append(seq)
+        return moved
 
     def clear(self) -> None:
         """Forget every sequence and every page, as after a step that broke off."""
@@ -160,11 +148,10 @@ class Scheduler:
         that arrive together share what they have in common. A page that a pending token fills has
         no hash yet: the next step looks at it again."""
         start = seq.num_computed
-        rows = seq.rows_of(start, count)
         seq.num_computed += count
         if (seq.num_offered + 1) * self.pool.page_size <= seq.num_computed:
             self._offer(seq)
-        return Scheduled(seq, start, count, *rows)
+        return Scheduled(seq, start, count)
 
     def _offer(self, seq: Sequence) -> None:
         """Let its full pages be found, of tokens that are known and computed."""
@@ -198,8 +185,8 @@ class Scheduler:
 
     def _reusable_hashes(self, seq: Sequence) -> list[bytes]:
         """Hashes of its full pages, short of the last token, which must be computed to sample."""
-        if seq.params.prompt_logprobs is not None:
-            return []  # scoring a prompt needs every position's logits
+        if any(kind.needs_all_rows(seq) for kind in KINDS):
+            return []
         full = (len(seq.tokens) - 1) // self.pool.page_size
         return self._hashes(seq, full)[:full]
 

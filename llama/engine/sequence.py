@@ -20,26 +20,6 @@ _GREEDY_BELOW = 1e-5  # temperatures under it take the top token, as in vLLM
 TopLogprobs = list[tuple[int, float]]  # ids and log-probabilities, the likeliest first
 
 
-@dataclass(slots=True)
-class Tokens:
-    """ids; log-probabilities and the likeliest where asked for: as many as `ids`, or none."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    tops: list[TopLogprobs] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class RowResults:
-    """What a step came to: of all rows that sample, and of all that score, in the order of its
-    items. A row is one token that the step computes. Of a prompt of 5 tokens that is scored, rows 0
-    to 3 score the token behind each; row 4 samples the token that is not there yet. With two drafts
-    behind the last token of a sequence, the step computes three rows, and all of them sample."""
-
-    sampled: Tokens
-    scored: Tokens
-
-
 @dataclass(frozen=True, kw_only=True)
 class TokenParams:
     """What the sampler reads of a request: numbers and ids. See `SamplingParams`."""
@@ -181,28 +161,3 @@ class Sequence:
         view = copy.copy(self)
         view.tokens = [*self.tokens, *drafts]
         return view
-
-    def rows_of(self, start: int, count: int) -> tuple[int, range]:
-        """How many of its next `count` tokens, from `start` on, sample: the last one, once all are
-        known. And the offsets of those that score a token of the prompt that is not scored yet."""
-        num_samples = int(count == self.num_new and self.num_known < self.max_len)
-        if self.params.prompt_logprobs is None:
-            return num_samples, range(0)
-        first = max(len(self.prompt_logprobs) - 1 - start, 0)
-        return num_samples, range(first, min(count, self.num_prompt - 1 - start))
-
-    def take_scored(self, tokens: Tokens, rows: range) -> None:
-        """Those of its prompt in `rows` of what a step scored."""
-        for i in rows:
-            self.prompt_logprobs.append(tokens.logprobs[i])
-            self.prompt_top_logprobs.append(tokens.tops[i][: self.params.prompt_logprobs])
-
-    def take_sampled(self, tokens: Tokens, rows: range) -> None:
-        """Those in `rows` of what a step chose. The id that stops it has an entry, too."""
-        for i in rows:
-            token = tokens.ids[i]
-            self.num_pending -= 1
-            if self.params.logprobs is not None and token >= 0:
-                self.logprobs.append(tokens.logprobs[i])
-                self.top_logprobs.append(tokens.tops[i][: self.params.logprobs])
-            self.append(token)

@@ -24,11 +24,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llama import Llama
+    from llama.engine.rows import Reader, Step, StepResults
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "llama-link"  # in each namespace
@@ -149,16 +151,27 @@ def step(folder: str, batch: int) -> None:
         print(json.dumps(record), flush=True)
 
 
+@dataclass
+class _FinishedStep:
+    """A running step whose results are there."""
+
+    results: "StepResults"
+    needs_tokens: bool = False
+
+    def compute_rows(self) -> "Reader[StepResults]":
+        return lambda: self.results
+
+
 def _step_seconds(llama: "Llama", prompts: list[list[int]]) -> list[float]:
     start, times = llama.engine.runner.start, []
 
-    def timed(scheduled):
+    def timed(step: "Step") -> _FinishedStep:
         began = time.perf_counter()
-        output = start(scheduled)()
+        results = start(step).compute_rows()()
         times.append(time.perf_counter() - began)
-        return lambda: output
+        return _FinishedStep(results)
 
-    llama.engine.runner.start = timed  # type: ignore[method-assign]
+    llama.engine.runner.start = timed  # type: ignore[method-assign, assignment]
     llama.generate(prompts, _STEPS, 0.0)
     llama.engine.runner.start = start  # type: ignore[method-assign]
     return times[2:]

@@ -21,7 +21,8 @@ from helpers.tape import TapeRecorder
 from llama.engine import graphs, runner
 from llama.engine.core import EngineCore
 from llama.engine.graphs import DecodeGraphs, DecodeInputs
-from llama.engine.sequence import Sequence, TokenParams, Tokens
+from llama.engine.rows import Tokens
+from llama.engine.sequence import Sequence, TokenParams
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.model.layers import Matrix

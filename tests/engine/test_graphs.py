@@ -20,8 +20,9 @@ from llama.engine import draft_model, runner
 from llama.engine import graphs as graphs_module
 from llama.engine.core import EngineCore
 from llama.engine.draft_model import ModelDrafter
-from llama.engine.graphs import DecodeInputs, bucket_of, is_decode
-from llama.engine.scheduler import Scheduled
+from llama.engine.graphs import DecodeInputs, bucket_of
+from llama.engine.rows import Scheduled, Step
+from llama.engine.runner import RunningStep
 from llama.engine.sequence import Sequence, TokenParams
 from llama.engine.speculative import Drafter, Guess
 from llama.gpu import graph_check
@@ -168,13 +169,13 @@ def test_drafts_are_verified_in_graphs(model, plain, monkeypatch):
     core.speculate(5)
     core.drafter = MostlyRight(model, dict(zip(seeds, [x[0] for x in wanted], strict=True)))
     eager: list[Scheduled] = []
-    hidden = core.runner._hidden
+    hidden = core.runner.hidden_states
 
-    def seen(items: list[Scheduled]) -> torch.Tensor:
-        eager.extend(items)
-        return hidden(items)
+    def seen(step: Step) -> torch.Tensor:
+        eager.extend(step.items)
+        return hidden(step)
 
-    monkeypatch.setattr(core.runner, "_hidden", seen)
+    monkeypatch.setattr(core.runner, "hidden_states", seen)
     for ours, theirs in zip(answers(core, 1), wanted, strict=True):
         assert ours[:2] == theirs[:2]
         for values, known in ((ours[2], theirs[2]), (ours[4], theirs[4])):
@@ -196,17 +197,17 @@ def test_a_draft_model_guesses_in_graphs(model, plain, monkeypatch):
     assert runner.kv_cache.data_ptr() != core.runner.kv_cache.data_ptr()
     monkeypatch.setattr(drafter, "choose", lambda rates, _, least: [len(x) for x in rates])
     eager, num_new = list[Scheduled](), set[int]()
-    hidden, start = runner._hidden, runner.start
+    hidden, start = runner.hidden_states, runner.start
 
-    def seen(items: list[Scheduled]) -> torch.Tensor:
-        eager.extend(items)
-        return hidden(items)
+    def seen(step: Step) -> torch.Tensor:
+        eager.extend(step.items)
+        return hidden(step)
 
-    def started(items: list[Scheduled]) -> Callable:
-        num_new.update(item.count for item in items)
-        return start(items)
+    def started(step: Step) -> RunningStep:
+        num_new.update(item.count for item in step.items)
+        return start(step)
 
-    monkeypatch.setattr(runner, "_hidden", seen)
+    monkeypatch.setattr(runner, "hidden_states", seen)
     monkeypatch.setattr(runner, "start", started)
     for ours, theirs in zip(answers(core, 1), wanted, strict=True):
         assert ours[:2] == theirs[:2]
@@ -548,10 +549,12 @@ def test_shapes_are_few():
 def test_only_steps_of_single_tokens_that_sample_are_recorded():
     seq = Sequence([1, 2, 3], TokenParams(), 9)
     scored = Sequence([1, 2, 3], TokenParams(prompt_logprobs=0), 9)
-    assert is_decode([Scheduled(seq, 2, 1)])
-    assert not is_decode([Scheduled(seq, 1, 2)])
-    assert not is_decode([Scheduled(seq, 1, 1, 0)])
-    assert not is_decode([Scheduled(scored, 1, 1, *scored.rows_of(1, 1))])
+    assert Step.of([Scheduled(seq, 2, 1)]).is_decode
+    assert not Step.of([Scheduled(seq, 1, 2)]).is_decode
+    assert not Step.of([Scheduled(seq, 1, 1)]).is_decode
+    assert not Step.of([Scheduled(scored, 1, 1)]).is_decode
+    assert not Step.of([Scheduled(seq, 2, 1), Scheduled(scored, 1, 1)]).is_decode
+    assert Step.of([Scheduled(seq, 2, 1), Scheduled(scored, 2, 1)]).is_decode
 
 
 def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):

@@ -1,7 +1,6 @@
 """The page pool and the scheduler, without a model: nothing is lost, repeated, or left behind."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
@@ -9,10 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.scheduling import VOCAB, RandomDrafts, engine, next_token, sequence, watch_releases
+from helpers.scheduling import (
+    VOCAB,
+    FakeStep,
+    RandomDrafts,
+    engine,
+    next_token,
+    sequence,
+    watch_releases,
+)
 from llama.engine.pages import PagePool, page_hash
-from llama.engine.scheduler import Scheduled
-from llama.engine.sequence import RowResults
+from llama.engine.rows import Step, StepResults
 
 
 def alone(prompt: list[int], count: int, stop_ids: frozenset[int]) -> list[int]:
@@ -253,8 +259,8 @@ def test_a_failing_runner_leaves_an_empty_engine(monkeypatch, moment):
     def fail() -> NoReturn:
         raise MemoryError("no room")
 
-    def start(scheduled: list[Scheduled]) -> Callable[[], RowResults]:
-        return fail() if moment == "start" else fail
+    def start(step: Step) -> FakeStep:
+        return fail() if moment == "start" else FakeStep(fail)
 
     monkeypatch.setattr(tried.runner, "start", start)
     victims = [sequence([1, 2], 3) for _ in range(6)]
@@ -293,15 +299,15 @@ def test_a_step_is_started_before_the_last_one_is_read():
     read: list[int] = []
     start = tried.runner.start
 
-    def watched(scheduled: list[Scheduled]) -> Callable[[], RowResults]:
-        number, output = len(started), start(scheduled)
+    def watched(step: Step) -> FakeStep:
+        number, running = len(started), start(step)
         started.append(len(read))
 
-        def wait() -> RowResults:
+        def wait() -> StepResults:
             read.append(number)
-            return output()
+            return running.read()
 
-        return wait
+        return FakeStep(wait)
 
     tried.runner.start = watched
     plain, penalized = sequence([1, 2], 9), sequence([2, 1], 3)

@@ -1,14 +1,14 @@
 """An engine with a made-up model, and a look into the scheduler: who was preempted?"""
 
 import random
-from collections.abc import Callable
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
 from llama.engine.core import EngineCore
 from llama.engine.pages import PagePool
-from llama.engine.scheduler import Scheduled, Scheduler
-from llama.engine.sequence import RowResults, Sequence, TokenParams, Tokens
+from llama.engine.rows import Reader, Scheduled, Step, StepResults, Tokens
+from llama.engine.scheduler import Scheduler
+from llama.engine.sequence import Sequence, TokenParams
 from llama.engine.speculative import Drafter, Guess
 from llama.ranks.collectives import ModelParallel
 
@@ -18,6 +18,17 @@ VOCAB = 7  # small, so that prefixes often coincide
 def next_token(tokens: list[int]) -> int:
     """A made-up model: the token depends on all that came before, and on nothing else."""
     return sum((i + 1) * (t + 3) for i, t in enumerate(tokens)) * 2654435761 % 1009 % VOCAB
+
+
+@dataclass
+class FakeStep:
+    """A running step of a runner that has no model."""
+
+    read: Reader[StepResults]
+    needs_tokens: bool = False
+
+    def compute_rows(self) -> Reader[StepResults]:
+        return self.read
 
 
 class FakeRunner:
@@ -34,24 +45,30 @@ class FakeRunner:
         self.computed = 0
         self.budgets: list[int] = []
 
-    def start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
-        ids = []
-        self.budgets.append(sum(item.count for item in scheduled))
-        counts = [item.count for item in scheduled]
+    def start(self, step: Step) -> FakeStep:
+        self.budgets.append(sum(item.count for item in step.items))
+        counts = [item.count for item in step.items]
         assert counts == sorted(counts, key=lambda c: c > 1), "single tokens come first"
-        for item in scheduled:
+        for item in step.items:
             seq, tokens = item.sequence, self.known(item)
             for p in range(item.start, item.start + item.count):
                 self.slots[self.slot(seq, p)] = tuple(tokens[: p + 1])
                 self.computed += 1
-        for item in scheduled:  # after all writes: a page shared by mistake would show
+        for item in step.items:  # after all writes: a page shared by mistake would show
             seq, tokens = item.sequence, self.known(item)
             for p in range(item.start + item.count):
                 assert self.slots[self.slot(seq, p)] == tuple(tokens[: p + 1]), "foreign page"
-            first = len(tokens) - len(item.drafts)
-            ids.append([next_token(tokens[: first + row]) for row in range(item.num_samples)])
-        self.last = {x.sequence: i[0] for x, i in zip(scheduled, ids, strict=True) if i}
-        return lambda: RowResults(Tokens(list(chain.from_iterable(ids))), Tokens())
+        results: StepResults = {}
+        last: dict[Sequence, int] = {}
+        for kind, rows in step.rows.items():
+            results[kind] = Tokens()
+            for item, offsets in zip(rows.items, rows.offsets, strict=True):
+                known = self.known(item)
+                ids = [next_token(known[: item.start + i + 1]) for i in offsets]
+                last[item.sequence] = ids[0]
+                results[kind].ids += ids
+        self.last = last
+        return FakeStep(lambda: results)
 
     def known(self, item: Scheduled) -> list[int]:
         """A pending token is one that the step before this one sampled."""

@@ -6,15 +6,14 @@ The checkpoint, the engine and the app are real; only the ids that are sampled c
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import httpx
 import openai
 
+from helpers.scheduling import FakeStep
 from llama import Llama
-from llama.engine.scheduler import Scheduled
-from llama.engine.sequence import RowResults, Tokens
+from llama.engine.rows import Step, Tokens
 from llama.prompts import ToolFormat
 from llama.server.app import make_app
 from llama.server.service import Limits, Service
@@ -33,11 +32,12 @@ class Script:
         self.ids: list[int] = []
         self.async_scheduling = False
 
-    def start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
-        sequences = [item.sequence for item in scheduled]
-        ids = [[self.ids[len(x.tokens) - x.num_prompt]] for x in sequences]
-        given = [found[: x.num_samples] for found, x in zip(ids, scheduled, strict=True)]
-        return lambda: RowResults(Tokens(list(chain.from_iterable(given))), Tokens())
+    def start(self, step: Step) -> FakeStep:
+        given = {
+            kind: Tokens([self.ids[x.sequence.num_output] for x in rows.items])
+            for kind, rows in step.rows.items()
+        }
+        return FakeStep(lambda: given)
 
     def close(self) -> None:
         pass

@@ -110,11 +110,11 @@ def test_threads_are_one_batch(shared_llama, engine):
 def test_a_failing_step_reaches_everyone_in_it_and_nobody_after(shared_llama, engine, monkeypatch):
     start, arrived = engine.core.runner.start, threading.Event()
 
-    def fail(scheduled):
-        if len(scheduled) == 2:
+    def fail(step):
+        if len(step.items) == 2:
             arrived.set()
             raise MemoryError("no room")
-        return start(scheduled)
+        return start(step)
 
     monkeypatch.setattr(engine.core.runner, "start", fail)
     prompts = prompts_of([5, 6], seed=52)

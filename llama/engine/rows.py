@@ -1,0 +1,326 @@
+"""Kinds of rows: what a step computes its tokens for, and which sequence gets the results.
+
+A row is one token that a step computes. Every row fills the KV cache; a row of a kind has a result
+as well:
+
+- SAMPLE: the last known token of a sequence. The result is its next token.
+- VERIFY: the last known token and the drafts behind it. The results are the tokens that follow each
+  of them; they count as far as the drafts were right.
+- SCORE: a token of a prompt. The result is the log-probability of the known token behind it.
+
+For example, a prompt of 5 tokens whose log-probabilities are wanted has SCORE rows 0 to 3 and the
+SAMPLE row 4. A sequence with two drafts behind its last token has three VERIFY rows.
+
+A kind is one object with three methods. The scheduler asks `offsets` which rows of a step have the
+kind, the runner gets their results from `compute`, and the scheduler gives each sequence its own
+through `take`. A new kind is a class in this file and an entry of `KINDS`. Rows are kept per kind
+and not per sequence: a list for each sequence nearly doubled the host's time for 256 of them.
+
+This file knows neither the model nor torch. `compute` gets tensors that it passes on to a
+`RowComputer`, or whose methods it calls.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from llama.engine.sequence import Sequence, TopLogprobs
+
+_Results = TypeVar("_Results")
+Reader = Callable[[], _Results]  # waits until results are on the host, and returns them
+HiddenStates = Any  # (R, E): a tensor, or what a recorded step gives in its place
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """The tokens of one sequence that a step computes.
+
+    They are `count` tokens from position `start` on, the first ones that are not computed yet.
+
+    Attributes:
+        drafts: Tokens behind the known ones, which the step verifies. Afterwards those that were
+            right.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    drafts: Seq[int] = ()
+
+
+@dataclass(slots=True)
+class Rows:
+    """The rows of one kind in a step.
+
+    Attributes:
+        items: The items of the step that have such rows, in the order of the step.
+        offsets: The rows of each of these items, counted from its first token of the step.
+    """
+
+    items: list[Scheduled]
+    offsets: list[range]
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of all items."""
+        return sum(map(len, self.offsets))
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Tokens, one per row, with log-probabilities where a sequence of the step asks for them.
+
+    Attributes:
+        ids: The tokens; -1 where no token could be chosen.
+        logprobs: The log-probability of each token, or an empty list.
+        tops: The likeliest tokens of each row, the likeliest first, or an empty list.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[TopLogprobs] = field(default_factory=list)
+
+
+class RowComputer(Protocol):
+    """The operations that a running step offers to the kinds of its rows."""
+
+    def sample(self, hidden: HiddenStates) -> Reader[Tokens]:
+        """Sample a token behind each row of `Step.sampled`, from their hidden states."""
+
+    def score(self, hidden: HiddenStates, ids: list[int], num_top: int) -> Reader[Tokens]:
+        """Score known tokens, one per row, beside the `num_top` likeliest of each row."""
+
+
+class RowKind(ABC, Generic[_Results]):
+    """One kind of result that a row can have.
+
+    Attributes:
+        is_read_at_once: Whether a step with such rows is read before the next one is scheduled,
+            because what that one computes follows from the results.
+    """
+
+    is_read_at_once = False
+
+    @abstractmethod
+    def offsets(self, seq: Sequence, start: int, count: int) -> range:
+        """Return which of `count` tokens of a sequence from `start` on are rows of this kind.
+
+        They are counted from `start`. `rows` asks only for sequences that want this kind.
+        """
+
+    @abstractmethod
+    def compute(self, computer: RowComputer, hidden: HiddenStates, rows: Rows) -> Reader[_Results]:
+        """Begin to compute the results of all rows of a step, from their hidden states."""
+
+    @abstractmethod
+    def take(self, item: Scheduled, results: _Results, part: range) -> None:
+        """Give a sequence its results: those of the rows `part` among the rows of `compute`."""
+
+    def rows(self, items: list[Scheduled]) -> Rows:
+        """Return the rows of this kind among the items of a step.
+
+        A kind that few sequences want leaves out the others here, before it looks at each one.
+        """
+        rows = Rows([], [])
+        for item in items:
+            if offsets := self.offsets(item.sequence, item.start, item.count):
+                rows.items.append(item)
+                rows.offsets.append(offsets)
+        return rows
+
+    def sampled(self, rows: Rows) -> list[Scheduled]:
+        """Return an item per row behind which a token is sampled, with the sequence as it is there.
+
+        None is, by default.
+        """
+        return []
+
+    def needs_all_rows(self, seq: Sequence) -> bool:
+        """Return whether a sequence needs rows that the prefix cache would leave out."""
+        return False
+
+    def distribute(self, rows: Rows, results: _Results, ended: Container[Sequence]) -> None:
+        """Give each sequence its results; those in `ended` want none any more."""
+        first = 0
+        for item, offsets in zip(rows.items, rows.offsets, strict=True):
+            end = first + len(offsets)
+            if item.sequence not in ended:
+                self.take(item, results, range(first, end))
+            first = end
+
+
+class _Sample(RowKind[Tokens]):
+    """The next token of a sequence, sampled behind the last of its known tokens."""
+
+    def offsets(self, seq: Sequence, start: int, count: int) -> range:
+        is_last = start + count == seq.num_known < seq.max_len
+        return range(count - 1, count) if is_last else range(0)
+
+    def rows(self, items: list[Scheduled]) -> Rows:
+        # The same as `offsets` of each item, in a third of the time: nearly all rows are of
+        # this kind, and nearly all of them are single tokens.
+        chosen = [
+            item
+            for item in items
+            if item.start + item.count == item.sequence.num_known < item.sequence.max_len
+        ]
+        offsets = [
+            _FIRST_ROW if item.count == 1 else range(item.count - 1, item.count) for item in chosen
+        ]
+        return Rows(chosen, offsets)
+
+    def compute(self, computer: RowComputer, hidden: HiddenStates, rows: Rows) -> Reader[Tokens]:
+        return computer.sample(hidden)
+
+    def take(self, item: Scheduled, results: Tokens, part: range) -> None:
+        item.sequence.num_pending -= 1
+        _take_token(item.sequence, results, part.start)
+
+    def sampled(self, rows: Rows) -> list[Scheduled]:
+        return rows.items
+
+
+class _Verify(RowKind[Tokens]):
+    """The tokens behind the last known token of a sequence and behind each of its drafts.
+
+    A step of such rows is never in flight while the next one is scheduled, so that its tokens are
+    never pending.
+    """
+
+    is_read_at_once = True
+
+    def offsets(self, seq: Sequence, start: int, count: int) -> range:
+        return range(count)
+
+    def compute(self, computer: RowComputer, hidden: HiddenStates, rows: Rows) -> Reader[Tokens]:
+        return computer.sample(hidden)
+
+    def take(self, item: Scheduled, results: Tokens, part: range) -> None:
+        """Take the first token, and the one behind each draft that was sampled itself.
+
+        The tokens that the step computed behind the last of these drafts are computed again.
+        """
+        seq = item.sequence
+        drafts = item.drafts
+        num_right = 0
+        while num_right < len(drafts) and results.ids[part[num_right]] == drafts[num_right]:
+            num_right += 1
+        seq.num_drafted += len(drafts)
+        seq.num_accepted += num_right
+        seq.num_computed -= len(drafts) - num_right
+        item.drafts = drafts[:num_right]
+        for row in part[: num_right + 1]:
+            _take_token(seq, results, row)
+
+    def sampled(self, rows: Rows) -> list[Scheduled]:
+        found = []
+        for item in rows.items:
+            found.append(Scheduled(item.sequence, item.start, 1))
+            for depth in range(1, len(item.drafts) + 1):
+                seq = item.sequence.ahead(item.drafts[:depth])
+                found.append(Scheduled(seq, item.start + depth, 1))
+        return found
+
+
+class _Score(RowKind[Tokens]):
+    """The log-probability of each token of a prompt but the first.
+
+    The next step is scheduled once they are read: which rows are left follows from how many
+    log-probabilities the sequence has.
+    """
+
+    is_read_at_once = True
+
+    def offsets(self, seq: Sequence, start: int, count: int) -> range:
+        first = max(len(seq.prompt_logprobs) - 1 - start, 0)
+        return range(first, min(count, seq.num_prompt - 1 - start))
+
+    def rows(self, items: list[Scheduled]) -> Rows:
+        asking = [item for item in items if item.sequence.params.prompt_logprobs is not None]
+        return super().rows(asking)
+
+    def compute(self, computer: RowComputer, hidden: HiddenStates, rows: Rows) -> Reader[Tokens]:
+        ids = [
+            item.sequence.tokens[item.start + offset + 1]
+            for item, offsets in zip(rows.items, rows.offsets, strict=True)
+            for offset in offsets
+        ]
+        num_top = max(item.sequence.params.prompt_logprobs or 0 for item in rows.items)
+        return computer.score(hidden, ids, num_top)
+
+    def take(self, item: Scheduled, results: Tokens, part: range) -> None:
+        seq = item.sequence
+        for row in part:
+            seq.prompt_logprobs.append(results.logprobs[row])
+            seq.prompt_top_logprobs.append(results.tops[row][: seq.params.prompt_logprobs])
+
+    def needs_all_rows(self, seq: Sequence) -> bool:
+        return seq.params.prompt_logprobs is not None
+
+
+_FIRST_ROW = range(1)
+SAMPLE = _Sample()
+VERIFY = _Verify()
+SCORE = _Score()
+KINDS: tuple[RowKind[Any], ...] = (SAMPLE, SCORE)  # kinds that sequences ask for by themselves
+StepResults = dict[RowKind[Any], Any]  # what each kind of a step computed
+
+
+@dataclass(slots=True)
+class Step:
+    """What the model computes in one pass.
+
+    Attributes:
+        items: The tokens, sequence after sequence. Items with a single token come first, as
+            `Batch` wants them.
+        rows: The rows that have results, by their kind.
+    """
+
+    items: list[Scheduled]
+    rows: dict[RowKind[Any], Rows]
+
+    @classmethod
+    def of(cls, items: list[Scheduled]) -> "Step":
+        """Return the step of these items, with the rows that their sequences ask for."""
+        rows = {kind: kind.rows(items) for kind in KINDS}
+        return cls(items, {kind: found for kind, found in rows.items() if found.items})
+
+    def verify_drafts(self) -> None:
+        """Turn a decode step whose items have drafts by now into one that verifies them."""
+        self.items.sort(key=lambda item: item.count > 1)
+        self.rows = {VERIFY: VERIFY.rows(self.items)}
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence has one new token and samples the next, and nothing else."""
+        if self.rows.keys() != {SAMPLE} or self.items[-1].count > 1:
+            return False
+        return len(self.rows[SAMPLE].items) == len(self.items)
+
+    @property
+    def is_read_at_once(self) -> bool:
+        """Whether the next step is scheduled only once this one is read."""
+        return any(kind.is_read_at_once for kind in self.rows)
+
+    def sampled(self) -> list[Scheduled]:
+        """Return an item per row behind which a token is sampled, in the order of the rows."""
+        return [item for kind, rows in self.rows.items() for item in kind.sampled(rows)]
+
+    def sampling_items(self) -> list[Scheduled]:
+        """Return the items whose sequences get a token, or several, of this step."""
+        found = []
+        for kind in (SAMPLE, VERIFY):
+            if kind in self.rows:
+                found += self.rows[kind].items
+        return found
+
+
+def _take_token(seq: Sequence, tokens: Tokens, row: int) -> None:
+    """Append a sampled token to a sequence; the id that stops it has a log-probability as well."""
+    token = tokens.ids[row]
+    if seq.params.logprobs is not None and token >= 0:
+        seq.logprobs.append(tokens.logprobs[row])
+        seq.top_logprobs.append(tokens.tops[row][: seq.params.logprobs])
+    seq.append(token)
