@@ -443,7 +443,7 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
         "--enforce-eager", "--no-enable-prefix-caching", "--swap-space", "4", "--load-format",
         "auto", "--pipeline-parallel-size", "1", "--no-enable-lora",
     ]))  # fmt: skip
-    with pytest.raises(TypeError, match="cannot do enable_lora=True"):
+    with pytest.raises(TypeError, match="does not support enable_lora=True"):
         AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "m", "--enable-lora"]))
     assert type(args) is AsyncEngineArgs
     served = AsyncLLMEngine.from_engine_args(args, usage_context="ENGINE_CONTEXT")
@@ -456,7 +456,7 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
     LLMEngine.from_engine_args(EngineArgs("m", speculative_config=small))
     named = seen.pop()
     assert (named["speculate"], named["speculate_tokens"]) == ("small", 3)
-    with pytest.raises(TypeError, match="from_engine_args cannot do executor=1"):
+    with pytest.raises(TypeError, match="from_engine_args does not support executor=1"):
         LLMEngine.from_engine_args(args, executor=1)
     tokenizer = str(DEMO / "tokenizer.model")
     first = {
@@ -506,20 +506,29 @@ def test_parameters_may_change_before_use(llm):
 
 
 BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
-    ({"extra_args": {"a": 1}}, "SamplingParams cannot do extra_args={'a': 1}: leave it out"),
-    ({"logits_processors": [len]}, "cannot do logits_processors="),
-    ({"temprature": 0.5}, "cannot do temprature=0.5"),
-    ({"structured_output": {"choice": ["a"]}}, "SamplingParams cannot do structured_output="),
-    ({"flat_logprobs": True}, "cannot do flat_logprobs=True: leave it out (allowed: False)"),
+    ({"extra_args": {"a": 1}}, "SamplingParams does not support extra_args={'a': 1}: leave it out"),
+    ({"logits_processors": [len]}, "does not support logits_processors="),
+    ({"temprature": 0.5}, "does not support temprature=0.5"),
+    (
+        {"structured_output": {"choice": ["a"]}},
+        "SamplingParams does not support structured_output=",
+    ),
+    ({"flat_logprobs": True}, "does not support flat_logprobs=True: leave it out (allowed: False)"),
     ({"temperature": -1}, "temperature=-1 must be a number from 0 to 100"),
     ({"stop": "x", "detokenize": False}, "stop needs detokenize=True"),
     ({"detokenize": 1}, "detokenize=1 must be True or False"),
     ({"output_kind": 1}, "output_kind=1 must be a RequestOutputKind"),
-    ({"length_penalty": 2.0}, "cannot do length_penalty=2.0: leave it out (allowed: 1)"),
-    ({"early_stopping": True}, "cannot do early_stopping=True: leave it out (allowed: False)"),
-    ({"truncate_prompt_tokens": 5}, "cannot do truncate_prompt_tokens=5: leave it out"),
-    ({"use_beam_search": True}, "cannot do use_beam_search=True: leave it out (allowed: False)"),
-]  # fmt: skip
+    ({"length_penalty": 2.0}, "does not support length_penalty=2.0: leave it out (allowed: 1)"),
+    (
+        {"early_stopping": True},
+        "does not support early_stopping=True: leave it out (allowed: False)",
+    ),
+    ({"truncate_prompt_tokens": 5}, "does not support truncate_prompt_tokens=5: leave it out"),
+    (
+        {"use_beam_search": True},
+        "does not support use_beam_search=True: leave it out (allowed: False)",
+    ),
+]
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD_PARAMS)
@@ -530,11 +539,14 @@ def test_a_bad_parameter_is_an_error_that_names_it(fields, message):
 
 
 BAD_ARGS: list[tuple[dict[str, Any], str]] = [
-    ({"enable_lora": True}, "EngineArgs cannot do enable_lora=True: leave it out (allowed: False)"),
-    ({"pipeline_parallel_size": 2}, "cannot do pipeline_parallel_size=2"),
+    (
+        {"enable_lora": True},
+        "EngineArgs does not support enable_lora=True: leave it out (allowed: False)",
+    ),
+    ({"pipeline_parallel_size": 2}, "does not support pipeline_parallel_size=2"),
     ({"speculative_config": "{"}, "speculative_config='{': give the model that drafts"),
     ({"speculative_config": {"method": "eagle", "model": "x"}}, "the method 'ngram' or 'suffix'"),
-    ({"max_modl_len": 5}, "cannot do max_modl_len=5: leave it out (allowed: nothing)"),
+    ({"max_modl_len": 5}, "does not support max_modl_len=5: leave it out (allowed: nothing)"),
     ({"max_model_len": 0}, "max_model_len=0 must be a whole number from 1"),
     ({"quantization": "awq"}, "quantization='awq': give one of int8, fp8, int4, or None"),
     ({"generation_config": "other"}, "generation_config='other' must be 'auto' or 'vllm'"),
@@ -552,7 +564,7 @@ def test_a_bad_engine_argument_is_an_error_that_names_it(fields, message):
 def test_a_bad_request_is_an_error_that_names_what_is_wrong(llm, engine):
     asked = greedy()
     for prompt, message in [
-        ({"prompt": "x", "multi_modal_data": {}}, "a prompt cannot do multi_modal_data={}"),
+        ({"prompt": "x", "multi_modal_data": {}}, "a prompt does not support multi_modal_data={}"),
         ({}, "the prompt {} must be a string, a list of token ids, or a dict"),
         ([1, "x"], "prompt 0 holds 'x'"),
         (7, "prompts must be a prompt or a list of them, got int"),
@@ -561,15 +573,15 @@ def test_a_bad_request_is_an_error_that_names_what_is_wrong(llm, engine):
         with pytest.raises((TypeError, ValueError)) as caught:
             llm.generate(prompt, asked)
         assert message in str(caught.value)
-    with pytest.raises(TypeError, match=r"LLM\.generate cannot do lora_request='x'"):
+    with pytest.raises(TypeError, match=r"LLM\.generate does not support lora_request='x'"):
         llm.generate("x", asked, lora_request="x")
-    with pytest.raises(TypeError, match=r"LLM\.chat cannot do chat_template='x'"):
+    with pytest.raises(TypeError, match=r"LLM\.chat does not support chat_template='x'"):
         llm.chat([user("x")], asked, chat_template="x")
-    with pytest.raises(TypeError, match=r"LLM\.generate cannot do prompt_token_ids=\[\[1\]\]"):
+    with pytest.raises(TypeError, match=r"generate does not support prompt_token_ids=\[\[1\]\]"):
         llm.generate("x", asked, prompt_token_ids=[[1]])
-    with pytest.raises(TypeError, match="BeamSearchParams cannot do include_stop_str_in_output=Tr"):
+    with pytest.raises(TypeError, match="BeamSearchParams does not support include_stop_str_in"):
         BeamSearchParams(2, 4, include_stop_str_in_output=True)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="add_request cannot do priority=1"):
+    with pytest.raises(TypeError, match="add_request does not support priority=1"):
         engine.add_request("a", "x", asked, priority=1)
     with pytest.raises(TypeError, match=r"params must be .*SamplingParams, got <class 'dict'>"):
         engine.add_request("a", "x", {})

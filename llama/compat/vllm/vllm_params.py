@@ -1,6 +1,6 @@
-"""vLLM's `SamplingParams` and `BeamSearchParams`: a client's fields in, checked parameters out.
+"""vLLM's `SamplingParams` and `BeamSearchParams`: the fields of a client, checked.
 
-A field that means nothing here is an error that names it, unless its value asks for nothing.
+A field that is not supported is an error that names it, unless its value asks for nothing.
 """
 
 import copy
@@ -19,27 +19,53 @@ from llama.sampling_params import SamplingParams as LlamaParams
 from llama.validation import checked_dataclass, with_message
 
 _Class = TypeVar("_Class", bound=type)
+_Allowed = Mapping[str, tuple[Any, ...]]  # argument -> values that ask for nothing
 
-# With these values they ask for nothing; any other value would.
-_ONLY_SAMPLING = {
-    "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
-    "flat_logprobs": (False,), "skip_clone": (False, True), "watermarking": (False,),
-}  # fmt: skip
+_ALLOWED_IN_SAMPLING: _Allowed = {
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "flat_logprobs": (False,),
+    "skip_clone": (False, True),
+    "watermarking": (False,),
+}
+_ALLOWED_IN_BEAM_SEARCH: _Allowed = {
+    "temperature": (0,),
+    "include_stop_str_in_output": (False,),
+    "watermarking": (False,),
+}
 
 
-def refuse(place: str, given: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]] = {}) -> None:
-    """TypeError that names a field whose value asks for something; `only`: values that do not."""
-    for name, value in given.items():
-        if value is not None and not any(value is x or value == x for x in only.get(name, ())):
-            allowed = " or ".join(map(repr, only.get(name, ()))) or "nothing"
-            words = f"leave it out (allowed: {allowed})"
-            raise TypeError(f"{place} cannot do {name}={brief(value)}: {words}")
+def refuse(caller: str, arguments: Mapping[str, Any], allowed: _Allowed | None = None) -> None:
+    """Refuse arguments that are not supported.
+
+    Args:
+        caller: What was called, for the message.
+        arguments: The arguments. None asks for nothing.
+        allowed: Other values that ask for nothing.
+
+    Raises:
+        TypeError: An argument asks for something; the message names it.
+    """
+    for name, value in arguments.items():
+        values = (allowed or {}).get(name, ())
+        if value is None or any(value is x or value == x for x in values):
+            continue
+        choices = " or ".join(map(repr, values)) or "nothing"
+        raise TypeError(
+            f"{caller} does not support {name}={brief(value)}: leave it out (allowed: {choices})"
+        )
 
 
 def refusing(
-    only: Mapping[str, tuple[Any, ...]], no_effect: frozenset[str] = frozenset()
+    allowed: _Allowed, no_effect: frozenset[str] = frozenset()
 ) -> Callable[[_Class], _Class]:
-    """A dataclass whose constructor refuses the fields that it does not have, by name."""
+    """Decorate a class so that its constructor refuses unknown arguments by name.
+
+    Args:
+        allowed: The values with which an unknown argument asks for nothing.
+        no_effect: Unknown arguments that are accepted with any value.
+    """
 
     def decorate(cls: _Class) -> _Class:
         plain_init = cls.__init__  # type: ignore[misc]
@@ -47,10 +73,10 @@ def refusing(
 
         @functools.wraps(plain_init)
         def init(self: Any, *args: Any, **given: Any) -> None:
-            own = {name: value for name, value in given.items() if name in known}
+            supported = {name: value for name, value in given.items() if name in known}
             others = {name: given[name] for name in given.keys() - known.keys() - no_effect}
-            refuse(type(self).__name__, others, only)
-            plain_init(self, *args, **own)
+            refuse(type(self).__name__, others, allowed)
+            plain_init(self, *args, **supported)
 
         cls.__init__ = init  # type: ignore[misc]
         return cls
@@ -59,7 +85,7 @@ def refusing(
 
 
 class RequestOutputKind(enum.Enum):
-    """What an output holds: all so far, what is new, or nothing before the end."""
+    """The content of an output: everything so far, what is new, or nothing before the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -70,42 +96,54 @@ _LogprobCount = Annotated[LogprobCount, BeforeValidator(lambda x: 1 if x is True
 _Seed = Annotated[Seed, BeforeValidator(lambda x: None if x == -1 else x)]
 
 
-@refusing(_ONLY_SAMPLING)
 @checked_dataclass
-class SamplingParams(LlamaParams):
-    """vLLM's parameters of a request; they may be changed until it is submitted. What
-    `llama.SamplingParams` has means the same."""
+class _CheckedParams(LlamaParams):
+    """The fields of `SamplingParams`, which are checked when an object is made."""
 
     logprobs: _LogprobCount = None
     prompt_logprobs: _LogprobCount = None
     seed: _Seed = None
     skip_special_tokens: Switch = True
-    structured_outputs: AnswerFormat = None  # vLLM's name of the next
+    structured_outputs: AnswerFormat = None  # vLLM's name of structured_output
     structured_output: StructuredOutput | None = field(init=False, default=None)
-    detokenize: Switch = True  # False leaves the text empty
-    spaces_between_special_tokens: Switch = True  # without effect: Llama's tokens carry spaces
+    detokenize: Switch = True
+    spaces_between_special_tokens: Switch = True
     output_kind: Annotated[
         RequestOutputKind, with_message("={value} must be a RequestOutputKind")
     ] = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
+        """Check the fields that depend on one another."""
         object.__setattr__(self, "structured_output", self.structured_outputs)
         super().__post_init__()
         if self.stop and not self.detokenize:
-            raise ValueError("stop needs detokenize=True: it is looked for in the text")
+            raise ValueError("stop needs detokenize=True, because it is looked for in the text")
+
+
+@refusing(_ALLOWED_IN_SAMPLING)
+class SamplingParams(_CheckedParams):
+    """vLLM's parameters of a request. Fields of `llama.SamplingParams` have the same meaning.
+
+    Unlike those, they may be changed until the request is submitted, which checks them again.
+
+    Attributes:
+        detokenize: False leaves the text empty.
+        spaces_between_special_tokens: Has no effect, because Llama's tokens contain their spaces.
+        output_kind: The content of each output.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # The checked fields are those of a frozen class.
 
     def clone(self) -> "SamplingParams":
+        """Return a deep copy."""
         return copy.deepcopy(self)
 
 
-# A subclass of what is frozen must be frozen too; clients of vLLM change theirs.
-SamplingParams.__setattr__ = object.__setattr__  # type: ignore[method-assign]
-
-
-@refusing({"temperature": (0,), "include_stop_str_in_output": (False,), "watermarking": (False,)})
+@refusing(_ALLOWED_IN_BEAM_SEARCH)
 @dataclass
 class BeamSearchParams:
-    """Of `LLM.beam_search`, as in vLLM from 0.6.3 on."""
+    """The parameters of `LLM.beam_search`, as in vLLM from 0.6.3 on."""
 
     beam_width: int
     max_tokens: int
