@@ -1,13 +1,13 @@
-"""Meta's Llama 3 API as a runtime: the names that Meta's package exports, and those of requests.
+"""Meta's Llama 3 API as a runtime: the names of Meta's package, and those of the request API.
 
-Each name is imported when it is first used, so that `llama --help` need not wait for torch; type
-checkers find them in __init__.pyi.
+A name is imported when it is first used, so that `llama --help` does not import torch. Type
+checkers read the names in __init__.pyi.
 """
 
 import importlib
 from typing import Any
 
-_MODULES = {  # the names of the package, by the module that defines them
+_MODULES = {  # module -> the names that it defines
     "generation": ["Llama"],
     "model": ["ModelArgs", "Transformer"],
     "requests.async_engine": ["AsyncLLMEngine"],
@@ -21,19 +21,19 @@ __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """The first use of a name: its module is imported, and the name kept for the next use."""
+    """Import the module of a name at its first use, and store the name for the next use."""
     if name == "__version__":
         from importlib import metadata
 
         try:
             return metadata.version("llama")
         except metadata.PackageNotFoundError:
-            return "0+unknown"  # of a copy that was not installed: below all others
+            return "0+unknown"  # a copy that is not installed; lower than any release
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(f"llama.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value
-    if name in _MODULES:  # `import llama` once imported these modules, and programs count on it
+    if name in _MODULES:  # programs rely on `import llama` for these modules, too
         return importlib.import_module(f"llama.{name}")
     raise AttributeError(f"module 'llama' has no attribute {name!r}")
 

@@ -1,14 +1,16 @@
-"""`llama` and `python -m llama`: hands over to the commands of `llama.cli`."""
+"""Entry point of `llama` and `python -m llama`, which runs the commands of `llama.cli`."""
 
 import signal
 import sys
 
 
 def main() -> int:
-    """The exit code. Ctrl-C during the imports ends the process as it ends a program in C: in
-    silence, where Python's own handler would print the place that it came to."""
+    """Run the command line, and return the exit code.
+
+    Ctrl-C during the imports ends the process silently; Python's handler would print a traceback.
+    """
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # and not ignored, as under nohup
+    if handler is signal.default_int_handler:  # the signal is not ignored, as it is under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from llama.cli import main as run
 

@@ -1,6 +1,7 @@
-"""What a process may use of its machine: which device and dtype, how much memory, how many threads.
+"""The part of a machine that a process may use.
 
-It must not know models.
+In: the choices of the user, and what torch and the operating system report. Out: the device, the
+dtype, free memory, and the number of threads. It must not know models.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,20 +20,29 @@ from torch import Tensor
 from llama.checks import torchrun_number
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_OTHER_NAMES = {  # that users of torch, Hugging Face and vLLM type
-    "bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16,
-    "float32": torch.float32, "float": torch.float32,
-}  # fmt: skip
+_ALIASES = {  # names that torch, Hugging Face and vLLM use
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+    "float": torch.float32,
+}
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device to run on: `device`, or by default the first that exists of cuda, mps and cpu.
-    Under torchrun each rank takes the GPU with the number LOCAL_RANK, and none takes mps, whose
-    ranks could not exchange tensors. ValueError if it does not exist or cannot be used."""
+    """Return the device to run on; the default is the first available one of cuda, mps and cpu.
+
+    Under torchrun each rank takes the GPU with the index LOCAL_RANK. No rank takes mps, as ranks
+    could not exchange tensors there.
+
+    Raises:
+        ValueError: the device does not exist or cannot be used.
+    """
     num_ranks = torchrun_number("WORLD_SIZE")
     if device is None:
         has_mps = num_ranks == 1 and torch.backends.mps.is_available()
-        device = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
+        fallback = "mps" if has_mps else "cpu"
+        device = "cuda" if torch.cuda.is_available() else fallback
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
@@ -49,11 +60,12 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 
 def _pick_gpu(device: torch.device) -> torch.device:
-    """The GPU of this rank, with its number. Several ranks of a machine must not share one."""
+    """Return the GPU of this rank with its index; the ranks of a machine must not share a GPU."""
     if not torch.cuda.is_available():
         raise ValueError(f"device='{device}', but torch finds no CUDA GPU: use device='cpu'")
-    count, rank = torch.cuda.device_count(), torchrun_number("LOCAL_RANK")
-    # Slurm, for example, shows each task one GPU of its own, which has the number 0 in every task.
+    count = torch.cuda.device_count()
+    rank = torchrun_number("LOCAL_RANK")
+    # Slurm, for example, shows each task one GPU of its own, which has the index 0 in every task.
     is_task = "CUDA_VISIBLE_DEVICES" in os.environ and "LLAMA_LAUNCHER" not in os.environ
     one_per_task = count == 1 and is_task
     num_local = torchrun_number("LOCAL_WORLD_SIZE")
@@ -65,41 +77,47 @@ def _pick_gpu(device: torch.device) -> torch.device:
     index = device.index
     if index is None:
         index = 0 if one_per_task else rank
-    highest = index if one_per_task else max(index, num_local - 1)  # the same on every rank
-    if highest >= count:
+    max_index = index if one_per_task else max(index, num_local - 1)  # the same on every rank
+    if max_index >= count:
         raise ValueError(
-            f"this machine needs GPU {highest}, but torch finds {count}, numbered from 0: start "
+            f"this machine needs GPU {max_index}, but torch finds {count}, numbered from 0: start "
             "fewer ranks (--ranks; --nproc_per_node of torchrun), or name another device"
         )
     return torch.device("cuda", index)
 
 
 def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype of the model; by default, or for "auto", bf16 if the device has it, else fp16."""
+    """Return the dtype of the model.
+
+    The default, and "auto", is bf16 if the device supports it, else fp16.
+    """
     if dtype is None or dtype == "auto":
-        # From compute capability 8.0 (Ampere) on, CUDA GPUs multiply bf16 in hardware.
-        lacks = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-        return torch.float16 if lacks else torch.bfloat16
-    chosen = (DTYPES | _OTHER_NAMES).get(dtype) if isinstance(dtype, str) else dtype
+        # CUDA GPUs multiply bf16 in hardware from compute capability 8.0 (Ampere) on.
+        lacks_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+        return torch.float16 if lacks_bf16 else torch.bfloat16
+    chosen = (DTYPES | _ALIASES).get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in DTYPES.values():
-        names = ", ".join([*DTYPES, *_OTHER_NAMES, "auto"])
+        names = ", ".join([*DTYPES, *_ALIASES, "auto"])
         raise ValueError(f"dtype={dtype!r}: give one of {names}, or None")
     return chosen
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """One of DTYPES."""
+    """Return the name of a dtype in DTYPES."""
     return next(name for name, value in DTYPES.items() if value is dtype)
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """A block in which `device` is the current one, for kernels that are given no tensor."""
+    """Make `device` the current device in a block, for kernels that take no tensor."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate on `device`, with what torch's allocator keeps.
-    Host memory is divided among the machine's ranks, and bounded by control groups."""
+    """Return the number of bytes that this process can still allocate on `device`.
+
+    Memory that torch's allocator keeps counts as free. Host memory is divided among the ranks of
+    the machine, and limited by control groups.
+    """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
@@ -110,38 +128,44 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _available_memory() -> int:
-    """Bytes that the machine can still give: MemAvailable, or half of all memory off Linux."""
-    words = _text(Path("/proc/meminfo")).split()
-    if "MemAvailable:" in words:
-        return int(words[words.index("MemAvailable:") + 1]) << 10
+    """Return the available bytes of the machine: MemAvailable, or without Linux half of all."""
+    entries = _text(Path("/proc/meminfo")).split()
+    if "MemAvailable:" in entries:
+        return int(entries[entries.index("MemAvailable:") + 1]) << 10
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def set_num_threads() -> None:
-    """Divide the cores among the ranks of this machine; respect the CPU quota of a container. The
-    user's choice is kept: OMP_NUM_THREADS, but not torchrun's own 1, or fewer threads by
-    torch.set_num_threads. A process that is forked later has one thread."""
+    """Set torch's number of threads to the cores that this rank may use.
+
+    A choice of the user stays: OMP_NUM_THREADS, unless torchrun has set it to 1, or a smaller
+    number by torch.set_num_threads. Processes that are forked later have one thread.
+    """
     _fork_to_one_thread()
-    chosen, now = os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    num_threads = torch.get_num_threads()
     cores = available_cores()
-    set_by_torchrun = chosen == "1" and now == 1 and "TORCHELASTIC_RUN_ID" in os.environ
-    if set_by_torchrun or (chosen is None and now > cores):
+    set_by_torchrun = chosen == "1" and num_threads == 1 and "TORCHELASTIC_RUN_ID" in os.environ
+    if set_by_torchrun or (chosen is None and num_threads > cores):
         torch.set_num_threads(cores)
 
 
 @functools.cache
 def _fork_to_one_thread() -> None:
-    """A fork has none of OpenMP's threads, and would wait for them for ever."""
+    """Let forked processes use one thread: they would wait forever for OpenMP's other threads."""
     os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
 
 
 def available_cores() -> int:
-    """The number of cores for this rank: those of the machine over its ranks, at least 1."""
+    """Return the number of cores for this rank: its share of the machine's, at least 1."""
     return max(1, machine_cores() // torchrun_number("LOCAL_WORLD_SIZE"))
 
 
 def machine_cores() -> int:
-    """The cores that all ranks of this machine may use: by affinity, and control groups' quota."""
+    """Return the number of cores for all ranks of this machine.
+
+    Both the CPU affinity and the quota of the control groups limit it.
+    """
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return min(cores, _cgroup_cores())
@@ -150,14 +174,17 @@ def machine_cores() -> int:
 # --- control groups: the limits of a container, a systemd unit or a batch job (cgroups(7)) ---
 
 _OWN_GROUPS = Path("/proc/self/cgroup")
-_GROUPS = Path("/sys/fs/cgroup")  # where systemd and containers have them mounted
+_GROUPS = Path("/sys/fs/cgroup")  # the mount point in systemd and containers
 _NO_LIMIT = 1 << 62
 
 
 def cgroup_folders(controller: str) -> list[Path]:
-    """Where this process's groups lie: for v1 and v2, from its own group up to the mounted root. A
-    limit of any group on that way applies. In a container some of them may not be there."""
-    folders = []
+    """Return the folders of this process's control groups, for v1 and v2.
+
+    They begin with the process's own group and end at the mounted root; the limits of all of them
+    apply. In a container some of the folders may not exist.
+    """
+    folders: list[Path] = []
     for line in _text(_OWN_GROUPS).splitlines():  # "4:memory:/a/b" in v1, "0::/a/b" in v2
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -169,27 +196,27 @@ def cgroup_folders(controller: str) -> list[Path]:
 
 
 def _cgroup_headroom() -> int:
-    """Bytes left under the tightest memory limit of this process's control groups."""
+    """Return the bytes left under the lowest memory limit of this process's control groups."""
     headroom = _NO_LIMIT
     for folder in cgroup_folders("memory"):
         limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
         used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
         if not limit or not used or limit.strip() == "max":
             continue
-        words = _text(folder / "memory.stat").split()
-        stat = dict(zip(words[::2], words[1::2], strict=True))
-        # The kernel drops cached pages of files before it refuses memory. v1 counts those of the
-        # groups below apart, under "total_".
+        entries = _text(folder / "memory.stat").split()
+        stat = dict(zip(entries[::2], entries[1::2], strict=True))
+        # The kernel drops cached pages of files before it refuses memory. Only the "total_" counts
+        # of v1 include the groups below.
         cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
         headroom = min(headroom, int(limit) - int(used) + cached)
     return max(0, headroom)
 
 
 def _cgroup_cores() -> int:
-    """The tightest CPU quota of this process's control groups, in cores, rounded up."""
+    """Return the lowest CPU quota of this process's control groups, in cores, rounded up."""
     cores = _NO_LIMIT
     for folder in cgroup_folders("cpu"):
-        # v2 has "200000 100000" in one file, for two cores; v1 has a file for each number.
+        # For two cores v2 has "200000 100000" in one file; v1 has one file per number.
         quota = (_text(folder / "cpu.max") or _text(folder / "cpu.cfs_quota_us")).split()
         period = quota[1:] or _text(folder / "cpu.cfs_period_us").split()
         if quota and quota[0] not in ("max", "-1"):
@@ -200,35 +227,44 @@ def _cgroup_cores() -> int:
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # not Linux, or not in such a group
+    except OSError:  # not Linux, or no such group
         return ""
 
 
-def pinned(x: np.ndarray, device: torch.device) -> Tensor:
-    """In memory from which a GPU copies by itself; torch keeps it until that is done."""
+def pinned(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """Return an array in pinned memory, which a GPU copies from asynchronously.
+
+    torch keeps the memory until the copy is done.
+    """
     host = torch.from_numpy(x)
     return host.pin_memory() if device.type == "cuda" else host
 
 
-_HUGE, _ADVICE = 2 << 20, 14  # bytes; MADV_HUGEPAGE of madvise(2)
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_HUGEPAGE = 14  # madvise(2)
 
 
 def use_huge_pages(tensor: Tensor) -> Tensor:
-    """Ask Linux for pages of 2 MiB under a tensor of host memory, before its first touch."""
-    start = -(-tensor.data_ptr() // _HUGE) * _HUGE
-    end = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE
+    """Ask Linux for pages of 2 MiB under a tensor of host memory, before it is first written."""
+    start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     if start < end and tensor.device.type == "cpu" and sys.platform == "linux":
+        address = ctypes.c_void_p(start)
+        length = ctypes.c_size_t(end - start)
         with contextlib.suppress(AttributeError):  # a C library without madvise
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _ADVICE)
+            ctypes.CDLL(None).madvise(address, length, _MADV_HUGEPAGE)
     return tensor
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Like torch.zeros, but host memory becomes resident only when written, in pages of 2 MiB:
-    torch writes the zeros, which the system's fresh memory has already."""
+    """Return zeros like torch.zeros, but host memory becomes resident only when it is written.
+
+    torch would write the zeros, although fresh memory of the system is zero already. The pages have
+    2 MiB.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     raw = use_huge_pages(torch.from_numpy(np.zeros(size + 63, np.uint8)))
-    first = -raw.data_ptr() % 64  # where a cache line begins
+    first = -raw.data_ptr() % 64  # the beginning of a cache line
     return raw[first : first + size].view(dtype).view(shape)

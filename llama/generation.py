@@ -1,7 +1,9 @@
-"""The front door: Meta's `Llama.build`, `generate`, `text_completion` and `chat_completion`.
+"""Meta's API: `Llama.build`, `generate`, `text_completion` and `chat_completion`.
 
-Each call prepares its requests, gives them to the one `LLMEngine`, and collects what they came to,
-the same on every rank. Meta's scripts find all of the API under this one name.
+In: texts, dialogs or token ids. Out: answers, the same on every rank. Each call prepares its
+requests, submits them to the one `LLMEngine` and collects the results. Nothing here knows the
+server or the command line. The file has about 500 lines, mostly signatures and docstrings, as
+Meta's scripts expect the whole API in this one class.
 """
 
 import contextlib
@@ -33,79 +35,98 @@ from llama.tokenizer import ChatFormat, Message, Tokenizer
 __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
 
 _T = TypeVar("_T")
-_SLOW_S = 2.0  # seconds of a load
-_NO_OPTIONS = ChatOptions()  # of a call without tools
-_Dialogs = Seq[Seq[Mapping[str, Any]]]  # of Meta's messages, or of OpenAI's
+_SLOW_LOAD_S = 2.0  # loads that take longer print the command that packs the weights
+_NO_OPTIONS = ChatOptions()  # the options of a call without tools
+_Dialogs = Seq[Seq[Mapping[str, Any]]]  # dialogs of Meta's or OpenAI's messages
 
 
 class _Scored(TypedDict, total=False):
-    """With logprobs=True only."""
+    """The fields of a prediction with logprobs=True."""
 
     tokens: list[str]
     logprobs: list[float]
 
 
 class CompletionPrediction(_Scored):
+    """The continuation of a text."""
+
     generation: str
 
 
 class AnswerMessage(Message, total=False):
-    """With tool calls, in OpenAI's form, content is None where there are no words beside them."""
+    """An answer, with tool calls in OpenAI's format; content is None if there is no other text."""
 
     tool_calls: list[dict[str, Any]]
 
 
 class ChatPrediction(_Scored):
+    """The answer to a dialog."""
+
     generation: AnswerMessage
 
 
 class BeamPrediction(TypedDict):
+    """A continuation, and its score: sum of log-probabilities / length ** length_penalty."""
+
     generation: str
-    score: float  # sum of log-probabilities / length ** length_penalty
+    score: float
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of the answer to prompt `index`."""
+    """A piece of the answer to one prompt.
+
+    Attributes:
+        index: index of the prompt.
+        text: the new text.
+        finish_reason: "stop", "length" or "tool_calls" in the last piece, else None.
+        tool_calls: pieces of tool calls in OpenAI's format; see `Llama.stream_chat`.
+    """
 
     index: int
     text: str
-    finish_reason: str | None  # of the last one: "stop", "length" or "tool_calls"
-    tool_calls: tuple[dict[str, Any], ...] = ()  # pieces, in OpenAI's form; see `stream_chat`
+    finish_reason: str | None
+    tool_calls: tuple[dict[str, Any], ...] = ()
 
 
 class Llama:
     """A loaded model with its tokenizer and engine; make one with `Llama.build`.
 
-    What building changes in the process: the groups of torch.distributed and fairscale exist
-    afterwards, also for one process, as with Meta's build; and torch's number of threads on the
-    CPU, where nobody chose it (see `llama.device`). With several ranks, the stdout of those but
-    rank 0 is muted until `close`, and SIGTERM and `sys.excepthook` are watched until the groups
-    end, so that the job ends as one. No default type and no global seed is touched.
+    Building a model changes the process in these ways. The groups of torch.distributed and
+    fairscale exist afterwards, also in a single process, as with Meta's build. The number of CPU
+    threads of torch is set, unless the user has chosen one (see `llama.device`). With several
+    ranks, the stdout of all ranks but 0 is muted until `close`, and SIGTERM and `sys.excepthook`
+    are watched until the groups end, so that all ranks end together. The default dtype and the
+    global seeds stay unchanged.
     """
 
     @staticmethod
     @taking(BuildArgs)
     def build(args: BuildArgs) -> "Llama":
-        """Load a checkpoint, on one process or on all that torchrun started.
+        """Load a checkpoint in one process, or in all processes that torchrun has started.
 
-        ValueError, FileNotFoundError and the like name what is wrong, on every rank, before weights
-        are read. See `Llama` for what changes in the process.
+        A ValueError, FileNotFoundError or similar error names what is wrong, on every rank, before
+        weights are read. See `Llama` for what changes in the process.
         """
         began = time.perf_counter()
         loaded = load_model(args)
         with loaded.model.parallel.agree("the KV cache", world=True):
             llama = Llama(
-                loaded.model, loaded.tokenizer, seed=args.seed, num_pages=loaded.num_pages,
+                loaded.model,
+                loaded.tokenizer,
+                seed=args.seed,
+                num_pages=loaded.num_pages,
                 draft_model=loaded.draft_model,
-            )  # fmt: skip
+            )
             if args.speculate:
                 llama.engine.speculate(args.speculate_tokens, is_shared=args.speculate_shared)
         llama.is_guard = loaded.files.checkpoint.is_guard
-        llama.load_seconds = seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        llama.load_seconds = seconds
         if loaded.model.parallel.global_rank == 0:
             print(f"Loaded in {seconds:.2f} seconds: {loaded.describe(llama.engine.runner)}")
-            if seconds > _SLOW_S and (command := loaded.files.packed_by(loaded.model)):
+            command = loaded.files.packed_by(loaded.model) if seconds > _SLOW_LOAD_S else None
+            if command:
                 print(f"Weights that need no loading: {command}")
         elif args.mute_ranks:
             llama._muted = MutedStdout.held()
@@ -120,13 +141,23 @@ class Llama:
         num_pages: int | None = None,
         draft_model: Transformer | None = None,
     ) -> None:
-        """num_pages: of the KV cache. Default: max_batch_size sequences of max_seq_len tokens."""
+        """Make an engine for a loaded model.
+
+        Args:
+            model: the model.
+            tokenizer: its tokenizer.
+            seed: the seed of calls that give none.
+            num_pages: pages of the KV cache; by default as many as max_batch_size sequences of
+                max_seq_len tokens need.
+            draft_model: the model that drafts tokens, for speculative decoding.
+        """
         args = model.params
-        self.model, self.tokenizer = model, tokenizer
+        self.model = model
+        self.tokenizer = tokenizer
         self.formatter = ChatFormat(tokenizer)
         self.seed = seed
         self.load_seconds = 0.0
-        self.is_guard = False  # Llama Guard, by its files: it has no tools
+        self.is_guard = False  # whether the files are those of Llama Guard, which has no tools
         self._muted: MutedStdout | None = None
         core = EngineCore.for_model(
             model,
@@ -138,12 +169,15 @@ class Llama:
         self.llm_engine = LLMEngine(core, tokenizer, args.max_seq_len, seed)
 
     def lead(self, work: Callable[[], _T]) -> _T | None:
-        """Rank 0 does the work and the others follow: for threads, asyncio, a keyboard, a socket.
-        There, any thread may call any method of this Llama at any time. See `LLMEngine.lead`."""
+        """Run work on rank 0 while the other ranks follow.
+
+        Any thread of rank 0 may then call any method of this Llama at any time: this serves work
+        with threads, asyncio, a keyboard or a socket. See `LLMEngine.lead`.
+        """
         return self.llm_engine.lead(work)
 
     def close(self) -> None:
-        """Abort what is not finished, and give back this rank's stdout. Later calls are errors."""
+        """Abort unfinished requests, and unmute this rank's stdout; later calls are errors."""
         self.llm_engine.close()
         self.engine.close()
         if self._muted is not None:
@@ -161,12 +195,12 @@ class Llama:
 
     @property
     def tool_format(self) -> ToolFormat:
-        """The form of this model's tool calls, or NONE; see `tool_format_of`."""
+        """Format of this model's tool calls, or NONE; see `tool_format_of`."""
         return tool_format_of(self.model.params.rope_factor, is_guard=self.is_guard)
 
     @property
     def engine(self) -> EngineCore:
-        """The engine below `llm_engine`: its statistics, its scheduler, its pages."""
+        """Core of the engine, with its statistics, its scheduler and its pages."""
         return self.llm_engine.core
 
     def generate(
@@ -180,14 +214,27 @@ class Llama:
         *,
         seed: int | None = None,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Continue each prompt until a stop token (left out), max_gen_len tokens or max_seq_len.
+        """Continue each prompt until a stop token, max_gen_len tokens or max_seq_len tokens.
 
-        Returns (tokens, logprobs), one list per prompt; with echo, the prompt comes first.
-        logprobs are the model's own, natural, before temperature and top_p; the first token of an
-        echoed prompt gets 0.0. temperature 0 is greedy. seed: of the first prompt, from which those
-        of the others are derived; without it, they follow from the build's seed, the number of the
-        call and the place in the list. ValueError or TypeError names the bad prompt or parameter,
-        before any work, and where the ranks of one group were given different ones.
+        Args:
+            prompt_tokens: the token ids of each prompt.
+            max_gen_len: maximum number of generated tokens; None generates as many as fit.
+            temperature: divisor of the logits; 0 decodes greedily.
+            top_p: probability mass that is sampled from.
+            logprobs: also return the log-probabilities.
+            echo: put the prompt before each answer.
+            seed: the seed of the first prompt; those of the others are derived from it. By default
+                the seeds follow from the seed of the build, the number of the call and the index of
+                the prompt.
+
+        Returns:
+            the tokens and the log-probabilities (or None), with one list per prompt. A stop token
+            is left out. Log-probabilities are natural logarithms of the model's own probabilities,
+            before temperature and top_p; that of the first token of an echoed prompt is 0.0.
+
+        Raises:
+            TypeError, ValueError: names the prompt or parameter at fault, before any work. It is
+                also raised if the ranks of one group are given different arguments.
         """
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
         ids = _rows("prompt_tokens", prompt_tokens)
@@ -206,7 +253,13 @@ class Llama:
         *,
         seed: int | None = None,
     ) -> list[CompletionPrediction]:
-        """Continue each text: [{"generation": text}]; with logprobs, also "tokens", "logprobs"."""
+        """Continue each text.
+
+        The arguments are those of `generate`.
+
+        Returns:
+            [{"generation": text}, ...]; with logprobs each also has "tokens" and "logprobs".
+        """
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
         outputs = self._run(self._encode_texts(prompts), max_gen_len, sampling, logprobs, echo)
         texts = [self.tokenizer.decode(_tokens(output, echo)) for output in outputs]
@@ -227,12 +280,20 @@ class Llama:
         parallel_tool_calls: bool = True,
         response_format: Mapping[str, Any] | None = None,
     ) -> list[ChatPrediction]:
-        """Answer each dialog: [{"generation": {"role": "assistant", "content": text}}].
+        """Answer each dialog.
 
-        A message may be one of OpenAI's: content in parts, tool calls, and their results with the
-        role "tool". tools, tool_choice, parallel_tool_calls and response_format are OpenAI's too,
-        for all dialogs. With tools, an answer may have "tool_calls"; append it and the results to
-        the dialog, and ask again. Errors name the dialog and the message, before any work.
+        A message may also be in OpenAI's format: with content in parts, with tool calls, or with
+        the result of a call and the role "tool". tools, tool_choice, parallel_tool_calls and
+        response_format are OpenAI's, and apply to all dialogs. With tools an answer may have
+        "tool_calls": append the answer and the results to the dialog, and call again. The other
+        arguments are those of `generate`.
+
+        Returns:
+            [{"generation": {"role": "assistant", "content": text}}, ...]; with logprobs each also
+            has "tokens" and "logprobs".
+
+        Raises:
+            TypeError, ValueError: names the dialog and the message at fault, before any work.
         """
         chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
@@ -252,9 +313,12 @@ class Llama:
         stop: str | Seq[str] = (),
         seed: int | None = None,
     ) -> Generator[TextDelta, None, None]:
-        """text_completion as it comes: joined by index, the deltas are its answers. No delta holds
-        half a character or any part of a stop string. Leaving the loop early aborts what is left.
-        Errors are raised at the call, before any work."""
+        """Stream `text_completion`.
+
+        The texts of all deltas with the same index, joined, are the answer. No delta has half of a
+        character or a part of a `stop` text, which ends an answer. Leaving the loop early aborts
+        the unfinished answers. Errors are raised at the call, before any work.
+        """
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
         requests = self._requests(self._encode_texts(prompts), max_gen_len, sampling)
         return self._deltas(self.llm_engine.stream(requests), _NO_OPTIONS)
@@ -273,8 +337,11 @@ class Llama:
         parallel_tool_calls: bool = True,
         response_format: Mapping[str, Any] | None = None,
     ) -> Generator[TextDelta, None, None]:
-        """chat_completion as it comes; as `stream_text`. A call comes in pieces: the first has its
-        index, id and name, the others more of its arguments, as JSON."""
+        """Stream `chat_completion`; see also `stream_text`.
+
+        A tool call arrives in pieces: the first one has its index, id and name, and the others have
+        more of its arguments, as JSON.
+        """
         chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
         prompts = self._encode_dialogs(dialogs, chat)
@@ -290,13 +357,13 @@ class Llama:
         length_penalty: float = 1.0,
         early_stopping: bool | str = False,
     ) -> list[list[BeamPrediction]]:
-        """The likeliest continuations of each text, best first; see `BeamParams`."""
+        """Return the most probable continuations of each text, best first; see `BeamParams`."""
         requests = self._requests(self._encode_texts(prompts), max_gen_len, {"temperature": 0.0})
-        found = beam_search(self.llm_engine, requests, beam_width, length_penalty, early_stopping)
+        results = beam_search(self.llm_engine, requests, beam_width, length_penalty, early_stopping)
         decode = self.tokenizer.decode
         return [
             [{"generation": decode(beam.tokens), "score": beam.score} for beam in beams]
-            for beams in found
+            for beams in results
         ]
 
     def _requests(
@@ -309,9 +376,12 @@ class Llama:
         *,
         chat: ChatOptions = _NO_OPTIONS,
     ) -> Iterator[Request]:
-        """A request for each prompt, as ids. sampling: other fields of `SamplingParams`. All checks
-        run when this is iterated, not when it is called: the engine does that where an error on one
-        rank becomes an error on every rank."""
+        """Yield a request for each prompt, which is a list of token ids.
+
+        `sampling` has further fields of `SamplingParams`. All checks run while this is iterated,
+        not when it is called: the engine iterates it where an error of one rank becomes an error of
+        every rank.
+        """
         params = SamplingParams(
             max_tokens=whole_number("max_gen_len", max_gen_len, 0, 2**31 - 1, optional=True),
             logprobs=0 if logprobs else None,
@@ -320,7 +390,7 @@ class Llama:
         )
         params = chat.params(params, self.tool_format)
         for i, ids in enumerate(prompts):
-            if isinstance(ids, str):  # which the engine would take for a prompt
+            if isinstance(ids, str):  # the engine would accept a text as a prompt
                 raise not_ids(f"prompt {i}", ids)
             yield self.llm_engine.prepare("", ids, params, index=i)
 
@@ -334,10 +404,11 @@ class Llama:
         self, outputs: Generator[RequestOutput, None, None], chat: ChatOptions
     ) -> Generator[TextDelta, None, None]:
         readers: dict[int, AnswerDeltas] = {}
-        with contextlib.closing(outputs):  # leaving this one leaves that one, at once
+        with contextlib.closing(outputs):  # closing this generator closes the engine's at once
             for output in outputs:
                 _check(output)
-                (answer,), index = output.outputs, output.index
+                (answer,) = output.outputs
+                index = output.index
                 if index not in readers:
                     readers[index] = self._reader(output, chat)
                 deltas = readers[index].push(answer) or [{}] * output.finished
@@ -348,7 +419,7 @@ class Llama:
                     yield TextDelta(index, delta.get("content", ""), reason, calls)
 
     def _reader(self, output: RequestOutput, chat: ChatOptions) -> AnswerDeltas:
-        """What finds the calls in an answer to a dialog with tools."""
+        """Return a parser of the tool calls in an answer."""
         key = ("", output.prompt_token_ids, output.index, 0)
         return AnswerDeltas(chat.tool_request, self.tokenizer, key)
 
@@ -366,16 +437,19 @@ class Llama:
 
     def _encode_dialogs(self, dialogs: Any, chat: ChatOptions) -> Iterator[list[int]]:
         for i, dialog in enumerate(_rows("dialogs", dialogs)):
-            tools, tool_format = chat.tool_request, self.tool_format
+            tools = chat.tool_request
             try:
-                yield encode_chat(self.tokenizer, dialog, tools, tool_format=tool_format)
+                yield encode_chat(self.tokenizer, dialog, tools, tool_format=self.tool_format)
             except (TypeError, ValueError) as e:
-                kind = FieldTypeError if isinstance(e, TypeError) else FieldError
-                raise kind(getattr(e, "field", "dialogs"), f"dialog {i}, {e}") from None
+                field = getattr(e, "field", "dialogs")
+                message = f"dialog {i}, {e}"
+                if isinstance(e, TypeError):
+                    raise FieldTypeError(field, message) from None
+                raise FieldError(field, message) from None
 
 
 def _rows(name: str, prompts: Any) -> Iterator[Any]:
-    """The prompts, one row each, of a list, a tuple, an array or a tensor."""
+    """Yield the prompts of a list or tuple, or the rows of an array or tensor."""
     if not (isinstance(prompts, list | tuple) or hasattr(prompts, "tolist")):
         raise TypeError(f"{name} must be a list, got {type(prompts).__name__}: wrap it in [ ]")
     yield from prompts
@@ -387,8 +461,11 @@ def _tokens(output: RequestOutput, echo: bool) -> list[int]:
 
 
 def _scores(output: RequestOutput, echo: bool) -> list[float]:
-    """Each token's own log-probability; 0.0 for the first of a prompt: nothing comes before it."""
-    entries = (output.prompt_logprobs or [] if echo else []) + (output.outputs[0].logprobs or [])
+    """Return the log-probability of each token; the first token of a prompt has 0.0."""
+    entries: list[dict[int, float] | None] = []
+    if echo:
+        entries += output.prompt_logprobs or []
+    entries += output.outputs[0].logprobs or []
     return [
         0.0 if entry is None else entry[token]
         for token, entry in zip(_tokens(output, echo), entries, strict=True)

@@ -1,7 +1,8 @@
-"""Text to ids and back: Llama 3's tokenizer and its chat format.
+"""Llama 3's tokenizer and its chat format.
 
-Every mistake in a file or a dialog is an error that names the place and the remedy; that is a third
-of this file. Nothing here knows of models, devices or tensors.
+In: a tokenizer file, and texts or dialogs. Out: token ids, and texts again. Each fault of a file or
+a dialog is an error that names where it is and the remedy. Nothing here knows models, devices or
+tensors.
 """
 
 import binascii
@@ -32,54 +33,79 @@ class Message(TypedDict):
 
 Dialog = Sequence[Message]
 
-# tiktoken's Rust core fails on very long texts, and its regex on very long runs. Where we cut is
-# part of the tokenizer's definition: cut elsewhere, and long texts get other ids.
+# tiktoken's Rust core fails on very long texts, and its regex on very long runs. Where a text is
+# cut is part of the tokenizer's definition: cut elsewhere, a long text has other ids.
 MAX_ENCODE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
 
-_BEGIN, _END, _EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
-_START_HEADER, _END_HEADER = "<|start_header_id|>", "<|end_header_id|>"
-_EOM, _PYTHON_TAG = "<|eom_id|>", "<|python_tag|>"
-# The first special tokens of each release, in the order of their ids; None is the next reserved
-# one, and reserved ones fill up to 256.
-_FIRST = {
+_BEGIN = "<|begin_of_text|>"
+_END = "<|end_of_text|>"
+_EOT = "<|eot_id|>"
+_START_HEADER = "<|start_header_id|>"
+_END_HEADER = "<|end_header_id|>"
+_EOM = "<|eom_id|>"
+_PYTHON_TAG = "<|python_tag|>"
+# The first special tokens of each release, in the order of their ids. None stands for the next
+# reserved token, and further reserved tokens follow, up to 256 in all.
+_FIRST_SPECIAL = {
     "3.0": (_BEGIN, _END, None, None, None, None, _START_HEADER, _END_HEADER, None, _EOT),
-    "3.1": (_BEGIN, _END, None, None, "<|finetune_right_pad_id|>", "<|step_id|>", _START_HEADER,
-            _END_HEADER, _EOM, _EOT, _PYTHON_TAG, "<|image|>"),
-}  # fmt: skip
-_GGUF_PRE = ("llama-bpe", "llama3", "llama-v3")  # what a GGUF file calls Llama 3's pattern
-_NORMAL = 1  # the type of its tokens that are not special
-_USED = (_BEGIN, _END, _START_HEADER, _END_HEADER, _EOT, _EOM, _PYTHON_TAG)  # by the runtime
+    "3.1": (
+        _BEGIN,
+        _END,
+        None,
+        None,
+        "<|finetune_right_pad_id|>",
+        "<|step_id|>",
+        _START_HEADER,
+        _END_HEADER,
+        _EOM,
+        _EOT,
+        _PYTHON_TAG,
+        "<|image|>",
+    ),
+}
+_GGUF_PRE = ("llama-bpe", "llama3", "llama-v3")  # names of Llama 3's pattern in GGUF files
+_NORMAL = 1  # the type of normal tokens in GGUF files
+# The special tokens that the runtime needs.
+_REQUIRED = (_BEGIN, _END, _START_HEADER, _END_HEADER, _EOT, _EOM, _PYTHON_TAG)
 
 
 class Tokenizer:
     """Byte-pair encoding with Llama 3's pattern and special tokens.
 
-    Reads `tokenizer.model` (a line for each token: base64, rank), Hugging Face's `tokenizer.json`,
-    or a GGUF file; the special tokens of these two keep the names that they have there. Special ids
-    follow the ranks, however many there are. `llama_3_0` takes the special tokens of the first
-    release, which had no `<|eom_id|>` and no `<|python_tag|>`. Raises OSError where the file cannot
-    be read, ValueError where it is not a sound Llama 3 tokenizer, or of the other release.
+    The ids of the special tokens follow the ranks, whatever their number is.
+
+    Args:
+        model_path: a `tokenizer.model` (one line per token: base64 and rank), Hugging Face's
+            `tokenizer.json` or a GGUF file. The latter two name their special tokens.
+        llama_3_0: use the special tokens of the first release, which had neither `<|eom_id|>` nor
+            `<|python_tag|>`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is no valid Llama 3 tokenizer, or belongs to the other release.
     """
 
     num_reserved_special_tokens = 256
     pat_str = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"  # English contractions
-        r"[^\r\n\p{L}\p{N}]?\p{L}+|"  # a word and the one character before it
-        r"\p{N}{1,3}|"  # digits by threes
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*|"  # punctuation and the newlines after it
+        r"[^\r\n\p{L}\p{N}]?\p{L}+|"  # a word, and one character before it
+        r"\p{N}{1,3}|"  # up to three digits
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|"  # punctuation, and newlines after it
         r"\s*[\r\n]+|"
-        r"\s+(?!\S)|"  # spaces, but the last one goes with the next word
+        r"\s+(?!\S)|"  # spaces, except for the last one before a word
         r"\s+"
     )
 
     def __init__(self, model_path: str | PathLike[str], *, llama_3_0: bool = False) -> None:
-        path, release = Path(model_path), "3.0" if llama_3_0 else "3.1"
+        path = Path(model_path)
+        release = "3.0" if llama_3_0 else "3.1"
         ranks, names = _parse(path, model_path)
         if names is None:
+            first = _FIRST_SPECIAL[release]
             reserved = (f"<|reserved_special_token_{i}|>" for i in count())
-            padding = [None] * (self.num_reserved_special_tokens - len(_FIRST[release]))
-            names = [name or next(reserved) for name in [*_FIRST[release], *padding]]
+            padding = [None] * (self.num_reserved_special_tokens - len(first))
+            names = [name or next(reserved) for name in [*first, *padding]]
         else:
             _check_special_names(path, names, release)
         _check_ranks(path, ranks)
@@ -96,7 +122,7 @@ class Tokenizer:
         self.eot_id = self.special_tokens[_EOT]
         self.eom_id = self.special_tokens.get(_EOM)
         self.python_tag_id = self.special_tokens.get(_PYTHON_TAG)
-        self.pad_id = -1  # no id at all: the reference's value
+        self.pad_id = -1  # not a token id; the value of Meta's package
         self.stop_tokens = {self.eos_id, self.eot_id}
         if self.eom_id is not None:
             self.stop_tokens.add(self.eom_id)
@@ -110,10 +136,15 @@ class Tokenizer:
         allowed_special: Literal["all"] | AbstractSet[str] | None = None,
         disallowed_special: Literal["all"] | Collection[str] = (),
     ) -> list[int]:
-        """Encode `s`, with begin_of_text before it (`bos`) and end_of_text after it (`eos`).
+        """Encode a text.
 
-        A special token's name in the text becomes its id only if `allowed_special` holds it, is a
-        ValueError if `disallowed_special` holds it, and is plain text otherwise.
+        Args:
+            s: the text.
+            bos: put begin_of_text before it.
+            eos: put end_of_text after it.
+            allowed_special: names of special tokens that become their ids if the text has them.
+            disallowed_special: names of special tokens that are a ValueError if the text has them.
+                All other names are encoded as plain text.
         """
         if not isinstance(s, str):
             raise TypeError(f"the text to encode must be a str, got {type(s).__name__}: {s!r:.60}")
@@ -130,13 +161,21 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int] | int, *, skip_special_tokens: bool = False) -> str:
-        """Decode ids, or one; what is no UTF-8 becomes U+FFFD. Raises as `decode_bytes` does."""
-        many = [ids] if isinstance(ids, int) else ids
-        data = self.decode_bytes(many, skip_special_tokens=skip_special_tokens)
+        """Decode one or more ids; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: an id is not in the vocabulary.
+        """
+        ids = [ids] if isinstance(ids, int) else ids
+        data = self.decode_bytes(ids, skip_special_tokens=skip_special_tokens)
         return data.decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> bytes:
-        """Decode `ids` to bytes, which may end inside a character; ValueError for an unknown id."""
+        """Decode ids to bytes, which may end inside of a character.
+
+        Raises:
+            ValueError: an id is not in the vocabulary.
+        """
         for i in ids:
             if not 0 <= i < self.n_words:
                 raise ValueError(f"id {i} is not in the vocabulary: ids are 0..{self.n_words - 1}")
@@ -147,9 +186,11 @@ class Tokenizer:
 
 
 def _split_long_runs(s: str, limit: int) -> Iterator[str]:
-    """Cut `s` so that no piece holds a run of over `limit` whitespace or other characters: with
-    limit 3, "ab cdefghij" becomes "ab cde", "fgh", "ij"."""
-    # The lookbehinds let a match begin only where a run does; else the search would be quadratic.
+    """Cut a text so that no piece has a run of more than `limit` spaces or other characters.
+
+    With limit 3, "ab cdefghij" becomes "ab cde", "fgh", "ij".
+    """
+    # A match begins at the beginning of a run only, as the search would be quadratic otherwise.
     long_run = rf"(?<!\S)\S{{{limit + 1},}}|(?<!\s)\s{{{limit + 1},}}"
     start = 0
     for run in re.finditer(long_run, s):
@@ -160,9 +201,10 @@ def _split_long_runs(s: str, limit: int) -> Iterator[str]:
 
 
 def _check_special_names(path: Path, names: list[str], release: str) -> None:
-    """Hold a file's special tokens to the release; reserved ones may have other numbers."""
-    found, wanted = ({name: i for i, name in enumerate(x)} for x in (names, _FIRST[release]))
-    wrong = [name for name in _USED if found.get(name) != wanted.get(name)]
+    """Compare the special tokens of a file with those of the release, except for reserved ones."""
+    given = {name: i for i, name in enumerate(names)}
+    expected = {name: i for i, name in enumerate(_FIRST_SPECIAL[release])}
+    wrong = [name for name in _REQUIRED if given.get(name) != expected.get(name)]
     if wrong:
         other = "3.0" if release == "3.1" else "3.1"
         raise ValueError(
@@ -172,7 +214,7 @@ def _check_special_names(path: Path, names: list[str], release: str) -> None:
 
 
 def _parse(path: Path, given: object) -> tuple[dict[bytes, int], list[str] | None]:
-    """A file's ranks, and the names of its special tokens in the order of ids, if it has them."""
+    """Return the ranks of a file, and the names of its special tokens by id, if it has them."""
     if isinstance(given, Header) or is_gguf(path):
         return _parse_gguf(given if isinstance(given, Header) else read_header(path))
     if not path.exists():
@@ -185,10 +227,10 @@ def _parse(path: Path, given: object) -> tuple[dict[bytes, int], list[str] | Non
 
 
 def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
-    """Parse tiktoken's format: a line for each token, base64 and rank."""
+    """Parse tiktoken's format: one line per token, with base64 and rank."""
     if data[:1] == data[2:3] == b"\n":  # protobuf: field 1, length, field 1
         remedy = "give Llama 3's tokenizer.model"
-        raise ValueError(f"{path} is a SentencePiece tokenizer, as Llama 2 has: {remedy}")
+        raise ValueError(f"{path} is a SentencePiece tokenizer, like that of Llama 2: {remedy}")
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
@@ -208,16 +250,17 @@ def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
 
 
 def _parse_tokenizer_json(path: Path, data: bytes) -> tuple[dict[bytes, int], list[str]]:
-    """Return a tokenizer.json's ranks, and the names of its added tokens in the order of ids."""
+    """Return the ranks of a tokenizer.json, and the names of its added tokens by id."""
     byte_of = byte_alphabet()
     try:
         content: Any = json.loads(data)
         vocab = dict(content["model"]["vocab"])
         ranks = {bytes([byte_of[c] for c in token]): rank for token, rank in vocab.items()}
         added = {token["id"]: token["content"] for token in content["added_tokens"]}
-        kinds = {*map(type, [*ranks.values(), *added])}, {*map(type, added.values())}
-        if kinds != ({int}, {str}):
-            raise TypeError("a rank or an id is no whole number, or a name no text")
+        number_types = {type(number) for number in [*ranks.values(), *added]}
+        name_types = {type(name) for name in added.values()}
+        if number_types != {int} or name_types != {str}:
+            raise TypeError("a rank or an id is no whole number, or a name is no text")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not the tokenizer.json of a byte-level BPE ({type(error).__name__}:"
@@ -237,8 +280,10 @@ def _added_names(path: Path, ranks: dict[bytes, int], added: dict[int, str]) -> 
 
 
 def _parse_gguf(header: Header) -> tuple[dict[bytes, int], list[str]]:
-    """Return a GGUF file's ranks, which are the ids of its tokens, and its special names."""
-    path, metadata, byte_of = header.file, header.metadata, byte_alphabet()
+    """Return the ranks of a GGUF file, which are the ids of its tokens, and its special tokens."""
+    path = header.file
+    metadata = header.metadata
+    byte_of = byte_alphabet()
     keys = ("model", "pre", "tokens", "token_type", "merges")
     model, pre, tokens, types, merges = (metadata.get(f"tokenizer.ggml.{key}") for key in keys)
     if model != "gpt2" or pre not in _GGUF_PRE or not tokens:
@@ -247,24 +292,27 @@ def _parse_gguf(header: Header) -> tuple[dict[bytes, int], list[str]]:
             f"{brief(pre)}): give tokenizer_path, such as a tokenizer.model"
         )
     try:
-        added = {i: tokens[i] for i, kind in enumerate(types or ()) if kind != _NORMAL}
+        added = {i: tokens[i] for i, token_type in enumerate(types or ()) if token_type != _NORMAL}
         normal = {token: i for i, token in enumerate(tokens) if i not in added}
         ranks = {bytes([byte_of[c] for c in token]): i for token, i in normal.items()}
-        made = [normal[merge.replace(" ", "", 1)] for merge in merges or ()]
+        merged_ids = [normal[merge.replace(" ", "", 1)] for merge in merges or ()]
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(
             f"{path} is not the file of a byte-level BPE ({type(error).__name__}: "
             f"{brief(str(error))}): download it again"
         ) from None
-    if made != sorted(made):
+    if merged_ids != sorted(merged_ids):
         raise ValueError(f"{path}: its merges are not in the order of ids: no Llama 3 tokenizer")
-    metadata.pop(f"tokenizer.ggml.{keys[-1]}", None)  # 280,000 strings, for which nobody asks again
+    metadata.pop("tokenizer.ggml.merges", None)  # 280,000 strings that are not needed again
     return ranks, _added_names(path, ranks, added)
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Map byte-level BPE's 256 printable characters to the bytes they stand for (GPT-2's table):
-    printable Latin-1 to itself, and U+0100, U+0101, ... to the other bytes in order."""
+    """Return GPT-2's table of the 256 characters of byte-level BPE, and the byte of each.
+
+    Printable Latin-1 characters stand for themselves, and U+0100, U+0101, ... for the other bytes
+    in order.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -286,7 +334,10 @@ def _check_ranks(path: Path, ranks: dict[bytes, int]) -> None:
 
 
 class ChatFormat:
-    """Dialogs as Llama 3 was trained on them. No text can open a header or end a turn."""
+    """The format of dialogs that Llama 3 was trained on.
+
+    No text of a message can open a header or end a turn.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -309,7 +360,7 @@ class ChatFormat:
         return [*self.encode_header(message), *content, self.tokenizer.eot_id]
 
     def encode_dialog_prompt(self, dialog: Dialog) -> list[int]:
-        """The messages after `<|begin_of_text|>`, then a header for the assistant to go on from."""
+        """Encode `<|begin_of_text|>`, the messages, and a header for the assistant's answer."""
         validate_dialog(dialog)
         ids = [self.tokenizer.bos_id]
         for message in dialog:
@@ -318,7 +369,7 @@ class ChatFormat:
 
 
 def validate_dialog(dialog: object) -> None:
-    """TypeError or ValueError, naming the place, unless `dialog` is one that we can encode."""
+    """Raise a TypeError or ValueError that names the message if a dialog cannot be encoded."""
     if not isinstance(dialog, list | tuple):
         raise TypeError(f"dialog must be a list of messages, got {type(dialog).__name__}")
     if not dialog:

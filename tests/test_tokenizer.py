@@ -437,7 +437,7 @@ def break_json(content: dict, how: str) -> object:
         ("null as rank", "not the tokenizer.json .*a rank or an id is no whole number"),
         (
             "null as name",
-            "not the tokenizer.json .*a rank or an id is no whole number, or a name no text",
+            "not the tokenizer.json .*a rank or an id is no whole number, or a name is no text",
         ),
         ("not Llama", "<|begin_of_text|> not as in Llama 3.1"),
         ("no model", "not the tokenizer.json of a byte-level BPE .*model"),
