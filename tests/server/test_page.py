@@ -299,6 +299,28 @@ def test_what_is_no_text_cannot_be_continued_from(page):
     assert "ends the text" in titles[0] and "bytes f0 9f, 5.0" in titles[1] and "↵" in titles[2]
 
 
+def test_the_composer_does_not_cover_the_alternatives(page):
+    """Not even those of the last token of a chat, where the page cannot scroll any further."""
+    page.set_viewport_size({"width": 360, "height": 500})
+    other = {"token": "x", "bytes": [120], "logprob": -2.0}
+    scores = [
+        {"token": text, "bytes": [*text.encode()], "logprob": -1.0, "top_logprobs": [other]}
+        for text in [*["line\n"] * 30, "end"]
+    ]
+    content = "".join(each["token"] for each in scores)
+    choice = {"index": 0, "delta": {"content": content}, "logprobs": {"content": scores}}
+    script(page, f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n")
+    send(page, "Hello")
+    show_tokens(page)
+    page.click(".token.scored >> text=end")
+    covering = page.evaluate("""[...document.querySelectorAll(".choices button")].map((node) => {
+        const box = node.getBoundingClientRect();
+        const top = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
+        return node.contains(top);
+    })""")
+    assert covering == [True, True]
+
+
 def test_tool_calls_stream_and_their_results_go_back(page):
     weather = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     call = {"index": 0, "id": "call_1", "type": "function"}
