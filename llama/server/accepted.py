@@ -1,7 +1,7 @@
 """Fields that a body of any API may have and that change no answer.
 
 In: names of fields and the values that are accepted for them. Out: a base for the models of bodies.
-A field of a body is either honoured, and then declared in the model of its API, or declared here,
+A field of a body is either honored, and then declared in the model of its API, or declared here,
 or an error that names it. A value that would change the answer is an error as well. A lenient
 server drops both instead. docs/reference/routes.md has the same table; a test compares them.
 """
@@ -54,7 +54,7 @@ class LabelFields(Fields):
 
 
 class AcceptedFields(LabelFields):
-    """Labels, and fields with which a client may ask for what every answer has anyway."""
+    """Labels, and fields whose accepted values ask for what every answer does anyway."""
 
     logprobs: _False = None
     echo: _False = None

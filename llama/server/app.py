@@ -30,7 +30,7 @@ from llama.server.exchange import IGNORED, BodyMemory
 from llama.server.service import Service, State
 
 log = logging.getLogger("llama.server")
-_CLIENT_LEFT = 499  # nginx's status for a closed connection; nobody reads it
+_CLIENT_LEFT = 499  # nginx's status of a request whose client is gone; nobody reads it
 
 
 def make_app(

@@ -77,7 +77,7 @@ class AuthAndLimits:
             return
         scheme, _, value = headers.get("authorization", "").partition(" ")
         key = value if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        # Every key is compared, in constant time, so that the time says nothing about them.
+        # Every key is compared, in constant time, so that the time reveals nothing about them.
         matches = [hmac.compare_digest(key.encode(), known.encode()) for known in self.api_keys]
         if not any(matches):
             message = "give the server's key as Authorization: Bearer KEY"

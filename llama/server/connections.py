@@ -26,7 +26,7 @@ BODY_S = 60.0  # limit for the body, counted from the end of the headers
 UNREAD_S = 60.0  # time in which a client must take some of an answer that waits for it
 _RESERVED_DESCRIPTORS = 24  # descriptors for refused connections, for files, for the engine
 _LINGER_S = 0.5  # time for a client to read why it is refused
-_LOG_INTERVAL_S = 10.0  # least time between two lines of the log
+_LOG_INTERVAL_S = 10.0  # minimum time between two lines of the log
 
 
 class Connections:

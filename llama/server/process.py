@@ -130,7 +130,7 @@ class Server:
             raise RuntimeError("a step of the model failed, so the server ends") from cause
 
     def _run_and_drain(self, drain_s: float, is_over: Callable[[], bool]) -> bool:
-        """Wait for a signal or a failure, then for what runs; return whether a step failed."""
+        """Wait for a signal or a failure, then for requests; return whether a step failed."""
         service = self.service
         while not (stop_requested() or service.has_failed):
             if not service.is_busy and is_over():

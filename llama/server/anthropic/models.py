@@ -241,8 +241,8 @@ class CountBody(AcceptedFields, SamplingFields):
             tools: the tools of the request.
 
         Raises:
-            FieldError: a call without its result cannot be continued, nor can text whose last
-                token is not certain. A grammar would begin in the middle of the answer.
+            FieldError: the message has a call without its result, no text, or text that ends with
+                a space; or the answer has a grammar, which would have to begin with the message.
         """
         text = message["content"]
         if "tool_calls" in message:
@@ -301,7 +301,8 @@ class MessagesBody(_Sampling, CountBody):  # type: ignore[misc, valid-type]
     max_tokens: TokenLimit
     stop_sequences: StopList | None = None
     stream: bool | None = None
-    # A lenient server does not drop this one: without it, the rest lacks the dialog.
+    # A lenient server must not drop this field: beside a thread, messages are only the newest part
+    # of the dialog.
     thread: Annotated[None, NO_STATE] = None
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:

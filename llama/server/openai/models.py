@@ -120,7 +120,7 @@ class CompletionBody(_TextSampling, _Body):  # type: ignore[misc, valid-type]
     unknown_message: ClassVar[str] = "{names} cannot be used in a completion request: leave it out"
 
     prompt: _Prompt
-    echo: bool | None = None  # type: ignore[assignment]  # honoured here, and no longer only false
+    echo: bool | None = None  # type: ignore[assignment]  # honored here, so not only false
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
         """Return what the body asks for; `defaults` are the parameters that it does not give."""
@@ -166,7 +166,7 @@ class ChatBody(ToolFields, _ChatSampling, _Body):  # type: ignore[misc, valid-ty
     }
 
     messages: Dialog
-    logprobs: bool | None = None  # type: ignore[assignment]  # honoured, as echo is above
+    logprobs: bool | None = None  # type: ignore[assignment]  # honored, as echo is above
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prediction: Prediction | None = None

@@ -145,7 +145,9 @@ _Sampling: type[SamplingFields] = sampling_fields(
 class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type]
     """The body of /v1/responses."""
 
-    unknown_message: ClassVar[str] = "{names} cannot be used in a request for a response"
+    unknown_message: ClassVar[str] = (
+        "{names} cannot be used in a request for a response: leave it out"
+    )
 
     input: _Input
     instructions: str | None = None
