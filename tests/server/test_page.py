@@ -303,7 +303,7 @@ def test_the_composer_does_not_cover_the_alternatives(page):
     """Not even those of the last token of a chat, where the page cannot scroll any further."""
     page.set_viewport_size({"width": 360, "height": 500})
     other = {"token": "x", "bytes": [120], "logprob": -2.0}
-    scores = [
+    scores: list[dict[str, Any]] = [
         {"token": text, "bytes": [*text.encode()], "logprob": -1.0, "top_logprobs": [other]}
         for text in [*["line\n"] * 30, "end"]
     ]
