@@ -101,5 +101,6 @@ def test_mkdocs_builds_the_site_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     reference = (tmp_path / "site" / "reference" / "python" / "index.html").read_text()
     assert "text_completion" in reference and "Continue" in reference
+    assert "kv_cache_dtype" in reference and "_flag(" not in reference, "docs_griffe.py"
     commands = (tmp_path / "site" / "reference" / "commands" / "index.html").read_text()
     assert "--max_batch_size" in commands
