@@ -8,7 +8,7 @@ from typing import Any
 import griffe
 
 
-class FlagDefaults(griffe.Extension):  # type: ignore[misc]  # an untyped package where it is missing
+class FlagDefaults(griffe.Extension):
     """Replace the call that describes a flag by the default that it is given."""
 
     def on_class_members(self, *, cls: Any, **_: Any) -> None:
