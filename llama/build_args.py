@@ -94,64 +94,64 @@ class BuildArgs:
 
     ckpt_dir: str
     tokenizer_path: str | None = _flag(
-        None, "FILE", "tokenizer file", "the one beside the weights", may_differ=True
+        None, "FILE", "Tokenizer file", "the one beside the weights", may_differ=True
     )
     max_seq_len: int | None = _flag(
         None,
         "N",
-        "maximum number of tokens of a prompt and its answer",
+        "Maximum number of tokens of a prompt and its answer",
         "what fits; in a chat 4096; with the demo model 512",
         limits=(1, 2**31),
     )
     max_batch_size: int | None = _flag(
         None,
         "N",
-        "number of sequences that run at once; more wait",
+        "Number of sequences that run at once; more wait",
         "what fits",
         limits=(1, 2**20),
     )
     model_parallel_size: int | None = _flag(
-        None, "N", "number of ranks that share one model", "all ranks"
+        None, "N", "Number of ranks that share one model", "all ranks"
     )
     seed: int = _flag(
         1,
         "N",
-        "seed of the samples; the same command gives the same answers",
+        "Seed of the samples; the same command gives the same answers",
         limits=(0, 2**63 - 1),
     )
     _: KW_ONLY
     device: "str | torch.device | None" = _flag(
-        None, "NAME", "cuda, mps or cpu", "the first one available", may_differ=True
+        None, "NAME", "Device: cuda, mps or cpu", "the first one available", may_differ=True
     )
     dtype: "str | torch.dtype | None" = _flag(
-        None, "NAME", "bf16, fp16 or fp32", "bf16 if the device supports it"
+        None, "NAME", "Data type: bf16, fp16 or fp32", "bf16 if the device supports it"
     )
     quantize: str | None = _flag(
         None,
         "NAME",
-        "quantize the weights: int8, fp8 or int4; in a .gguf file q8_0 or q4_0",
+        "Quantize the weights: int8, fp8 or int4; in a .gguf file q8_0 or q4_0",
         "as they are",
     )
     kv_cache_memory_bytes: int | None = _flag(
-        None, "N", "size of the KV cache on each rank, in bytes", "what fits", limits=(1, 2**60)
+        None, "N", "Size of the KV cache on each rank, in bytes", "what fits", limits=(1, 2**60)
     )
     kv_cache_dtype: str | None = _flag(
-        None, "NAME", "dtype of the KV cache: int8 takes half the memory", "dtype"
+        None, "NAME", "Data type of the KV cache: int8 takes half the memory", "dtype"
     )
     timeout_s: float = _flag(
-        600.0, "S", "maximum time that a rank waits for another, in seconds", may_differ=True
+        600.0, "S", "Maximum time that a rank waits for another, in seconds", may_differ=True
     )
     verify: bool = _flag(
-        False, "", "compare the weights with their checksums while they load", may_differ=True
+        False, "", "Compare the weights with their checksums while they load", may_differ=True
     )
     mute_ranks: bool = True
     speculate: str | None = _flag(
-        None, "NAME", "speculative decoding: lookup, or the name of a draft model", "none"
+        None, "NAME", "Speculative decoding: lookup, or the name of a draft model", "none"
     )
     speculate_tokens: int = _flag(
-        7, "N", "maximum number of tokens drafted per step", limits=(1, 64)
+        7, "N", "Maximum number of tokens drafted per step", limits=(1, 64)
     )
-    speculate_shared: bool = _flag(False, "", "let lookup use the texts of other requests, too")
+    speculate_shared: bool = _flag(False, "", "Let lookup use the texts of other requests, too")
 
     def checked(self) -> "BuildArgs":
         """Return the same arguments with plain Python numbers.

@@ -44,10 +44,10 @@ COMMAND = Command(
     },
     ["in_file", "out_file"],
     flags=FLAGS | {
-        "replicas": Flag(int, "N", "actors, each with the whole model"),
-        "cpus": Flag(float, "N", "cores that Ray keeps for one actor"),
+        "replicas": Flag(int, "N", "Actors, each with the whole model"),
+        "cpus": Flag(float, "N", "Cores that Ray keeps for one actor"),
         "gpus": Flag(float, "N", "GPUs that Ray keeps for one actor: 0 or 1"),
-        "address": Flag(str, "HOST:PORT", "of the cluster", "the one here, or a new one"),
+        "address": Flag(str, "HOST:PORT", "Address of the cluster", "the one here, or a new one"),
     },
 )  # fmt: skip
 

@@ -105,7 +105,7 @@ def test_a_bad_variable_is_named(variable, text, told):
         (["-t", "0.5"], "there is no flag -t; --help lists the flags"),
         (["--temperature", "hot"], "--temperature: 'hot' is not a number"),
         (["--temperature"], "--temperature: expected one argument"),
-        (["word"], "'word' is one word too many; --help lists the flags"),
+        (["word"], "unexpected argument 'word'; --help lists the flags"),
     ],
 )
 def test_a_bad_flag_is_one_line(words, told):
@@ -143,7 +143,7 @@ def test_an_empty_name_is_not_the_demo_model():
         (["--ckpt_dir="], "--ckpt_dir"),
         ([""], "DIR"),
     ):
-        with pytest.raises(UsageError, match=f"^{told}: '' names nothing"):
+        with pytest.raises(UsageError, match=f"^{told}: '' is empty"):
             values(COMMANDS["chat"], *words)
     assert values(COMMANDS["complete"], "--prompt", "").prompt == ""
 

@@ -65,7 +65,7 @@ COMMANDS = {
         ],
     ),
     "batch": Command(
-        "Answer each line of a file into another file; flags are defaults for the lines.",
+        "Answer each line of a file into another file; a line's own fields override the flags.",
         defaults={
             "in_file": REQUIRED,
             "out_file": REQUIRED,
@@ -87,7 +87,7 @@ COMMANDS = {
         error_code=2,
     ),
     "serve": Command(
-        "Serve OpenAI's API over HTTP until SIGTERM or Ctrl-C.",
+        "Serve OpenAI's and Anthropic's APIs over HTTP until SIGTERM or Ctrl-C.",
         defaults={
             **NETWORK_FLAGS,
             "served_model_name": None,

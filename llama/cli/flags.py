@@ -1,8 +1,9 @@
-"""From the words of a command line, and LLAMA_* variables, to checked values.
+"""Read the flags of a command line, and LLAMA_* variables, as checked values.
 
-In: a `Command`, which names its flags, and the words after it. Out: an `argparse.Namespace` with a
-value for each flag. One table holds the type and the meaning of every flag of the commands and of
-Meta's scripts. Nothing here knows models or torch, so that a wrong flag is found at once.
+The input is a `Command`, which names its flags, and the arguments after its name. The output is an
+`argparse.Namespace` with a value for each flag. One table holds the type and the meaning of every
+flag of the commands and of Meta's scripts. This module must know neither models nor torch, so that
+a wrong flag is reported at once.
 """
 
 import argparse
@@ -24,16 +25,24 @@ _KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
 class UsageError(ValueError):
-    """The command line cannot be used: nothing was loaded or written."""
+    """The command line cannot be used. Nothing was loaded or written."""
 
 
 class HelpWanted(Exception):
-    """The text, such as that of `--help`, is all that was asked for."""
+    """Only a text was asked for, such as that of `--help`. The argument is the text."""
 
 
 @contextlib.contextmanager
 def extra(name: str, user: str) -> Iterator[None]:
-    """UsageError that names the extra of this package that `user` needs, where it is missing."""
+    """Report a package that is missing within the block.
+
+    Args:
+        name: The extra of this package that installs it.
+        user: The flag or command that needs it.
+
+    Raises:
+        UsageError: A module was not found; the message names the extra.
+    """
     try:
         yield
     except ModuleNotFoundError as e:
@@ -45,16 +54,24 @@ def extra(name: str, user: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Flag:
-    """The type of a flag's value, how `--help` writes the value, and what it means."""
+    """The type and the meaning of a flag.
 
-    kind: Callable[[str], Any]  # str, int, float or bool; or what raises a ValueError that says why
+    Attributes:
+        kind: str, int, float or bool; or a function that reads a text, and raises ValueError with
+            the reason if it cannot.
+        metavar: The name of the value in `--help`.
+        meaning: The text of `--help`.
+        absent: The meaning of None. A number with such a meaning may be given as "none".
+    """
+
+    kind: Callable[[str], Any]
     metavar: str
     meaning: str
-    absent: str = ""  # what None stands for; a number that has it may be given as "none"
+    absent: str = ""
 
 
 def within(low: int, high: int) -> Callable[[str], int]:
-    """The kind of a whole number, both limits included."""
+    """Return the kind of a whole number from `low` to `high`, both included."""
 
     def read_number(text: str) -> int:
         value = int(text) if text.strip().isdecimal() else low - 1
@@ -72,118 +89,184 @@ def _build_flag(argument: Field[Any]) -> Flag:
 
 
 FLAGS = {
-    **{each.name: _build_flag(each) for each in fields(BuildArgs) if each.metadata},
-    "ckpt_dir": Flag(str, "DIR", "folder of the weights, or a GGUF file", "the demo model"),
-    "in_file": Flag(str, "IN", "prompts or OpenAI batch requests, one per line"),
-    "out_file": Flag(str, "OUT", "results, one JSON record per line"),
-    "name": Flag(str, "NAME", "a model: ORG/NAME, or one of Meta's alone: Llama-3.2-1B"),
-    "file": Flag(str, "FILE", "of a model's files this GGUF file alone", "its safetensors"),
+    **{argument.name: _build_flag(argument) for argument in fields(BuildArgs) if argument.metadata},
+    "ckpt_dir": Flag(str, "DIR", "Folder of the weights, or a GGUF file", "the demo model"),
+    "in_file": Flag(str, "IN", "File of prompts or OpenAI batch requests, one per line"),
+    "out_file": Flag(str, "OUT", "File for the results, one JSON record per line"),
+    "name": Flag(str, "NAME", "Model: ORG/NAME, or only the name for Meta's, such as Llama-3.2-1B"),
+    "file": Flag(str, "FILE", "Fetch only this GGUF file of the model", "its safetensors files"),
     "out_dir": Flag(
-        str, "OUT", "folder, or of convert a .gguf file, to write; it must not exist yet"
+        str, "OUT", "Folder to write, or for convert a .gguf file; it must not exist yet"
     ),
-    "packed": Flag(bool, "", "write what a CPU maps and runs at once, on any number of ranks"),
-    "prompt": Flag(str, "TEXT", "text to continue", "that of prompt_file"),
-    "prompt_file": Flag(str, "FILE", "file of the text to continue", "standard input, as with -"),
-    "system": Flag(str, "TEXT", "system message of the chat", "none"),
-    "temperature": Flag(float, "X", "0 takes the likeliest token; higher values vary more"),
-    "top_p": Flag(float, "P", "sample from the likeliest tokens that hold this probability"),
-    "max_gen_len": Flag(int, "N", "most tokens of one answer", "what max_seq_len leaves"),
-    "ranks": Flag(within(1, 1024), "N", "processes of this machine that share the work"),
-    "url": Flag(str, "URL", "server of OpenAI's API that answers; no model is loaded", "none"),
-    "resident": Flag(bool, "", "let a server of this model answer that stays; start it if need be"),
-    "background": Flag(bool, "", "stay, at a socket of this user; --resident finds it there"),
+    "packed": Flag(
+        bool, "", "Write a layout that a CPU maps and runs at once, on any number of ranks"
+    ),
+    "prompt": Flag(str, "TEXT", "Text to continue", "the content of prompt_file"),
+    "prompt_file": Flag(
+        str, "FILE", "File with the text to continue; - is standard input", "standard input"
+    ),
+    "system": Flag(str, "TEXT", "System message of the chat", "none"),
+    "temperature": Flag(float, "X", "Sampling temperature; 0 always takes the most likely token"),
+    "top_p": Flag(
+        float, "P", "Sample from the most likely tokens that together have this probability"
+    ),
+    "max_gen_len": Flag(
+        int, "N", "Maximum number of tokens of one answer", "what max_seq_len leaves"
+    ),
+    "ranks": Flag(within(1, 1024), "N", "Number of processes on this machine that share the work"),
+    "url": Flag(
+        str, "URL", "Server with OpenAI's API that answers, so that no model is loaded", "none"
+    ),
+    "resident": Flag(
+        bool, "", "Let a server in the background answer; start it if it is not running"
+    ),
+    "background": Flag(
+        bool, "", "Serve in the background, at a socket of this user, where --resident finds it"
+    ),
     "idle_minutes": Flag(
-        within(0, 10**6), "N", "such a server ends so long after its last client; 0: never"
+        within(0, 10**6),
+        "N",
+        "Minutes without a client after which a server in the background ends; 0 for no limit",
     ),
-    "model": Flag(str, "NAME", "of the server's models, this one", "its first"),
-    "concurrency": Flag(int, "N", "requests under way at the server at once"),
-    "retry_s": Flag(float, "S", "seconds that a failed request to the server is tried again"),
-    "resume": Flag(bool, "", "add the results that OUT does not have yet"),
-    "fastchat_controller": Flag(str, "URL", "FastChat's controller, to be its worker", "none"),
-    "worker_address": Flag(str, "URL", "where that controller finds this server", "host and port"),
-    "host": Flag(str, "HOST", "address to listen on"),
-    "port": Flag(within(0, 65_535), "N", "port to listen on; 0 takes a free one"),
+    "model": Flag(str, "NAME", "Name of one of the server's models", "its first model"),
+    "concurrency": Flag(int, "N", "Number of requests sent to the server at once"),
+    "retry_s": Flag(float, "S", "Seconds during which a failed request is sent again"),
+    "resume": Flag(bool, "", "Answer only the lines that have no result in OUT yet"),
+    "fastchat_controller": Flag(
+        str, "URL", "Controller of FastChat that registers this server as a worker", "none"
+    ),
+    "worker_address": Flag(
+        str, "URL", "Address at which that controller reaches this server", "host and port"
+    ),
+    "host": Flag(str, "HOST", "Address to listen on"),
+    "port": Flag(within(0, 65_535), "N", "Port to listen on; 0 chooses a free one"),
     "api_key": Flag(
-        str, "KEY", "what clients send to a server; needed to serve on another host", "none"
+        str, "KEY", "Key of the server; required to listen beyond this machine", "none"
     ),
-    "api_key_file": Flag(str, "FILE", "file with such keys, one in each line", "none"),
+    "api_key_file": Flag(str, "FILE", "File with further keys, one per line", "none"),
     "allow_origin": Flag(
-        str, "URL", "web pages that may ask, such as http://localhost:3000; A,B; * for all", "none"
+        str,
+        "URL",
+        "Web pages that may send requests, such as http://localhost:3000; separated by commas, "
+        "or * for all",
+        "none",
     ),
-    "served_model_name": Flag(str, "NAME", "name of the model", "the name of the folder"),
-    "max_queue": Flag(int, "N", "sequences that wait; more are refused with status 503"),
-    "max_connections": Flag(int, "N", "connections at once; more are refused with status 503"),
-    "max_per_address": Flag(int, "N", "connections from one address", "three quarters of those"),
-    "max_wait_s": Flag(float, "S", "seconds that a request waits for its first token"),
+    "served_model_name": Flag(
+        str, "NAME", "Name of the model in requests and answers", "the name of the folder"
+    ),
+    "max_queue": Flag(
+        int, "N", "Number of sequences that may wait; more are refused with status 503"
+    ),
+    "max_connections": Flag(
+        int, "N", "Number of connections at once; more are refused with status 503"
+    ),
+    "max_per_address": Flag(
+        int,
+        "N",
+        "Number of connections at once from one address",
+        "three quarters of max_connections",
+    ),
+    "max_wait_s": Flag(float, "S", "Seconds that a request may wait for its first token"),
     "tool_format": Flag(
-        str, "NAME", "of tool calls: llama3.1, llama3.2 or none", "that of the generation"
+        str, "NAME", "Format of tool calls: llama3.1, llama3.2 or none", "that of the model"
     ),
-    "lenient": Flag(bool, "", "leave out fields that cannot be honoured, and say so in a header"),
-    "drain_s": Flag(float, "S", "seconds that running requests get after a signal"),
+    "lenient": Flag(
+        bool, "", "Ignore fields that are not supported, and name them in a response header"
+    ),
+    "drain_s": Flag(float, "S", "Seconds that running requests get to finish after a signal"),
 }
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its flags with their defaults, and what runs it."""
+    """A command of the command line.
+
+    Attributes:
+        summary: The first sentences of its `--help`.
+        defaults: The names of its flags, with their defaults.
+        positional: Names of the flags that may also be given by position.
+        function: Runs the command, and returns the exit code.
+        examples: Command lines for `--help`.
+        error_code: The exit code after an error.
+        flags: The table of flags.
+        has_variables: Whether LLAMA_* variables stand for flags.
+    """
 
     summary: str
     defaults: Mapping[str, Any]
-    positional: Sequence[str] = ()  # flags that may also be given by position
+    positional: Sequence[str] = ()
     function: Callable[[argparse.Namespace], int] | None = None
     examples: Sequence[str] = field(default=())
-    error_code: int = 1  # the exit code where it fails with an error
+    error_code: int = 1
     flags: Mapping[str, Flag] = field(default_factory=lambda: FLAGS)
-    has_variables: bool = True  # whether LLAMA_* variables stand for flags
+    has_variables: bool = True
 
 
 def variable(name: str) -> str:
-    """The environment variable that stands for a flag."""
+    """Return the environment variable that stands for a flag."""
     return f"LLAMA_{name.upper()}"
 
 
 def read(
-    program: str, command: Command, words: Sequence[str], environ: Mapping[str, str]
+    program: str, command: Command, arguments: Sequence[str], environ: Mapping[str, str]
 ) -> argparse.Namespace:
-    """The value of every flag: from the command line, else its variable, else its default.
-    UsageError names the flag or variable that is wrong. HelpWanted holds the text for `--help`."""
-    texts = _given(program, command, words)
+    """Return the value of every flag: from the command line, else its variable, else its default.
+
+    Args:
+        program: The name of the program, for `--help`.
+        command: The command.
+        arguments: The arguments after the name of the command.
+        environ: The environment variables.
+
+    Raises:
+        HelpWanted: `--help` is given.
+        UsageError: An argument or a variable cannot be used; the message names it.
+    """
+    texts = _texts(program, command, arguments)
     options = argparse.Namespace()
     for name, default in command.defaults.items():
-        if command.has_variables and (text := environ.get(variable(name))):
-            texts.setdefault(name, (variable(name), text))
+        value = default
+        if command.has_variables and environ.get(variable(name)):
+            texts.setdefault(name, (variable(name), environ[variable(name)]))
         if name in texts:
-            default = _value(command.flags[name], *texts[name])
-        if default is REQUIRED:
+            source, text = texts[name]
+            value = _value(command.flags[name], source, text)
+        if value is REQUIRED:
             shown = command.flags[name].metavar if name in command.positional else f"--{name}"
             raise UsageError(f"{shown} is missing; {_remedy(command)}")
-        setattr(options, name, default)
+        setattr(options, name, value)
     return options
 
 
-def _given(program: str, command: Command, words: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Flag -> what it is called there, and its text. Other words go to the positional names."""
-    at = words.index("--") if "--" in words else len(words)
-    flags = [_with_underscores(word) for word in words[:at]]
-    found, left = _make_parser(program, command).parse_known_args(flags)
-    for word in left:
-        if word.startswith("-") and word != "-":
-            name = word.partition("=")[0]
-            likely = nearest(name, [f"--{flag}" for flag in command.defaults])
-            raise UsageError(f"there is no flag {name}{likely or '; --help lists the flags'}")
-    texts = {name: (f"--{name}", text) for name, text in vars(found).items()}
-    placed, names = [*left, *words[at + 1 :]], command.positional
-    if len(placed) > len(names):
-        raise UsageError(f"{placed[len(names)]!r} is one word too many; {_remedy(command)}")
-    for name, word in zip(names, placed, strict=False):
+def _texts(program: str, command: Command, arguments: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return for each given flag what it is called on the command line, and the text of its value.
+
+    Arguments without a flag belong to the positional flags, in their order.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = _make_parser(program, command)
+    parsed, rest = parser.parse_known_args([_with_underscores(x) for x in arguments[:end]])
+    for argument in rest:
+        if argument.startswith("-") and argument != "-":
+            name = argument.partition("=")[0]
+            suggestion = nearest(name, [f"--{flag}" for flag in command.defaults])
+            raise UsageError(f"there is no flag {name}{suggestion or '; --help lists the flags'}")
+    texts = {name: (f"--{name}", text) for name, text in vars(parsed).items()}
+    values = [*rest, *arguments[end + 1 :]]
+    if len(values) > len(command.positional):
+        unexpected = values[len(command.positional)]
+        raise UsageError(f"unexpected argument {unexpected!r}; {_remedy(command)}")
+    for name, value in zip(command.positional, values, strict=False):
         shown = command.flags[name].metavar
         if name in texts:
-            raise UsageError(f"{shown} is given twice: {word!r} and --{name}")
-        texts[name] = shown, word
+            raise UsageError(f"{shown} is given twice: {value!r} and --{name}")
+        texts[name] = (shown, value)
     return texts
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser that raises exceptions instead of printing and exiting."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.replace("argument --", "--", 1))
 
@@ -192,16 +275,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _make_parser(program: str, command: Command) -> _Parser:
-    """A parser of the flags alone, to their texts."""
-    shown = [
-        command.flags[name].metavar
-        if command.defaults[name] is REQUIRED
-        else f"[{command.flags[name].metavar}]"
-        for name in command.positional
-    ]
+    """Return a parser of the flags without the positional arguments. Values remain texts."""
+    positional = []
+    for name in command.positional:
+        metavar = command.flags[name].metavar
+        positional.append(metavar if command.defaults[name] is REQUIRED else f"[{metavar}]")
     parser = _Parser(
         prog=program,
-        usage=" ".join([program, *shown, "[flags]"]),
+        usage=" ".join([program, *positional, "[flags]"]),
         description=command.summary,
         epilog="\n  ".join(["examples:", *command.examples]) if command.examples else None,
         formatter_class=functools.partial(
@@ -209,19 +290,24 @@ def _make_parser(program: str, command: Command) -> _Parser:
         ),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action="help", help="Show this help.")
     for name, default in command.defaults.items():
         flag = command.flags[name]
-        known = [_default(flag, default), *[variable(name)] * command.has_variables]
-        meaning = f"{flag.meaning} ({'; '.join(known)})".replace("%", "%%")
+        notes = [_default(flag, default)]
+        if command.has_variables:
+            notes.append(variable(name))
+        text = f"{flag.meaning} ({'; '.join(notes)}).".replace("%", "%%")
         if flag.kind is bool:
-            parser.add_argument(f"--{name}", action="store_const", const="true", help=meaning)
+            parser.add_argument(f"--{name}", action="store_const", const="true", help=text)
         else:
-            parser.add_argument(f"--{name}", metavar=flag.metavar, help=meaning)
+            parser.add_argument(f"--{name}", metavar=flag.metavar, help=text)
     return parser
 
 
 def _default(flag: Flag, default: Any) -> str:
+    """Describe the default of a flag for `--help`."""
     if default is REQUIRED:
         return "required"
     if default is None:
@@ -233,30 +319,39 @@ def _default(flag: Flag, default: Any) -> str:
     return f"default: {default}" + (f", none: {flag.absent}" if flag.absent else "")
 
 
-def _value(flag: Flag, shown: str, text: str) -> Any:
-    """From the text of a value to the value. UsageError says what is wrong; `shown`: with what."""
+def _value(flag: Flag, source: str, text: str) -> Any:
+    """Read the value of a flag.
+
+    Args:
+        flag: The flag.
+        source: The flag, variable or metavar that gave the value, for messages.
+        text: The text of the value.
+
+    Raises:
+        UsageError: The text cannot be read; the message says why.
+    """
     if flag.kind is str:
-        if not text and flag.metavar != "TEXT":  # "$UNSET" must not mean the demo model
-            raise UsageError(f"{shown}: '' names nothing: leave it out, or give a value")
-        return text  # "42" and "3.1" stay texts
+        if not text and flag.metavar != "TEXT":  # "$UNSET" must not mean the demo model.
+            raise UsageError(f"{source}: '' is empty: leave it out, or give a value")
+        return text  # "42" and "3.1" remain texts.
     if flag.kind is bool:
         if text.lower() not in _BOOLS:
-            raise UsageError(f"{shown}: {text!r} is neither true nor false")
+            raise UsageError(f"{source}: {text!r} is neither true nor false")
         return _BOOLS[text.lower()]
     if text.lower() == "none" and flag.absent:
         return None
     try:
         return flag.kind(text)
     except ValueError as e:
-        why = f"{text!r} is not {_KINDS[flag.kind]}" if flag.kind in _KINDS else e
-        raise UsageError(f"{shown}: {why}") from None
+        reason = f"{text!r} is not {_KINDS[flag.kind]}" if flag.kind in _KINDS else e
+        raise UsageError(f"{source}: {reason}") from None
 
 
-def _with_underscores(word: str) -> str:
-    """`--ckpt-dir=a-b` -> `--ckpt_dir=a-b`."""
-    if not _NAME.fullmatch(word):
-        return word
-    name, equals, value = word.partition("=")
+def _with_underscores(argument: str) -> str:
+    """Replace the dashes in the name of a flag: `--ckpt-dir=a-b` becomes `--ckpt_dir=a-b`."""
+    if not _NAME.fullmatch(argument):
+        return argument
+    name, equals, value = argument.partition("=")
     return f"--{name[2:].replace('-', '_')}{equals}{value}"
 
 

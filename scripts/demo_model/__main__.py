@@ -13,10 +13,10 @@ from llama.cli import run_script  # noqa: E402
 from llama.cli.flags import Flag  # noqa: E402
 
 _FLAGS = {
-    "out": Flag(str, "DIR", "folder to write; files of these names in it are replaced"),
-    "minutes": Flag(float, "X", "how long to train, where steps is 0"),
-    "steps": Flag(int, "N", "optimizer steps; 0 trains by the clock"),
-    "seed": Flag(int, "N", "of the corpus and of training"),
+    "out": Flag(str, "DIR", "Folder to write; files of these names in it are replaced"),
+    "minutes": Flag(float, "X", "Duration of the training if steps is 0"),
+    "steps": Flag(int, "N", "Optimizer steps; 0 trains by the clock"),
+    "seed": Flag(int, "N", "Seed of the corpus and of the training"),
 }
 
 

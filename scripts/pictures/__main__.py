@@ -25,7 +25,7 @@ _MAKERS: dict[str, Callable[[Path], None]] = {
 }
 _FLAGS = {
     "only": Flag(str, "A,B", f"of {', '.join(_MAKERS)}, these alone", "all"),
-    "out": Flag(str, "DIR", "folder to write", ".github/images"),
+    "out": Flag(str, "DIR", "Folder to write", ".github/images"),
 }
 
 
