@@ -1,6 +1,8 @@
 """vLLM's `LLM`, `LLMEngine` and `AsyncLLMEngine` on a `Llama`.
 
-These classes translate vLLM's calls and outputs; the engine of `llama.requests` computes.
+These classes translate vLLM's calls and outputs; the engine of `llama.requests` computes. The file
+has over 400 lines because the three classes share their base and are one API of vLLM, whose
+arguments are documented here.
 """
 
 import asyncio

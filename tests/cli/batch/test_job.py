@@ -236,6 +236,18 @@ def test_an_interrupted_job_leaves_the_model_usable(llama, undisturbed, monkeypa
     assert records(undisturbed / "stopped") == records(undisturbed / "whole")
 
 
+def test_a_signal_leaves_the_rest_of_the_input_unread(llama, undisturbed, monkeypatch):
+    """The rest may be long, or a pipe whose writer goes on."""
+
+    def unread(*_: object) -> Any:
+        pytest.fail("a line is read after the signal")
+        yield
+
+    monkeypatch.setattr("llama.cli.batch.loop.stop_requested", lambda: True)
+    monkeypatch.setattr("llama.cli.batch.loop.read_lines", unread)
+    assert job(llama, undisturbed, "signalled") == BatchReport(0, 0)
+
+
 def test_an_empty_input_and_an_empty_output(llama, tmp_path):
     (tmp_path / "in").write_bytes(b"\n \n")
     (tmp_path / "out").write_bytes(b"")
