@@ -17,9 +17,9 @@ from typing import Any, Literal, TypedDict, get_args
 
 import tiktoken
 
-from llama.checkpoint.downloads import read_small, shown
-from llama.checkpoint.gguf import Header, is_gguf, read_header
 from llama.checks import brief
+from llama.storage.downloads import read_small, shown
+from llama.storage.gguf import Header, is_gguf, read_header
 
 Role = Literal["system", "user", "assistant", "ipython", "tool"]
 

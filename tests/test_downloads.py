@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llama.checkpoint.downloads import cache_anew, check_download, read_ahead
+from llama.storage.downloads import check_download
+from llama.storage.page_cache import cache_anew, read_ahead
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:82e9d31979e92ab9\nsize 2183982\n"
 

@@ -1,8 +1,9 @@
 """A folder that holds a model: which files are its weights, and what params.json says of it.
 
 In: a folder with Meta's consolidated.NN.pth and params.json, in any number of shards, or with
-Hugging Face's *.safetensors and config.json, or a GGUF file, in any number of parts. Out: a
-`Checkpoint`. The JSON is read, of a GGUF file its header, and of Meta's files the tensors' names.
+Hugging Face's *.safetensors and config.json, or with packed weights; or a GGUF file, in any number
+of parts. Out: a `Checkpoint`. The JSON files are read, the header of a GGUF file, and the names of
+the tensors in Meta's files; no tensor is.
 """
 
 import hashlib
@@ -14,51 +15,70 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llama.checkpoint import gguf, gguf_args, hf_quantized, huggingface
-from llama.checkpoint.downloads import broken, check_utf8, model_folder, read_small, shown
+from llama.checkpoint import gguf_args, hf_quantized, huggingface, meta_quantized
 from llama.checkpoint.files import MappedTensor, open_tensors, read_metadata
 from llama.checks import brief
 from llama.model.args import ModelArgs
+from llama.storage import gguf
+from llama.storage.downloads import broken, check_utf8, read_small, shown
+from llama.storage.hub import model_folder
 
-_MAX_NAME_BYTES = 255  # of a file: what file systems take
-# Of Llama Guard: the name of a folder; and beside the weights, the name of the model that was
-# saved, or the task in a chat template of Llama Guard 1 to 3.
+_MAX_NAME_BYTES = 255  # limit of file systems for the name of a file
+# Llama Guard is recognised by the name of its folder; or, in a file beside the weights, by the name
+# of the model that was saved or by the task in a chat template of Llama Guard 1 to 3.
 _GUARD_FOLDER = re.compile(r"llama[-_ ]?guard", re.IGNORECASE)
 _GUARD_FILE = re.compile(
     rb'<BEGIN UNSAFE CONTENT CATEGORIES>|"_name_or_path"\s*:\s*"[^"]*llama[-_ ]?guard',
     re.IGNORECASE,
 )
-_TOLD_BY = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "config.json")
-_MAX_BYTES = 4 * 2**20  # of one of these
-_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of a file with weights
-_PACKED = "llama-packed/"
-PACKED = f"{_PACKED}2"  # the layout of packed weights: its number changes with packed_weight.h
-_TOLD_BY_PACKED = {"quantize", "is_guard", "source"}
+_GUARD_FILE_NAMES = (
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+)
+_MAX_GUARD_BYTES = 4 << 20  # bytes of one of these files that are searched
+_NUM_SAMPLES = 16
+_SAMPLE_BYTES = 4096
+_PACKED_PREFIX = "llama-packed/"
+PACKED_FORMAT = f"{_PACKED_PREFIX}2"  # the number changes when packed_weight.h changes the layout
+_PACKED_KEYS = {"quantize", "is_guard", "source"}
 _FETCH = "fetch a model: llama download NAME"
 _EXECUTORCH = "is a program of ExecuTorch, which holds no weights to load: take Meta's .pth files"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model in a folder; `params.tied_output`: whether output and embedding are one matrix."""
+    """A model in a folder.
 
-    folder: Path  # where the weights lie
+    Attributes:
+        folder: The folder of the weights.
+        params: The model's sizes. `tied_output` says whether lm_head and embedding are one matrix.
+        shards: The files of weights, in order.
+        layout: "meta", "hf", "gguf" or "packed".
+        header: The header of a GGUF file, or of its first part.
+        quantization: The quantization_config, as config.json has it.
+        in_codes: Whether quantized matrices keep the codes of the file when they are loaded.
+        packed: The metadata of a file of packed weights.
+    """
+
+    folder: Path
     params: ModelArgs
-    shards: list[Path]  # in order
-    layout: str  # "meta", "hf", "gguf" or "packed"
-    header: gguf.Header | None = None  # of a GGUF file, or of its first part
-    quantization: dict[str, Any] | None = None  # as config.json says it
-    in_codes: bool = False  # whether quantized matrices are held as the file has them
-    packed: dict[str, str] | None = None  # what files of packed weights say of themselves
+    shards: list[Path]
+    layout: str
+    header: gguf.Header | None = None
+    quantization: dict[str, Any] | None = None
+    in_codes: bool = False
+    packed: dict[str, str] | None = None
 
     @property
     def weights_path(self) -> Path:
-        """What the user knows the weights by: the folder, or the GGUF file, or its first part."""
+        """The path that a user knows the weights by: the folder, or the first GGUF file."""
         return self.shards[0] if self.layout == "gguf" else self.folder
 
     @property
     def file_type(self) -> str | None:
-        """What people call a file of quantized weights: Q4_K_M, awq."""
+        """The usual name of the quantization, such as Q4_K_M or awq; None if there is none."""
         if self.packed is not None:
             return self.packed["quantize"] or None
         if self.quantization is not None:
@@ -67,33 +87,43 @@ class Checkpoint:
 
     @property
     def is_quantized(self) -> bool:
+        """Whether any matrix of the files is quantized; packed weights do not count."""
         return self.quantization is not None or bool(self.header and self.header.is_quantized)
 
     @property
     def params_path(self) -> Path:
+        """The file with the model's sizes."""
         if self.layout == "gguf":
             return self.weights_path
         return self.folder / ("config.json" if self.layout == "hf" else "params.json")
 
     def tokenizer_path(self) -> Path:
-        """The GGUF file, or tokenizer.model or tokenizer.json beside the weights. FileNotFoundError
-        if neither is."""
+        """Return the GGUF file, or tokenizer.model or tokenizer.json beside the weights.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
         if self.layout == "gguf":
             return self.weights_path
-        near = [self.folder, self.folder / "original"]
-        if self.layout == "meta":  # Meta's downloads have one file for the sizes beside it
-            near.append(self.folder.parent)
-        candidates = [*(x / "tokenizer.model" for x in near), self.folder / "tokenizer.json"]
-        for path in filter(Path.is_file, candidates):
-            return path
+        folders = [self.folder, self.folder / "original"]
+        if self.layout == "meta":  # Meta's downloads have one tokenizer above the models' folders
+            folders.append(self.folder.parent)
+        candidates = [folder / "tokenizer.model" for folder in folders]
+        candidates.append(self.folder / "tokenizer.json")
+        for path in candidates:
+            if path.is_file():
+                return path
         raise FileNotFoundError(
             f"no tokenizer: looked for {', '.join(map(str, candidates))}; give tokenizer_path"
         )
 
     @property
     def is_guard(self) -> bool:
-        """Whether it is Llama Guard, which calls no tools: its sizes, tensors and tokenizer are
-        those of a Llama, so that the chat template, which holds its task, and names tell it."""
+        """Whether the model is Llama Guard, which calls no tools.
+
+        Its sizes, tensors and tokenizer are those of a Llama, so that only its chat template, which
+        holds its task, and the names of model and folder tell.
+        """
         if self.packed is not None:
             return self.packed["is_guard"] == "True"
         if self.header is not None:
@@ -103,48 +133,63 @@ class Checkpoint:
         model = folder.parent if folder.name == "original" else folder
         # Hugging Face's cache has models--meta-llama--Llama-Guard-3-8B/snapshots/HASH.
         named = model.parent.parent if model.parent.name == "snapshots" else model
-        files = (_beginning(model / name) for name in _TOLD_BY)
-        return any(map(_GUARD_FILE.search, files)) or bool(_GUARD_FOLDER.search(named.name))
+        if _GUARD_FOLDER.search(named.name):
+            return True
+        return any(_GUARD_FILE.search(_beginning(model / name)) for name in _GUARD_FILE_NAMES)
 
     def samples(self) -> list[str]:
-        """Of each file with weights a line that tells it from another one of the same size: a hash
-        of its start, where names and shapes stand, of its end and of pages in between."""
+        """Return a line for each file of weights that differs between files of the same size.
+
+        It has a hash of the file's start, which holds names and shapes, of its end, and of pages in
+        between.
+        """
         return [_sample(path) for path in self.shards]
 
 
 def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
-    """Find a checkpoint in a folder: Meta's there or in `original/`, else Hugging Face's, else the
-    one GGUF file; or in a GGUF file.
+    """Find the checkpoint in a folder or a GGUF file.
 
-    In place of a folder, the name of a model that `llama download` has fetched. FileNotFoundError,
-    NotADirectoryError or ValueError name what is missing or wrong and the remedy.
+    A folder holds Meta's files, there or in `original/`, else packed weights, else Hugging Face's
+    files, else one GGUF model. The name of a model that `llama download` has fetched stands for its
+    folder.
+
+    Raises:
+        OSError: The path does not exist, is no folder, or a file is missing.
+        ValueError: A file is not what this runtime reads. Both name the remedy.
     """
-    folder = model_folder(ckpt_dir)
-    check_utf8(folder)
-    if not folder.exists():
+    path = model_folder(ckpt_dir)
+    check_utf8(path)
+    if not path.exists():
         raise FileNotFoundError(
-            f"{folder} does not exist: give the folder that holds the weights, or {_FETCH}"
+            f"{path} does not exist: give the folder that holds the weights, or {_FETCH}"
         )
-    if not folder.is_dir():
-        if gguf.is_gguf(folder) or folder.suffix == ".gguf":  # half a download is told as such
-            return _find_gguf(folder)
-        if folder.suffix == ".pte":
-            raise ValueError(f"{folder} {_EXECUTORCH}")
-        raise NotADirectoryError(
-            f"{folder} is a file: give the folder that holds the weights, or a GGUF file"
-        )
-    for place in (folder, folder / "original"):
-        if any(place.glob("consolidated.*.pth")):
-            return _find_meta(place)
+    if path.is_dir():
+        return _find_in_folder(path)
+    if gguf.is_gguf(path) or path.suffix == ".gguf":  # the suffix alone: an unfinished download
+        return _find_gguf(path)
+    if path.suffix == ".pte":
+        raise ValueError(f"{path} {_EXECUTORCH}")
+    raise NotADirectoryError(
+        f"{path} is a file: give the folder that holds the weights, or a GGUF file"
+    )
+
+
+def _find_in_folder(folder: Path) -> Checkpoint:
+    for candidate in (folder, folder / "original"):
+        if any(candidate.glob("consolidated.*.pth")):
+            return _find_meta(candidate)
     packed = sorted(folder.glob("packed*.safetensors"))
-    if packed and (metadata := read_metadata(packed[0])).get("format", "").startswith(_PACKED):
-        return _find_packed(folder, packed, metadata)
+    if packed:
+        metadata = read_metadata(packed[0])
+        if metadata.get("format", "").startswith(_PACKED_PREFIX):
+            return _find_packed(folder, packed, metadata)
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
         return _find_hf(folder)
-    if models := sorted({gguf.parts_of(path)[0] for path in folder.glob("*.gguf")}):
-        if len(models) > 1:
-            names = ", ".join(path.name for path in models[:8])
-            raise ValueError(f"{folder} holds {len(models)} models: give the path of one: {names}")
+    models = sorted({gguf.part_paths(path)[0] for path in folder.glob("*.gguf")})
+    if len(models) > 1:
+        names = ", ".join(path.name for path in models[:8])
+        raise ValueError(f"{folder} holds {len(models)} models: give the path of one: {names}")
+    if models:
         return _find_gguf(models[0])
     for program in folder.glob("*.pte"):
         raise ValueError(f"{program} {_EXECUTORCH}")
@@ -155,20 +200,27 @@ def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
 
 
 def is_tied(shard: dict[str, MappedTensor]) -> bool:
-    """Whether output and embedding are the same bytes in a shard of Meta's layout.
+    """Return whether lm_head and embedding are the same bytes in a shard of Meta's layout.
 
-    In the .pth of 3.2 1B and 3B both names stand for one matrix, which params.json does not say.
+    In the .pth of Llama 3.2 1B and 3B both names stand for one matrix, which params.json does not
+    say.
     """
     if not shard.keys() >= {"output.weight", "tok_embeddings.weight"}:
         return False
-    a, b = shard["output.weight"].data, shard["tok_embeddings.weight"].data
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+    output = shard["output.weight"].data
+    embedding = shard["tok_embeddings.weight"].data
+    return (
+        output.data_ptr() == embedding.data_ptr()
+        and output.shape == embedding.shape
+        and output.stride() == embedding.stride()
+    )
 
 
 def _find_meta(folder: Path) -> Checkpoint:
-    shards, path = _meta_shards(folder), folder / "params.json"
+    shards = _meta_shards(folder)
+    path = folder / "params.json"
     content = _read_json(path)
-    quantization = hf_quantized.of_params(content, str(path), len(shards))
+    quantization = meta_quantized.config_of(content, str(path), len(shards))
     params = ModelArgs.from_params(content, source=str(path))
     if not params.tied_output and quantization is None:
         tied = all(is_tied(open_tensors(file)) for file in shards)
@@ -195,12 +247,13 @@ def _find_hf(folder: Path) -> Checkpoint:
 
 
 def _find_packed(folder: Path, files: list[Path], metadata: dict[str, str]) -> Checkpoint:
-    source = brief(metadata.get("source", "IN"))[1:-1]
-    if metadata["format"] != PACKED or files[1:] or not metadata.keys() >= _TOLD_BY_PACKED:
+    is_known = metadata["format"] == PACKED_FORMAT and metadata.keys() >= _PACKED_KEYS
+    if not is_known or len(files) > 1:
+        source = brief(metadata.get("source", "IN"))[1:-1]
         raise ValueError(
             f"{folder} has weights in the layout {brief(metadata['format'])} in {len(files)} "
-            f"file(s), and this version of llama reads {PACKED} in one: make it anew: llama "
-            f"convert {source} OUT --packed"
+            f"file(s), and this version of llama reads {PACKED_FORMAT} in one: write it again: "
+            f"llama convert {source} OUT --packed"
         )
     path = folder / "params.json"
     params = ModelArgs.from_params(_read_json(path), source=str(path))
@@ -214,18 +267,20 @@ def _find_gguf(path: Path) -> Checkpoint:
 
 
 def _meta_shards(folder: Path) -> list[Path]:
+    """Return the shards of Meta's layout in order; an error names those that are missing."""
     shards: dict[int, Path] = {}
     for path in sorted(folder.glob("consolidated.*.pth")):
-        number = re.fullmatch(r"consolidated\.([0-9]{1,18})\.pth", path.name)
-        if number is None:
+        match = re.fullmatch(r"consolidated\.([0-9]{1,18})\.pth", path.name)
+        if match is None:
             raise ValueError(
                 f"{shown(path)}: no shard number in the name: rename it or move it away"
             )
-        other = shards.setdefault(int(number[1]), path)
+        other = shards.setdefault(int(match[1]), path)
         if other != path:
             raise ValueError(f"{path} and {other.name} are the same shard: move one away")
     absent = (i for i in range(max(shards)) if i not in shards)
-    if missing := [f"consolidated.{i:02d}.pth" for i in itertools.islice(absent, 16)]:
+    missing = [f"consolidated.{i:02d}.pth" for i in itertools.islice(absent, 16)]
+    if missing:
         raise FileNotFoundError(
             f"{folder} has shards up to {max(shards)}, but {', '.join(missing)} missing: "
             f"download the rest, or {_FETCH}"
@@ -234,6 +289,7 @@ def _meta_shards(folder: Path) -> list[Path]:
 
 
 def _hf_shards(folder: Path) -> list[Path]:
+    """Return the .safetensors files of a folder: all, or those that its index names."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
@@ -241,7 +297,8 @@ def _hf_shards(folder: Path) -> list[Path]:
     if not isinstance(names, dict) or not names or not all(map(is_plain, names.values())):
         raise ValueError(f"{index}: weight_map must name a file for each tensor: fetch it again")
     shards = [folder / name for name in sorted(set(names.values()))]
-    if missing := [path.name for path in shards if not path.exists()]:
+    missing = [path.name for path in shards if not path.exists()]
+    if missing:
         more = f" and {len(missing) - 8} more" if missing[8:] else ""
         raise FileNotFoundError(
             f"{index} names {', '.join(missing[:8])}{more}, not there: download the rest, or "
@@ -251,19 +308,20 @@ def _hf_shards(folder: Path) -> list[Path]:
 
 
 def is_plain(name: object) -> bool:
-    """Is it the name of a file in the folder itself?"""
+    """Return whether a name is that of a file in the folder itself, not of a path elsewhere."""
     if not isinstance(name, str) or name in ("", "..") or not name.isprintable():
         return False
     return Path(name).name == name and len(name.encode()) <= _MAX_NAME_BYTES
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Read a file that must hold a JSON object."""
     data = read_small(path)
     try:
         content = json.loads(data)
     except RecursionError:
         raise broken(path, "is not JSON of a model: it is nested too deeply") from None
-    except ValueError as e:  # of JSON or of UTF-8
+    except ValueError as e:  # JSON or UTF-8 is invalid
         raise broken(path, f"is not JSON ({brief(str(e))})") from e
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object: download it again")
@@ -271,20 +329,22 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _sample(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
-        digest = hashlib.sha256()
-        for i in range(_SAMPLES + 1):
-            file.seek(max(size - _SAMPLE_BYTES, 0) * i // _SAMPLES)
+        last = max(size - _SAMPLE_BYTES, 0)
+        for i in range(_NUM_SAMPLES + 1):
+            file.seek(last * i // _NUM_SAMPLES)
             digest.update(file.read(_SAMPLE_BYTES))
     return f"{path.name}: {size} bytes, sample {digest.hexdigest()[:8]}"
 
 
 def _beginning(path: Path) -> bytes:
+    """Read the first bytes of a file; none if it is not a regular file or cannot be read."""
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe could block forever
             return b""
         with path.open("rb") as file:
-            return file.read(_MAX_BYTES)
+            return file.read(_MAX_GUARD_BYTES)
     except OSError:
         return b""

@@ -1,59 +1,131 @@
 """A model as a GGUF file, for llama.cpp and the programs built on it.
 
 In: the tensors of a checkpoint and its tokenizer. Out: the bytes of one file, some rows at a time.
-Norms are float32 there, matrices bf16; or rounded, then output and embedding have eight bits.
+Norms are stored in float32, and matrices in bf16 or quantized; embedding and lm_head have 8 bits
+where the others have fewer.
 """
 
-import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from llama.checkpoint import huggingface as hf
 from llama.checkpoint.find import Checkpoint
-from llama.checkpoint.gguf import KINDS, MAGIC, TensorInfo
-from llama.checkpoint.gguf_args import KEYS, ROPE, rope_divisors
-from llama.checkpoint.quantize import BLOCKS, finite_rows
+from llama.checkpoint.gguf_args import KEYS, ROPE_DIVISORS, rope_divisors
+from llama.checkpoint.hf_tokenizer import tokenizer_config, tokenizer_json
+from llama.checkpoint.quantize import GGUF_FORMATS, finite_rows
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.table import name_in
-from llama.checkpoint.tokenizer_files import load_tokenizer, tokenizer_config, tokenizer_json
+from llama.checkpoint.tokenizer_files import load_tokenizer
+from llama.storage.gguf import DEFAULT_ALIGNMENT, MAGIC, TENSOR_TYPES, VERSION, TensorInfo
 
-_STEP = 32  # a tensor begins at a multiple of it
-_FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "BF16": 32}
-_NUMBERS = {kind.name: number for number, kind in KINDS.items()}
-_NORMAL, _CONTROL = 1, 3  # types of tokens
+_FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "BF16": 32}  # values of general.file_type
+_TYPE_NUMBERS = {tensor_type.name: number for number, tensor_type in TENSOR_TYPES.items()}
+_NORMAL_TOKEN = 1
+_CONTROL_TOKEN = 3
+# Types of metadata values.
+_UINT32 = 4
+_INT32 = 5
+_FLOAT32 = 6
+_STRING = 8
+_ARRAY = 9
 
 
-def content(
+@dataclass(frozen=True)
+class GGUFContent:
+    """What a GGUF file will hold.
+
+    Attributes:
+        reader: Reads the tensors.
+        header: The bytes before the first tensor.
+        tensors: By Meta's names, in the order of the file; offsets begin after the header.
+    """
+
+    reader: CheckpointReader
+    header: bytes
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the file."""
+        return len(self.header) + sum(_aligned(info.num_bytes) for info in self.tensors.values())
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the bytes of the file in order, a few megabytes at a time.
+
+        Raises:
+            ValueError: An element is not finite; its tensor is named.
+        """
+        yield self.header
+        for name, info in self.tensors.items():
+            quantize = GGUF_FORMATS.get(info.type.name.lower(), Tensor.contiguous)
+            for rows in finite_rows(name, self._plain(name, info)):
+                yield quantize(rows).view(torch.uint8).numpy().tobytes()
+            yield bytes(_aligned(info.num_bytes) - info.num_bytes)
+
+    def _plain(self, name: str, info: TensorInfo) -> Tensor:
+        """Return a tensor in float32 or bf16."""
+        params = self.reader.params
+        if name == ROPE_DIVISORS:
+            return rope_divisors(params, params.rope_factor or 1)
+        dtype = torch.float32 if len(info.shape) == 1 else torch.bfloat16
+        plain = torch.empty(info.shape, dtype=dtype)
+        self.reader.copy(name, plain)
+        return plain
+
+
+def gguf_content(
     checkpoint: Checkpoint, reader: CheckpointReader, names: list[str], quantize: str | None
-) -> tuple[int, Iterator[bytes]]:
-    """How many bytes the file takes, and these. names: Meta's, of the tensors. quantize: one of
-    BLOCKS. FileNotFoundError without a tokenizer: llama.cpp reads no file without one."""
-    params, matrix, at = checkpoint.params, (quantize or "bf16").upper(), 0
-    shapes = {name: tuple(reader.shapes[name]) for name in names}
+) -> GGUFContent:
+    """Return what the GGUF file of a checkpoint holds; no tensor is read.
+
+    Args:
+        checkpoint: The checkpoint.
+        reader: Its reader.
+        names: Meta's names of the tensors to write.
+        quantize: One of GGUF_FORMATS, or None for bf16.
+
+    Raises:
+        FileNotFoundError: The checkpoint has no tokenizer, without which llama.cpp reads no file.
+    """
+    params = checkpoint.params
+    matrix_type = (quantize or "bf16").upper()
+    shapes = {name: reader.shapes[name] for name in names}
     if params.use_scaled_rope:
-        shapes[ROPE] = (params.head_dim // 2,)
+        shapes[ROPE_DIVISORS] = Size([params.head_dim // 2])
     tensors = {}
+    offset = 0
     for name, shape in shapes.items():
-        of_end = "Q8_0" if quantize and not name.startswith("layers.") else matrix
-        kind = KINDS[_NUMBERS["F32" if len(shape) == 1 else of_end]]
-        num_bytes = torch.Size(shape).numel() // kind.block * kind.num_bytes
-        tensors[name] = TensorInfo(shape, kind, at, num_bytes)
-        at += num_bytes + -num_bytes % _STEP
-    metadata = _metadata(checkpoint) | {"general.file_type": _FILE_TYPES[matrix]}
-    head = _header(metadata, {name_in("gguf", name): info for name, info in tensors.items()})
-    each = (_bytes_of(reader, name, info) for name, info in tensors.items())
-    return len(head) + at, itertools.chain([head], *each)
+        if len(shape) == 1:
+            type_name = "F32"
+        elif quantize and not name.startswith("layers."):
+            type_name = "Q8_0"
+        else:
+            type_name = matrix_type
+        tensor_type = TENSOR_TYPES[_TYPE_NUMBERS[type_name]]
+        num_bytes = shape.numel() // tensor_type.block_size * tensor_type.block_bytes
+        tensors[name] = TensorInfo(tuple(shape), tensor_type, offset, num_bytes)
+        offset += _aligned(num_bytes)
+    metadata = _metadata(checkpoint) | {"general.file_type": _FILE_TYPES[matrix_type]}
+    return GGUFContent(reader, _header(metadata, tensors), tensors)
+
+
+def _aligned(size: int) -> int:
+    """Round a size up to where the next tensor may begin."""
+    return -(-size // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
 
 
 def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what llama.cpp asks of a model of the architecture "llama", with its tokenizer."""
     params = checkpoint.params
     tokenizer = load_tokenizer(checkpoint.tokenizer_path(), params)
-    written = tokenizer_json(tokenizer)["model"]
-    words, special = list(written["vocab"]), list(tokenizer.special_tokens)
+    bpe = tokenizer_json(tokenizer)["model"]
+    tokens = list(bpe["vocab"])
+    special = list(tokenizer.special_tokens)
     config = hf.config_of(params, tied=False, dtype=torch.bfloat16, ids={})
     template = tokenizer_config(tokenizer, params, is_guard=checkpoint.is_guard)["chat_template"]
     return {
@@ -63,9 +135,10 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
         "llama.rope.dimension_count": params.head_dim,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "llama-bpe",
-        "tokenizer.ggml.tokens": words + special,
-        "tokenizer.ggml.token_type": [_NORMAL] * len(words) + [_CONTROL] * len(special),
-        "tokenizer.ggml.merges": written["merges"],
+        "tokenizer.ggml.tokens": tokens + special,
+        "tokenizer.ggml.token_type": [_NORMAL_TOKEN] * len(tokens)
+        + [_CONTROL_TOKEN] * len(special),
+        "tokenizer.ggml.merges": bpe["merges"],
         "tokenizer.ggml.bos_token_id": tokenizer.bos_id,
         "tokenizer.ggml.eos_token_id": tokenizer.eos_id,
         "tokenizer.ggml.eot_token_id": tokenizer.eot_id,
@@ -74,43 +147,35 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _header(metadata: dict[str, Any], tensors: dict[str, TensorInfo]) -> bytes:
-    """As `llama.checkpoint.gguf` reads it, up to the first tensor."""
-    parts = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    """Return a header as `llama.storage.gguf` reads it, up to the first tensor."""
+    parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     for key, value in metadata.items():
-        parts += [_text(key), _value(value)]
-    for name, (shape, kind, offset, _) in tensors.items():
-        numbers = len(shape), *reversed(shape), _NUMBERS[kind.name], offset
-        parts += [_text(name), struct.pack(f"<I{len(shape)}QIQ", *numbers)]
-    head = b"".join(parts)
-    return head + bytes(-len(head) % _STEP)
+        parts += [_string(key), _typed_value(value)]
+    for name, info in tensors.items():
+        parts.append(_string(name_in("gguf", name)))
+        parts.append(struct.pack("<I", len(info.shape)))
+        parts += [struct.pack("<Q", size) for size in reversed(info.shape)]
+        parts.append(struct.pack("<IQ", _TYPE_NUMBERS[info.type.name], info.offset))
+    header = b"".join(parts)
+    return header.ljust(_aligned(len(header)), b"\0")
 
 
-def _value(value: Any) -> bytes:
-    """The number of its type, and it."""
-    if isinstance(value, list):
-        is_text = all(isinstance(x, str) for x in value)
-        data = b"".join(map(_text, value)) if is_text else struct.pack(f"<{len(value)}i", *value)
-        return struct.pack("<IIQ", 9, 8 if is_text else 5, len(value)) + data
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _text(value)
-    form, number = ("<If", 6) if isinstance(value, float) else ("<II", 4)
-    return struct.pack(form, number, value)
+def _typed_value(value: str | int | float | Sequence[str] | Sequence[int]) -> bytes:
+    """Return the number of a metadata value's type, and the value."""
+    match value:
+        case str():
+            return struct.pack("<I", _STRING) + _string(value)
+        case int():
+            return struct.pack("<II", _UINT32, value)
+        case float():
+            return struct.pack("<If", _FLOAT32, value)
+    is_text = all(isinstance(item, str) for item in value)
+    item_type = _STRING if is_text else _INT32
+    items = [_string(x) if isinstance(x, str) else struct.pack("<i", x) for x in value]
+    return struct.pack("<IIQ", _ARRAY, item_type, len(value)) + b"".join(items)
 
 
-def _text(text: str) -> bytes:
+def _string(text: str) -> bytes:
+    """Return a string as GGUF stores it: its length in bytes, then UTF-8."""
     data = text.encode()
     return struct.pack("<Q", len(data)) + data
-
-
-def _bytes_of(reader: CheckpointReader, name: str, info: TensorInfo) -> Iterator[bytes]:
-    """Of a tensor, and up to where the next one begins."""
-    if name == ROPE:
-        plain = rope_divisors(reader.params, reader.params.rope_factor or 1)
-    else:
-        dtype = torch.float32 if len(info.shape) == 1 else torch.bfloat16
-        plain = torch.empty(info.shape, dtype=dtype)
-        reader.copy(name, plain)
-    encode = BLOCKS.get(info.kind.name.lower(), Tensor.contiguous)
-    for rows in finite_rows(name, plain):
-        yield encode(rows).view(torch.uint8).numpy().tobytes()
-    yield bytes(-info.num_bytes % _STEP)

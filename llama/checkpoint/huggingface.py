@@ -1,7 +1,7 @@
-"""Hugging Face's Llama config.json and row order, to Meta's and back.
+"""Hugging Face's config.json and row order of Llama models, to Meta's and back.
 
-In: the contents of a config.json, or a `ModelArgs`. Out: the other. What this runtime does not
-compute (other activations, biases, other RoPE scalings) is an error here.
+In: the content of a config.json, or a `ModelArgs`. Out: the other. What this runtime does not
+compute (other activations, biases, other RoPE scalings) is a ValueError.
 """
 
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ from torch import Tensor
 from llama.checks import brief, errors_in, whole_number
 from llama.model.args import MAX_SIZE, ModelArgs
 
-# What a config.json must say, or leave out, for Meta's mathematics to be the model's.
+# Values that config.json must have, or leave out, so that Meta's equations are the model's.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-# The three numbers of Llama 3.1's RoPE scaling that `llama.ops.rope` holds as constants.
+# The parameters of Llama 3.1's RoPE scaling that are constants in `llama.ops.rope`.
 ROPE_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -23,29 +23,29 @@ ROPE_SCALING = {
 }
 _LLAMA_3_VOCAB = 128256
 _SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
 
 
 def args_of(config: dict[str, Any], source: str) -> ModelArgs:
-    """What a config.json says of a model; ValueError, naming `source`, where this runtime would
-    compute it wrongly."""
+    """Return the sizes of the model that a config.json describes.
+
+    Args:
+        config: The content of config.json.
+        source: What errors name.
+
+    Raises:
+        ValueError: This runtime would compute the model wrongly, or a value is missing or wrong.
+    """
     with errors_in(source):
-        if config.get("model_type") != "llama":
-            raise ValueError(
-                f"model_type is {brief(config.get('model_type'))}: this is a model of another "
-                "family, and this runtime runs 'llama' only: give the folder of a Llama 3, or run "
-                "this one with transformers"
-            )
-        for key, wanted in _FIXED.items():
-            if config.get(key, wanted) != wanted:
-                raise ValueError(f"{key} is {brief(config[key])}: this runtime needs {wanted!r}")
-        for key in ("rms_norm_eps", *_SIZES):
-            if key not in config:
-                raise ValueError(f"the key {key!r} is missing: fetch the file again")
-        dim, ffn, n_layers, n_heads, vocab_size = (
-            whole_number(key, config[key], 1, MAX_SIZE) for key in _SIZES
-        )
+        _check_config(config)
+        sizes = {key: whole_number(key, config[key], 1, MAX_SIZE) for key in _SIZES}
+        dim = sizes["hidden_size"]
+        n_heads = sizes["num_attention_heads"]
         if config.get("head_dim") not in (None, dim / n_heads):
             raise ValueError(
                 f"head_dim is {brief(config['head_dim'])}: this runtime needs hidden_size={dim} / "
@@ -53,29 +53,53 @@ def args_of(config: dict[str, Any], source: str) -> ModelArgs:
             )
         params = {
             "dim": dim,
-            "n_layers": n_layers,
+            "n_layers": sizes["num_hidden_layers"],
             "n_heads": n_heads,
             "n_kv_heads": config.get("num_key_value_heads"),
-            "vocab_size": vocab_size,
+            "vocab_size": sizes["vocab_size"],
             "norm_eps": config["rms_norm_eps"],
             "context_length": config.get("max_position_embeddings"),
             "tied_output": config.get("tie_word_embeddings", False),
         }
-        params |= _ffn_rule(dim, ffn) | _rope_params(config)
+        params |= _ffn_params(dim, sizes["intermediate_size"])
+        params |= _rope_params(config)
     return ModelArgs.from_params(params, source)
 
 
-def _ffn_rule(dim: int, ffn: int) -> dict[str, Any]:
-    """multiple_of and ffn_dim_multiplier for which `ModelArgs.ffn_dim` is exactly `ffn`.
+def _check_config(config: dict[str, Any]) -> None:
+    """Raise ValueError unless the model is a Llama and every size is there."""
+    if config.get("model_type") != "llama":
+        raise ValueError(
+            f"model_type is {brief(config.get('model_type'))}: this is a model of another family, "
+            "and this runtime runs 'llama' only: give the folder of a Llama 3, or run this one "
+            "with transformers"
+        )
+    for key, wanted in _FIXED.items():
+        if config.get(key, wanted) != wanted:
+            raise ValueError(f"{key} is {brief(config[key])}: this runtime needs {wanted!r}")
+    for key in ("rms_norm_eps", *_SIZES):
+        if key not in config:
+            raise ValueError(f"the key {key!r} is missing: fetch the file again")
 
-    Anything from 1 to ffn rounds up to the multiple ffn; the multiplier brings larger sizes down.
+
+def _ffn_params(dim: int, ffn_dim: int) -> dict[str, Any]:
+    """Return multiple_of and ffn_dim_multiplier for which `ModelArgs.ffn_dim` is `ffn_dim`.
+
+    Anything from 1 to ffn_dim is rounded up to the multiple ffn_dim; the multiplier reduces larger
+    sizes to that range.
     """
-    wide = int(2 * (4 * dim) / 3)
-    return {"multiple_of": ffn} | ({"ffn_dim_multiplier": ffn / wide} if wide > ffn else {})
+    params: dict[str, Any] = {"multiple_of": ffn_dim}
+    unscaled = int(2 * (4 * dim) / 3)
+    if unscaled > ffn_dim:
+        params["ffn_dim_multiplier"] = ffn_dim / unscaled
+    return params
 
 
 def _rope_params(config: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta and the scaling: in rope_scaling up to transformers 4, rope_parameters since 5."""
+    """Return rope_theta and the RoPE scaling.
+
+    They are in rope_scaling up to transformers 4, and in rope_parameters since version 5.
+    """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key) or {}
     if not isinstance(rope, dict):
@@ -97,13 +121,21 @@ def _rope_params(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def special_ids(bos: int, eos: Iterable[int], pad: int) -> dict[str, Any]:
-    """The ids that programs must know, as config.json and generation_config.json spell them: what
-    begins a text, what ends an answer, what fills a batch."""
+    """Return ids of special tokens as config.json and generation_config.json spell them.
+
+    Args:
+        bos: The token that begins a text.
+        eos: The tokens that end an answer.
+        pad: The token that fills the rows of a batch.
+    """
     return {"bos_token_id": bos, "eos_token_id": sorted(eos), "pad_token_id": pad}
 
 
-def metas_special_ids(args: ModelArgs) -> dict[str, Any]:
-    """Those of Llama 3's own vocabulary; none for another one, which only its tokenizer knows."""
+def default_special_ids(args: ModelArgs) -> dict[str, Any]:
+    """Return the special ids of Llama 3's own vocabulary.
+
+    For another vocabulary the result is empty: only its tokenizer knows them.
+    """
     if args.vocab_size != _LLAMA_3_VOCAB:
         return {}
     if args.use_scaled_rope:
@@ -114,8 +146,17 @@ def metas_special_ids(args: ModelArgs) -> dict[str, Any]:
 def config_of(
     args: ModelArgs, *, tied: bool, dtype: torch.dtype, ids: dict[str, Any]
 ) -> dict[str, Any]:
-    """The config.json of a model; RoPE in the form that every transformers reads."""
+    """Return the config.json of a model, with RoPE as every version of transformers reads it.
+
+    Args:
+        args: The sizes.
+        tied: Whether lm_head and embedding are one matrix.
+        dtype: The type of the weights.
+        ids: The result of `special_ids`, or nothing.
+    """
     scaling = {"rope_type": "llama3", "factor": args.rope_factor, **ROPE_SCALING}
+    # Without ids, transformers would take Llama 2's 1 and 2.
+    token_ids = ids or {"bos_token_id": None, "eos_token_id": None}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -132,18 +173,30 @@ def config_of(
         "max_position_embeddings": args.longest_context,
         "tie_word_embeddings": tied,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        # Without ids, transformers would take Llama 2's 1 and 2.
-        **(ids or {"bos_token_id": None, "eos_token_id": None}),
+        **token_ids,
         **_FIXED,
     }
 
 
 def copy_rows(into: Tensor, rows: Tensor, head_dim: int, to: str) -> None:
-    """Copy rows of q or k, (H * D, E), from one layout to the other, `to`.
+    """Copy the rows of wq or wk, (H * D, E), from one layout to the other.
 
-    Rotation pairs element i of a head with i + D/2 in Hugging Face's, and 2i with 2i + 1 in Meta's:
-    rows 0 1 2 3 of a head of size 4 are 0 2 1 3 there.
+    RoPE rotates element i of a head with i + D/2 in Hugging Face's layout, and 2i with 2i + 1 in
+    Meta's: rows 0 1 2 3 of a head of size 4 are 0 2 1 3 there.
+
+    Args:
+        into: Where the rows are written, in the layout `to`.
+        rows: The rows in the other layout.
+        head_dim: D.
+        to: "hf" or "meta".
     """
-    halves, pairs = (-1, 2, head_dim // 2), (-1, head_dim // 2, 2)
-    source, target = (pairs, halves) if to == "hf" else (halves, pairs)
-    into.unflatten(0, target).copy_(rows.unflatten(0, source).transpose(1, 2))
+    num_heads = len(rows) // head_dim
+    halves = (num_heads, 2, head_dim // 2, *rows.shape[1:])
+    pairs = (num_heads, head_dim // 2, 2, *rows.shape[1:])
+    if to == "hf":
+        source = rows.view(pairs)
+        target = into.view(halves)
+    else:
+        source = rows.view(halves)
+        target = into.view(pairs)
+    target.copy_(source.transpose(1, 2))

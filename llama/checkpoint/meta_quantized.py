@@ -1,34 +1,84 @@
-"""Meta's FP8 of the 405B: matrices of e4m3 in the shards, and the scales of their rows beside them.
+"""Meta's own quantized releases: FP8 of the 405B, and INT4_EO8 of the 1B and 3B.
 
-fp8_scales_N.pt names them by layer, matrix and shard, as llama-models' quantization/loader.py has
-it. Activations stay as they are.
+In: the tensors of a shard, or the content of params.json. Out: the tensors, with the scales of FP8
+joined to their matrices; or a quantization_config as `hf_quantized` takes it. Both formats are
+those of llama-models' quantization/loader.py. Activations are not quantized here.
 """
 
 import re
+from typing import Any
 
 import torch
 
-from llama.checkpoint.downloads import broken
-from llama.checkpoint.files import MappedTensor, Quantized, open_tensors
-from llama.checkpoint.hf_quantized import eight_bits
+from llama.checkpoint import hf_formats
+from llama.checkpoint.files import MappedTensor, open_tensors
+from llama.checks import brief, errors_in, number, whole_number
+from llama.storage.downloads import broken
 
 
-def gathered(tensors: dict[str, MappedTensor], rank: int) -> dict[str, MappedTensor]:
-    """Of shard `rank`; ValueError or OSError names file and tensor where scales do not fit."""
-    kinds = {name: (x.data.dtype, x.data.dim()) for name, x in tensors.items()}
-    names = [name for name, kind in kinds.items() if kind == (torch.float8_e4m3fn, 2)]
+def config_of(params: dict[str, Any], source: str, num_shards: int) -> dict[str, Any] | None:
+    """Return what a params.json says of INT4_EO8, as a quantization_config; None if nothing.
+
+    Args:
+        params: The content of params.json. The keys that describe the quantization are removed.
+        source: What errors name.
+        num_shards: How many shards the checkpoint has.
+
+    Raises:
+        ValueError: It is another quantization.
+    """
+    if "quantization_args" not in params:
+        return None
+    quantization = params.pop("quantization_args")
+    lora = params.pop("lora_args", None)
+    known = quantization if isinstance(quantization, dict) else {}
+    is_rotated = known.get("spinquant", False)
+    with errors_in(source):
+        is_known = known.get("scheme") == hf_formats.INT4_EO8_SCHEME
+        if not is_known or not isinstance(is_rotated, bool) or num_shards > 1:
+            raise ValueError(
+                f"quantization_args={brief(quantization)}: only {hf_formats.INT4_EO8_SCHEME} is "
+                "read, in one shard"
+            )
+        if lora is None:
+            method = "SPINQUANT_INT4_EO8" if is_rotated else "INT4_EO8"
+            return {"quant_method": method, "is_rotated": is_rotated}
+        given = lora if isinstance(lora, dict) else {}
+        return {
+            "quant_method": "SPINQUANT_INT4_EO8" if is_rotated else "QLORA_INT4_EO8",
+            "is_rotated": is_rotated,
+            "rank": whole_number("lora_args.rank", given.get("rank"), 1, 2**16),
+            "scale": number("lora_args.scale", given.get("scale"), 0, 1e6),
+        }
+
+
+def join_fp8_scales(tensors: dict[str, MappedTensor], rank: int) -> dict[str, MappedTensor]:
+    """Return the tensors of a shard with its FP8 matrices and their scales joined.
+
+    The scales of shard `rank` are in fp8_scales_{rank}.pt beside it.
+
+    Raises:
+        OSError: The file of scales cannot be read.
+        ValueError: The scales do not fit; file and tensor are named.
+    """
+    names = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.data.dtype is torch.float8_e4m3fn and tensor.data.dim() == 2
+    ]
     if not names:
         return tensors
     file = tensors[names[0]].file.with_name(f"fp8_scales_{rank}.pt")
-    scales, whole = open_tensors(file), dict(tensors)
+    scales = open_tensors(file)
+    joined = dict(tensors)
     for name in names:
         data = tensors[name].data
         key = re.sub(r"^layers\.(\d+)\.(.+)\.weight$", rf"\1_\2_{rank}", name)
         scale = scales.pop(key).data if key in scales else torch.empty(0)
         if scale.shape not in (data.shape[:1], (len(data), 1)) or not scale.is_floating_point():
             raise broken(file, f"has no {key} with a scale for each row of {name}")
-        of = eight_bits({"weight": data, "weight_scale": scale.view(-1, 1)}, {})
-        whole[name] = tensors[name]._replace(quantized=Quantized("fp8", of.shape, of.read))
+        parts = {"weight": data, "weight_scale": scale.view(-1, 1)}
+        joined[name] = tensors[name]._replace(quantized=hf_formats.eight_bits(parts, {}))
     if scales:
         raise broken(file, f"has scales of {min(scales)}, which is not in FP8")
-    return whole
+    return joined

@@ -1,6 +1,9 @@
-"""Matrices in bf16, rounded as files hold them: compressed-tensors' tensors, the blocks of GGUF.
+"""Matrices in bf16, quantized as files store them: tensors of compressed-tensors, blocks of GGUF.
 
-Those of compressed-tensors are what a format of `llama.weights` says of itself.
+In: a matrix. Out: its tensors by name, or bytes. A format of `llama.weights` says itself how
+compressed-tensors stores it. No file is written here.
+
+Shapes: N outputs (rows), K inputs (columns).
 """
 
 from collections.abc import Callable, Iterator
@@ -11,33 +14,49 @@ from torch import Tensor
 
 from llama.weights import QUANTIZED
 
-GROUP = 32
-_NUMBERS = 1 << 22  # that are rounded at a time
+GROUP = 32  # neighbours along K that share a scale, in int4 and in the blocks of GGUF
+_CHUNK_ELEMENTS = 1 << 22  # elements quantized at a time
 
 
 def quantization_config(name: str) -> dict[str, Any]:
-    """What config.json says of a folder: weights are rounded, but for the output's."""
-    numbers, bits = QUANTIZED[name].in_files
+    """Return the quantization_config of a folder whose layers are in a format of `build`.
+
+    The embedding and lm_head are not quantized there.
+    """
+    number_type, bits = QUANTIZED[name].in_files
     group = {"strategy": "group", "group_size": GROUP} if bits == 4 else {"strategy": "channel"}
-    weights = {"type": numbers, "num_bits": bits, "symmetric": True, "dynamic": False, **group}
+    weights = {"type": number_type, "num_bits": bits, "symmetric": True, "dynamic": False, **group}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": "float-quantized" if numbers == "float" else "pack-quantized",
+        "format": "float-quantized" if number_type == "float" else "pack-quantized",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "ignore": ["lm_head"],
     }
 
 
-def encoded(name: str, plain: Tensor, quantize: str) -> dict[str, Tensor]:
-    """A matrix (N, K) -> its tensors in a folder, by their names."""
-    kind, stem = QUANTIZED[quantize], name.removesuffix("weight")
-    each = [kind.rounded(rows) for rows in finite_rows(name, plain)]
-    codes, scale = (torch.cat([getattr(x, part) for x in each]) for part in ("codes", "scale"))
-    if kind.in_files[0] == "float":
+def quantized_tensors(name: str, plain: Tensor, quantize: str) -> dict[str, Tensor]:
+    """Return the tensors that store a matrix (N, K) in a folder, by their names.
+
+    Args:
+        name: The name of the matrix in the folder, which ends in "weight".
+        plain: The matrix in bf16.
+        quantize: A format of `build`.
+
+    Raises:
+        ValueError: An element is not finite.
+    """
+    weight_format = QUANTIZED[quantize]
+    number_type, bits = weight_format.in_files
+    stem = name.removesuffix("weight")
+    chunks = [weight_format.rounded(rows) for rows in finite_rows(name, plain)]
+    codes = torch.cat([chunk.codes for chunk in chunks])
+    scale = torch.cat([chunk.scale for chunk in chunks])
+    if number_type == "float":
         return {name: codes.view(torch.float8_e4m3fn), f"{stem}weight_scale": scale}
-    if kind.in_files[1] == 4:
-        codes, scale = codes[:, ::2] | codes[:, 1::2] << 4, scale.bfloat16()
+    if bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+        scale = scale.bfloat16()
     return {
         f"{stem}weight_packed": codes.view(torch.int32),
         f"{stem}weight_scale": scale,
@@ -46,35 +65,45 @@ def encoded(name: str, plain: Tensor, quantize: str) -> dict[str, Tensor]:
 
 
 def finite_rows(name: str, plain: Tensor) -> Iterator[Tensor]:
-    """Some rows of a tensor at a time; ValueError where a number is not finite."""
-    for rows in plain.split(max(_NUMBERS // plain[0].numel(), 1)):
+    """Yield the rows of a tensor in chunks; ValueError where an element is not finite."""
+    rows_per_chunk = max(_CHUNK_ELEMENTS // plain[0].numel(), 1)
+    for start in range(0, len(plain), rows_per_chunk):
+        rows = plain[start : start + rows_per_chunk]
         if not rows.isfinite().all():
             raise ValueError(f"{name} has a number that is not finite: download the weights again")
         yield rows
 
 
-def _q8_0(rows: Tensor) -> Tensor:
-    """The largest of 32 becomes 127; a half goes away from 0."""
+def _quantize_q8_0(rows: Tensor) -> Tensor:
+    """Quantize to 8 bits: the largest magnitude becomes 127, and halves round away from 0."""
     x = rows.float().view(-1, GROUP)
     scale = x.abs().amax(1, keepdim=True) / 127
-    codes = x * torch.where(scale == 0, 0, 1 / scale)
-    codes = codes.sign() * (codes.abs() + 0.5).floor()
-    return _blocks(rows, scale, codes.remainder(256).byte())
+    scaled = x * _inverse(scale)
+    codes = scaled.sign() * (scaled.abs() + 0.5).floor()
+    return _with_scales(rows, scale, codes.remainder(256).byte())
 
 
-def _q4_0(rows: Tensor) -> Tensor:
-    """The largest of 32 becomes -8."""
+def _quantize_q4_0(rows: Tensor) -> Tensor:
+    """Quantize to 4 bits: the element of the largest magnitude of a block becomes -8."""
     x = rows.float().view(-1, GROUP)
     scale = x.gather(1, x.abs().argmax(1, keepdim=True)) / -8
-    codes = (x * torch.where(scale == 0, 0, 1 / scale) + 8.5).clamp(0, 15).byte()
-    return _blocks(rows, scale, codes[:, :16] | codes[:, 16:] << 4)
+    codes = (x * _inverse(scale) + 8.5).clamp(0, 15).byte()
+    half = GROUP // 2
+    return _with_scales(rows, scale, codes[:, :half] | codes[:, half:] << 4)
 
 
-def _blocks(rows: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
+def _inverse(scale: Tensor) -> Tensor:
+    """Return 1 / scale, and 0 for a block of zeros."""
+    return torch.where(scale == 0, 0, 1 / scale)
+
+
+def _with_scales(rows: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
+    """Return the bytes of blocks, each with its scale in float16 first: (N, bytes of a row)."""
     return torch.cat([scale.half().view(torch.uint8), codes], 1).view(len(rows), -1)
 
 
-BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {  # of GGUF: rows (n, K) -> (n, bytes of a row)
-    "q8_0": _q8_0,
-    "q4_0": _q4_0,
+# The formats of GGUF files that are written: functions of rows (n, K) to (n, bytes of a row) uint8.
+GGUF_FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
+    "q8_0": _quantize_q8_0,
+    "q4_0": _quantize_q4_0,
 }

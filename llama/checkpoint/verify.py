@@ -1,8 +1,10 @@
-"""Is a checkpoint whole? A folder in, a line for each file out, or an error that names the bad one.
+"""Whether a checkpoint is complete and undamaged.
 
-Names and shapes are compared with params.json. The bytes are compared with the MD5 in checklist.chk
-(Meta's downloads have one), else with the CRC-32 that a .pth carries per tensor. A .safetensors
-carries no checksum: there the header must describe the file exactly, without gaps or overlaps.
+In: what `find` understands. Out: a line for each file, or an error that names the first bad one;
+or a check of the tensors that a rank is about to load. Names and shapes are compared with
+params.json. Bytes are compared with the MD5 in checklist.chk, which Meta's downloads have, else
+with the CRC-32 of each tensor in a .pth. A .safetensors has no checksum: its header must describe
+the file exactly, without gaps or overlaps.
 """
 
 import bisect
@@ -16,84 +18,134 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from llama.checkpoint import packed
-from llama.checkpoint.downloads import broken, check_download, read_small
 from llama.checkpoint.files import MappedTensor, first_line
 from llama.checkpoint.find import Checkpoint, find, is_plain
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.table import whole_shapes
 from llama.checks import brief, torchrun_number
 from llama.model.transformer import Transformer
+from llama.storage.downloads import broken, check_download, read_small
 
-_BLOCK_BYTES = 4 << 20  # read at a time by one thread
-# A part of a file is read; each block's size is told, and at the end ValueError where it is bad.
+_BLOCK_BYTES = 4 << 20  # bytes that a thread reads at a time
+_MAX_THREADS = 8
+# Reads a part of a file and yields the size of each block; raises ValueError where it is damaged.
 Check = Iterator[int]
+
+
+class _FileChecks(NamedTuple):
+    """The checks of one file.
+
+    Attributes:
+        result: What is reported of the file if no check fails.
+        checks: The checks, which may run in any order.
+    """
+
+    result: str
+    checks: list[Check]
 
 
 def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[str]:
     """Check a checkpoint: names, shapes, that no shard is missing, and every byte's checksum.
 
-    Returns a line for each file and one for all. ValueError or OSError names the first bad file.
-    `progress` draws a bar on stderr. Each file is read once, by as many threads as torch uses.
+    Each file is read once, by several threads.
+
+    Args:
+        ckpt_dir: The checkpoint.
+        progress: Whether a bar is drawn on stderr.
+
+    Returns:
+        A line for each file and one for all.
+
+    Raises:
+        OSError: A file is missing or cannot be read.
+        ValueError: A file is bad; the first one is named.
     """
     checkpoint = find(ckpt_dir)
     if checkpoint.packed is None:
         shards = CheckpointReader(checkpoint).shards
     else:
         shards = [packed.attach(checkpoint, Transformer(checkpoint.params, device="meta"))]
-    checks = _checks(checkpoint)
-    total = sum(path.stat().st_size for path, (_, parts) in checks.items() if parts)
-    _run([part for _, parts in checks.values() for part in parts], total, progress)
+    files = _file_checks(checkpoint)
+    total = sum(path.stat().st_size for path, file in files.items() if file.checks)
+    _run([check for file in files.values() for check in file.checks], total, progress)
     counts = Counter(tensor.file for shard in shards for tensor in shard.values())
     lines = []
-    for path, (result, _) in checks.items():
+    for path, file in files.items():
         size = f"{counts[path]} tensors, {path.stat().st_size:,} bytes, " if counts[path] else ""
-        lines.append(f"{path.name}: {size}{result}")
-    numel = sum(shape.numel() for shape in whole_shapes(checkpoint.params).values())
+        lines.append(f"{path.name}: {size}{file.result}")
+    num_params = sum(shape.numel() for shape in whole_shapes(checkpoint.params).values())
     count = len(checkpoint.shards)
-    return [*lines, f"{checkpoint.weights_path}: complete, {numel:,} parameters in {count} file(s)"]
+    lines.append(
+        f"{checkpoint.weights_path}: complete, {num_params:,} parameters in {count} file(s)"
+    )
+    return lines
 
 
 class LoadCheck:
-    """Compares each tensor's bytes in a .pth with their CRC-32 just before they are copied, and
-    other files as a whole at first. The ranks of a machine share the records. One that `tells`
-    warns of files without checksums."""
+    """Compares what a rank loads with the checksums, before it is copied.
+
+    A .pth has the CRC-32 of each tensor, which is compared just before the tensor is copied; the
+    ranks of a machine divide the tensors among them. Other files are checked as a whole when this
+    is created, by the first rank of each machine.
+    """
 
     def __init__(self, checkpoint: Checkpoint, *, tells: bool) -> None:
-        self._share = torchrun_number("LOCAL_RANK")
-        self._num_shares = torchrun_number("LOCAL_WORLD_SIZE")
-        self._archives = {p: zipfile.ZipFile(p) for p in checkpoint.shards if p.suffix == ".pth"}
+        """Check the files that have no checksum for each tensor.
+
+        Args:
+            checkpoint: The checkpoint that is loaded.
+            tells: Whether a warning names files without checksums.
+        """
+        self._rank = torchrun_number("LOCAL_RANK")
+        self._num_ranks = torchrun_number("LOCAL_WORLD_SIZE")
+        self._archives = {
+            path: zipfile.ZipFile(path) for path in checkpoint.shards if path.suffix == ".pth"
+        }
         self._records = {path: _summed(archive) for path, archive in self._archives.items()}
         self._checked: set[tuple[Path, int]] = set()
-        others = {x: y for x, (_, y) in _checks(checkpoint).items() if not self._records.get(x)}
-        if self._share == 0:
-            _run([part for parts in others.values() for part in parts], 0, progress=False)
-        bare = [path.name for path in checkpoint.shards if others.get(path) == []]
-        if bare and tells:
-            more = f" and {len(bare) - 1} more" if bare[1:] else ""
+        whole_files = {
+            path: file.checks
+            for path, file in _file_checks(checkpoint).items()
+            if not self._records.get(path)
+        }
+        if self._rank == 0:
+            checks = [check for checks in whole_files.values() for check in checks]
+            _run(checks, 0, progress=False)
+        unverified = [path.name for path in checkpoint.shards if whole_files.get(path) == []]
+        if unverified and tells:
+            more = f" and {len(unverified) - 1} more" if unverified[1:] else ""
             warnings.warn(
-                f"{checkpoint.folder}: {bare[0]}{more} cannot be verified: no checksum is in it",
+                f"{checkpoint.folder}: {unverified[0]}{more} cannot be verified: no "
+                "checksum is stored with it",
                 stacklevel=2,
             )
 
     def check(self, tensors: Iterable[MappedTensor]) -> None:
-        """ValueError that names the file whose bytes are not those that were written."""
-        found = {(tensor.file, i) for tensor in tensors for i in self._places(tensor)}
-        wanted = sorted(found - self._checked)
-        self._checked |= found
+        """Check the bytes of tensors, those that were not checked before.
+
+        Every rank must be given the same tensors, because each checks a part of them.
+
+        Raises:
+            ValueError: The bytes are not those that were written; the file is named.
+        """
+        records = {(tensor.file, i) for tensor in tensors for i in self._record_indices(tensor)}
+        unchecked = sorted(records - self._checked)
+        self._checked |= records
         checks = [
             _check_crc32(path, self._archives[path], self._records[path][i])
-            for path, i in wanted
-            if i % self._num_shares == self._share
+            for path, i in unchecked
+            if i % self._num_ranks == self._rank
         ]
         _run(checks, 0, progress=False)
 
-    def _places(self, tensor: MappedTensor) -> range:
-        """Of the record that holds a tensor, in its file's list; of all, where nothing tells it."""
+    def _record_indices(self, tensor: MappedTensor) -> range:
+        """Return the index of the record that holds a tensor; of all, where it is not known."""
         records = self._records.get(tensor.file, [])
         if tensor.offset is None:
             return range(len(records))
@@ -101,25 +153,36 @@ class LoadCheck:
         return range(max(end - 1, 0), end)
 
 
-def _checks(checkpoint: Checkpoint) -> dict[Path, tuple[str, list[Check]]]:
-    """The shards and the files that are listed -> what is said of a good one, and its checks."""
+def _file_checks(checkpoint: Checkpoint) -> dict[Path, _FileChecks]:
+    """Return the checks of each shard and of each file in the checklist."""
     listed = _read_checklist(checkpoint.folder / "checklist.chk")
-    checks: dict[Path, tuple[str, list[Check]]] = {}
     scales = sorted(checkpoint.folder.glob("fp8_scales_*.pt"))
-    for path in [*checkpoint.shards, *scales, *(checkpoint.folder / name for name in listed)]:
-        if path.name in listed:
-            check_download(path)
-            checks[path] = "checksum matches", [_check_md5(path, listed[path.name])]
-        elif path.suffix in (".pth", ".pt") and (records := _summed(file := zipfile.ZipFile(path))):
-            parts = [_check_crc32(path, file, record) for record in records]
-            checks[path] = f"CRC-32 of its {len(parts)} records matches", parts
-        else:
-            checks[path] = "no checksum to compare with", []
-    return checks
+    paths = [*checkpoint.shards, *scales, *(checkpoint.folder / name for name in listed)]
+    return {path: _checks_of(path, listed.get(path.name)) for path in dict.fromkeys(paths)}
+
+
+def _checks_of(path: Path, md5: str | None) -> _FileChecks:
+    """Return the checks of a file, by its MD5 if that is known, else by its own checksums."""
+    if md5 is not None:
+        check_download(path)
+        return _FileChecks("checksum matches", [_check_md5(path, md5)])
+    if path.suffix in (".pth", ".pt"):
+        archive = zipfile.ZipFile(path)
+        records = _summed(archive)
+        if records:
+            checks = [_check_crc32(path, archive, record) for record in records]
+            return _FileChecks(f"CRC-32 of its {len(records)} records matches", checks)
+    return _FileChecks("no checksum to compare with", [])
 
 
 def _run(checks: Iterable[Check], total: int, progress: bool) -> None:
-    """Run the checks in threads; the error of the first that fails, in their order, is raised."""
+    """Run checks in threads, and raise the error of the first that fails, in their order.
+
+    Args:
+        checks: The checks.
+        total: The bytes that they read, for the bar.
+        progress: Whether a bar is drawn on stderr.
+    """
     lock = threading.Lock()
     bar = tqdm(total=total, desc="Verifying", unit="B", unit_scale=True, disable=not progress)
 
@@ -128,20 +191,21 @@ def _run(checks: Iterable[Check], total: int, progress: bool) -> None:
             with lock:
                 bar.update(count)
 
-    with bar, ThreadPoolExecutor(min(torch.get_num_threads(), 8)) as pool:
-        for _ in pool.map(run, checks):  # after an error, what has not begun is cancelled
-            pass
+    num_threads = min(torch.get_num_threads(), _MAX_THREADS)
+    with bar, ThreadPoolExecutor(num_threads) as pool:
+        for _ in pool.map(run, checks):
+            pass  # an error is raised here, and cancels the checks that have not begun
 
 
 def _read_checklist(path: Path) -> dict[str, str]:
-    """Lines "md5  name", as md5sum writes them -> name: md5; empty where there is no such file."""
+    """Read lines "md5  name", as md5sum writes them: the MD5 by file name, empty without a file."""
     if not path.exists():
         return {}
     sums: dict[str, str] = {}
     for line in read_small(path).decode(errors="replace").splitlines():
-        parts = re.fullmatch(r"([0-9a-fA-F]{32})\s+\*?(.+?)\s*", line)
-        if parts and is_plain(parts[2]):
-            sums[parts[2]] = parts[1].lower()
+        match = re.fullmatch(r"([0-9a-fA-F]{32})\s+\*?(.+?)\s*", line)
+        if match and is_plain(match[2]):
+            sums[match[2]] = match[1].lower()
         elif line.strip():
             raise ValueError(
                 f"{path}: {brief(line)} is not an MD5 and a file name: download it again"
@@ -160,14 +224,19 @@ def _check_md5(path: Path, md5: str) -> Check:
 
 
 def _summed(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """The records with a CRC-32, in their order in the file: one a tensor, of which torch.save
-    writes it unless `set_crc32_options(False)` was called. Threads may read them at once."""
-    return sorted((x for x in archive.infolist() if x.CRC), key=lambda x: x.header_offset)
+    """Return the records of a .pth that have a CRC-32, in their order in the file.
+
+    There is one for each tensor. torch.save writes a CRC-32 unless `set_crc32_options(False)` was
+    called. Several threads may read the records at once.
+    """
+    records = [record for record in archive.infolist() if record.CRC]
+    return sorted(records, key=lambda record: record.header_offset)
 
 
 def _check_crc32(path: Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> Check:
     try:
-        with archive.open(record) as content:  # it compares the CRC-32 when it reaches the end
+        # The archive compares the CRC-32 when its end is reached.
+        with archive.open(record) as content:
             while block := content.read(_BLOCK_BYTES):
                 yield len(block)
     except (zipfile.BadZipFile, EOFError) as e:

@@ -1,7 +1,8 @@
-"""A new folder of weights, written so that it is complete or not there at all.
+"""New folders and files of weights, which are complete or not there at all.
 
-Its files have the permissions that the umask gives. Tensors wait in scratch files on the same disk;
-one that cannot take them is an OSError that names it.
+In: tensors, JSON and files to copy. Out: files with the permissions that the umask gives. Tensors
+wait in scratch files on the same disk. A disk that cannot take them is an OSError that names it.
+No layout of a checkpoint is known here.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -20,13 +21,25 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.utils import CallbackIOWrapper
 
-from llama.checkpoint.downloads import check_utf8
+from llama.storage.downloads import check_utf8
+
+FILLER = "filler"  # prefix of the names of tensors that only align the next one
+_ALIGNMENT = 64  # each tensor of a packed file begins at a multiple of this many bytes
+_PAGE = 4096
 
 
 @contextlib.contextmanager
 def new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
-    """A draft folder beside `out_dir`: renamed to it at the end, removed if the block fails. A file
-    of its name in the draft is all of it. A process that is killed leaves `out_dir`.partial."""
+    """Create a folder, or a file, when the block has ended.
+
+    The block gets a draft folder beside `out_dir`, which is renamed to it at the end, and removed
+    if the block fails. If the draft then has a file of the name of `out_dir`, that file alone takes
+    its place. A process that is killed leaves `out_dir`.partial.
+
+    Raises:
+        OSError: `out_dir` holds something, or cannot be created.
+        ValueError: The path is not UTF-8.
+    """
     check_utf8(Path(out_dir))
     out = Path(out_dir).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -35,7 +48,9 @@ def new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
         )
     draft = out.with_name(out.name + ".partial")
     if draft.exists():
-        raise FileExistsError(f"{draft} was left by a run that was cut off: remove it if none runs")
+        raise FileExistsError(
+            f"{draft} was left by a run that was cut off: remove it if no other run is writing it"
+        )
     try:
         draft.mkdir(parents=True)
     except OSError as e:
@@ -53,30 +68,30 @@ def new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
 def save_bytes(
     path: Path, total: int, pieces: Iterable[bytes], report: Callable[[int], object]
 ) -> None:
-    """Write a file of `total` bytes; `report` is told how many it has more."""
-    check_room(path.parent, total)
+    """Write a file of `total` bytes piece by piece; `report` is called with the bytes of each."""
+    check_free_space(path.parent, total)
     with _disk_errors(path), path.open("wb") as file:
         for piece in pieces:
             file.write(piece)
             report(len(piece))
 
 
-def check_room(folder: Path, needed: int) -> None:
-    """OSError unless the disk has `needed` bytes."""
+def check_free_space(folder: Path, needed: int) -> None:
+    """Raise OSError unless the disk of a folder has `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
             f"{folder.parent} has {free / 1e9:.3g} GB free, and writing takes {needed / 1e9:.3g} "
-            "GB: free some, or give a folder on another disk"
+            "GB: free some space, or give a folder on another disk"
         )
 
 
 def scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor in a file that is already unlinked: it uses disk, not memory, while it exists."""
+    """Return a tensor in a file that is unlinked already: it uses disk, not memory."""
     path = folder / "scratch"
     with _disk_errors(path), path.open("wb") as file:
         if hasattr(os, "posix_fallocate"):  # not on macOS
-            # A write to a mapping for which the disk has no room would kill the process.
+            # A write to a mapping that the disk has no space for would kill the process.
             os.posix_fallocate(file.fileno(), 0, shape.numel() * dtype.itemsize)
         flat = torch.from_file(str(path), shared=True, size=shape.numel(), dtype=dtype)
         path.unlink()
@@ -84,56 +99,85 @@ def scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def save(path: Path, tensors: dict[str, Tensor], report: Callable[[int], None]) -> None:
-    """Write a .pth or a .safetensors; `report` is told how many bytes it has more."""
+    """Write a .pth or a .safetensors file; `report` is called with the bytes of each write."""
     with _disk_errors(path), path.open("wb") as file:
         if path.suffix == ".pth":
             torch.save(tensors, CallbackIOWrapper(report, file, "write"))
             return
-        mode = path.stat().st_mode  # what the umask gives: safetensors makes a file for us alone
+        mode = path.stat().st_mode  # given by the umask; safetensors would keep others out
         save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(mode)
         report(sum(tensor.nbytes for tensor in tensors.values()))
 
 
-FILLER = "filler"  # how the names of tensors begin that only take room
-
-
 @contextlib.contextmanager
 def tensor_file(
-    path: Path, most_header: int, metadata: dict[str, str]
+    path: Path, max_header: int, metadata: dict[str, str]
 ) -> Iterator[Callable[[str, Tensor], None]]:
-    """A function that writes a tensor by its name into a .safetensors, each from a multiple of 64
-    bytes on. most_header: bytes that names and shapes take at the most."""
-    entries: dict[str, dict[str, Any]] = {"__metadata__": metadata}
-    begin = -(-(most_header + len(json.dumps(metadata))) // 4096) * 4096
-    with path.open("wb", buffering=0) as file:  # nothing is left to be written when it is closed
-        file.seek(begin)
+    """Write a .safetensors file tensor by tensor, each at a multiple of 64 bytes.
 
-        def write(data: memoryview) -> None:
-            with _disk_errors(path):
-                while len(data):
-                    data = data[file.write(data) :]
+    Args:
+        path: The file.
+        max_header: The most bytes that the names and shapes of all tensors can take.
+        metadata: The metadata in the file's header.
 
-        def add(name: str, tensor: Tensor) -> None:
-            raw, at = tensor.contiguous().view(-1).view(torch.uint8), file.tell() - begin
-            ends, size = [at, at + len(raw)], list(tensor.shape)
-            entries[name] = {"dtype": _type_name(tensor.dtype), "shape": size, "data_offsets": ends}
-            write(raw.numpy().data)
-            if missing := -file.tell() % 64:
-                add(f"{FILLER}.{ends[1]}", torch.zeros(missing, dtype=torch.uint8))
+    Yields:
+        A function that writes a tensor under a name.
+    """
+    # Writes are not buffered, so that an error of the disk is raised by the write it belongs to.
+    with path.open("wb", buffering=0) as file:
+        writer = _TensorFile(path, file, max_header, metadata)
+        yield writer.add
+        writer.write_header()
 
-        yield add
-        header = json.dumps(entries).encode().ljust(begin - 8)
-        assert len(header) == begin - 8, len(header)
-        file.seek(0)
-        write(memoryview(len(header).to_bytes(8, "little") + header))
+
+class _TensorFile:
+    """A .safetensors file in the making: the tensors are written first, the header last."""
+
+    def __init__(
+        self, path: Path, file: BinaryIO, max_header: int, metadata: dict[str, str]
+    ) -> None:
+        self.path = path
+        self.file = file
+        self.entries: dict[str, dict[str, Any]] = {"__metadata__": metadata}
+        header_size = max_header + len(json.dumps(metadata))
+        self.data_begin = -(-header_size // _PAGE) * _PAGE
+        file.seek(self.data_begin)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, and a filler that aligns the next one."""
+        data = tensor.contiguous().view(-1).view(torch.uint8)
+        begin = self.file.tell() - self.data_begin
+        end = begin + len(data)
+        self.entries[name] = {
+            "dtype": _type_name(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        self._write(data.numpy().data)
+        missing = -self.file.tell() % _ALIGNMENT
+        if missing:
+            self.add(f"{FILLER}.{end}", torch.zeros(missing, dtype=torch.uint8))
+
+    def write_header(self) -> None:
+        """Write the header in the space before the tensors, padded with blanks."""
+        size = self.data_begin - 8
+        header = json.dumps(self.entries).encode().ljust(size)
+        assert len(header) == size, len(header)
+        self.file.seek(0)
+        self._write(memoryview(size.to_bytes(8, "little") + header))
+
+    def _write(self, data: memoryview) -> None:
+        with _disk_errors(self.path):
+            while len(data):
+                data = data[self.file.write(data) :]
 
 
 def _type_name(dtype: torch.dtype) -> str:
-    """As safetensors has it: F8_E4M3 for float8_e4m3fn, BF16 for bfloat16."""
+    """Return the name of a type in safetensors: F8_E4M3 for float8_e4m3fn, BF16 for bfloat16."""
     letters = {"bfloat": "BF", "float": "F", "uint": "U", "int": "I"}
     name = str(dtype).removeprefix("torch.").removesuffix("fn")
-    return re.sub("^[a-z]+", lambda x: letters[x[0]], name).upper()
+    return re.sub("^[a-z]+", lambda match: letters[match[0]], name).upper()
 
 
 @contextlib.contextmanager
@@ -142,17 +186,17 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as e:
-        # After a write that failed, torch.save ends the file, and raises what that says.
+        # After a failed write torch.save ends the file, and raises the error that this gives.
         cause = e.__context__ if isinstance(e.__context__, OSError) else e
-        why = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
+        reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
         raise OSError(
-            f"{path} could not be written ({why}): free some space, or give a folder on another "
+            f"{path} could not be written ({reason}): free some space, or give a folder on another "
             "disk"
         ) from e
 
 
 def write_checksums(folder: Path) -> None:
-    """The MD5 of each .safetensors, in the checklist.chk of Meta's downloads: see `verify`."""
+    """Write the MD5 of each .safetensors file to a checklist.chk, as Meta's downloads have it."""
     lines = []
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -162,20 +206,21 @@ def write_checksums(folder: Path) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object."""
     with _disk_errors(path):
         text = json.dumps(content, indent=2, ensure_ascii=False)
         path.write_text(text + "\n", encoding="utf-8")
 
 
 def copy_file(source: Path, path: Path) -> None:
-    """Copy the content alone: the permissions are those of a new file."""
+    """Copy the content of a file; its permissions are those of a new file."""
     with _disk_errors(path):
         path.parent.mkdir(exist_ok=True)
         shutil.copyfile(source, path)
 
 
-def written(out_dir: str | os.PathLike[str]) -> list[str]:
-    """What lies in a folder just written: a line for each file and one for all."""
+def describe(out_dir: str | os.PathLike[str]) -> list[str]:
+    """Return a line for each file of a folder just written, and one for all."""
     folder = Path(out_dir).resolve()
     if folder.is_file():
         return [f"{folder}: {folder.stat().st_size:,} bytes written"]

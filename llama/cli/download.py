@@ -15,9 +15,9 @@ import signal
 from pathlib import Path
 from typing import Any, Never
 
-from llama.checkpoint.downloads import hub_cache, model_folder, repository
 from llama.checks import nearest
 from llama.cli.flags import UsageError, extra
+from llama.storage.hub import hub_cache, model_folder, repository
 
 # The files of each layout, as regular expressions.
 _CONFIG = r"(generation_|tokenizer_)?config\.json|(original/)?tokenizer\.(model|json)"

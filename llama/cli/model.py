@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from llama.build_args import BuildArgs
-from llama.checkpoint.downloads import model_folder, read_ahead
 from llama.cli.flags import UsageError
+from llama.storage.hub import model_folder
+from llama.storage.page_cache import read_ahead
 
 # The arguments of Llama.build and of sampling, with their defaults.
 BUILD_FLAGS: dict[str, Any] = {

@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import llama
-from llama.checkpoint.downloads import model_folder
 from llama.cli.flags import FLAGS, extra, variable
 from llama.cli.model import demo_dir
 from llama.cli.ranks import say
+from llama.storage.hub import model_folder
 
 KEYED = ("device", "dtype", "quantize")  # flags with a server of its own for each value
 LISTENER_FD = "LLAMA_LISTENER_FD"  # environment variable with the socket that a server inherits

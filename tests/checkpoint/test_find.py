@@ -11,10 +11,10 @@ import torch
 
 from helpers.checkpoints import random_state, write_meta
 from helpers.weights import PARAMS, STATE, change_json, expect_shards, loaded
-from llama.checkpoint.downloads import check_download
 from llama.checkpoint.find import find
 from llama.checkpoint.verify import verify
 from llama.ranks.collectives import ModelParallel
+from llama.storage.downloads import check_download
 from llama.tokenizer import Tokenizer
 
 

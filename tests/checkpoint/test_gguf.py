@@ -25,7 +25,8 @@ from llama import Llama, Tokenizer
 from llama.checkpoint import gguf_blocks
 from llama.checkpoint.convert import convert, reshard
 from llama.checkpoint.find import find
-from llama.checkpoint.gguf import KINDS, Kind, TensorInfo, _Content, read_header
+from llama.checkpoint.gguf_blocks import GGUFMatrix
+from llama.checkpoint.quantized_matrix import PackTarget
 from llama.checkpoint.reader import CheckpointReader, bytes_of, load
 from llama.checkpoint.verify import verify
 from llama.model import Transformer
@@ -33,6 +34,13 @@ from llama.model.layers import Matrix
 from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import Placement
+from llama.storage.gguf import (
+    TENSOR_TYPES,
+    TensorInfo,
+    TensorType,
+    _HeaderReader,
+    read_header,
+)
 from llama.weights import packed
 from llama.weights.blocks import BlockedWeight
 from llama.weights.coded import Coded, CodedRows, alike
@@ -41,6 +49,23 @@ from llama.weights.nibbles import SixBitsWeight
 
 PROMPTS = ["Once upon a time", "a"]
 METAS = Path(metas_tokenizer.__file__).with_name("tokenizer.model")
+TYPES = {tensor_type.name: tensor_type for tensor_type in TENSOR_TYPES.values()}
+CPU = torch.device("cpu")
+
+
+def matrix_of(
+    name: str, rows: np.ndarray, k: int, path: Path = Path("none.gguf"), offset: int = 0
+) -> GGUFMatrix:
+    """A matrix of K columns of which a file has these blocks, perhaps from an offset on."""
+    shape = torch.Size((len(rows), k))
+    info = TensorInfo(tuple(shape), TYPES[name], offset, rows.nbytes)
+    return GGUFMatrix(shape, path, info, torch.from_numpy(rows))
+
+
+def pack_into(
+    matrix: GGUFMatrix, rows: range, columns: slice, like: Coded, kind: int, *tensors: torch.Tensor
+) -> bool:
+    return matrix.pack(rows, columns, PackTarget(like, kind, *tensors))
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +92,15 @@ def copy(folder, tmp_path) -> Path:
 def test_each_kind_of_block_has_the_numbers_that_llama_cpp_reads(name, in_torch, monkeypatch):
     if in_torch:
         monkeypatch.setattr(native, "kernels", lambda: None)
-    (kind,) = (kind for kind in KINDS.values() if kind.name == name)
-    k = 3 * kind.block
+    block_size = TYPES[name].block_size
+    k = 3 * block_size
     rows = random_blocks(name, 32, k, std=1.0)
     oracle = torch.from_numpy(gguf.quants.dequantize(rows, GGMLQuantizationType[name]))
-    data, device = torch.from_numpy(rows), torch.device("cpu")
-    whole = gguf_blocks.read(data, kind, slice(0, 32), slice(0, k), device)
+    matrix = matrix_of(name, rows, k)
+    whole = matrix.read(slice(0, 32), slice(0, k), CPU)
     assert torch.equal(whole.plain(), oracle)
-    for begin, end in ((0, kind.block), (kind.block, 2 * kind.block), (16, k - 48 % kind.block)):
-        some = gguf_blocks.read(data, kind, slice(3, 9), slice(begin, end), device)
+    for begin, end in ((0, block_size), (block_size, 2 * block_size), (16, k - 48 % block_size)):
+        some = matrix.read(slice(3, 9), slice(begin, end), CPU)
         assert torch.equal(some.plain(), oracle[3:9, begin:end]), (begin, end)
 
 
@@ -83,14 +108,13 @@ def test_a_share_of_columns_reads_the_blocks_that_hold_it(monkeypatch):
     seen = []
     unpack = gguf_blocks._unpack
 
-    def watched(rows: torch.Tensor, kind: Kind) -> Coded:
+    def watched(rows: torch.Tensor, tensor_type: TensorType) -> Coded:
         seen.append(rows.shape)
-        return unpack(rows, kind)
+        return unpack(rows, tensor_type)
 
     monkeypatch.setattr(gguf_blocks, "_unpack", watched)
-    data = torch.from_numpy(random_blocks("Q4_K", 4, 1024, std=1.0))
-    rows, columns = slice(1, 3), slice(256 + 64, 512 + 32)
-    gguf_blocks.read(data, KINDS[12], rows, columns, torch.device("cpu"))
+    matrix = matrix_of("Q4_K", random_blocks("Q4_K", 4, 1024, std=1.0), 1024)
+    matrix.read(slice(1, 3), slice(256 + 64, 512 + 32), CPU)
     assert seen == [(2, 2 * 144)]
 
 
@@ -131,10 +155,8 @@ needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AV
 @pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
 def test_scales_of_blocks_of_256_are_held_in_ten_bits(name):
     """Those of Q6_K go from -128 to 127, times a number of either sign."""
-    (kind,) = (kind for kind in KINDS.values() if kind.name == name)
-    rows, columns = slice(0, 64), slice(0, 512)
-    data = torch.from_numpy(random_blocks(name, 64, 512, std=0.02))
-    coded = gguf_blocks.read(data, kind, rows, columns, torch.device("cpu"))
+    matrix = matrix_of(name, random_blocks(name, 64, 512, std=0.02), 512)
+    coded = matrix.read(slice(0, 64), slice(0, 512), CPU)
     weight = cast(GroupedWeight, packed(coded))
     assert weight.scales.dtype is torch.uint8
     assert torch.equal(weight.exact(), coded.plain())
@@ -172,18 +194,16 @@ def test_on_the_cpu_matrices_stay_as_the_file_has_them(folder, size):
 @pytest.mark.parametrize("name", SCALES)
 def test_blocks_go_from_a_file_into_a_weight(name, tmp_path):
     """All of a matrix, and some rows and columns; in bytes, where other kinds stand beside them."""
-    (kind,) = (kind for kind in KINDS.values() if kind.name == name)
     data, path = random_blocks(name, 96, 1024, std=0.02), tmp_path / "blocks"
     path.write_bytes(b"head" + data.tobytes())
-    info = TensorInfo((96, 1024), kind, 4, data.nbytes)
+    matrix = matrix_of(name, data, 1024, path, offset=4)
     oracle = torch.from_numpy(gguf.quants.dequantize(data, GGMLQuantizationType[name]))
     for rows, columns in (range(96), slice(0, 1024)), (range(32, 96), slice(256, 768)):
-        first, device = slice(rows.start, rows.start + 32), torch.device("cpu")
-        few = gguf_blocks.read(torch.from_numpy(data), kind, first, columns, device)
+        few = matrix.read(slice(rows.start, rows.start + 32), columns, CPU)
         exact = oracle[rows.start : rows.stop, columns]
         wide = alike([few, replace(few, table=torch.arange(-128.0, 128))])
         for like in (few, wide[0]) if wide else (few,):
-            fill = functools.partial(gguf_blocks.pack, path, info, rows, columns)
+            fill = functools.partial(pack_into, matrix, rows, columns)
             weight = packed(CodedRows(len(rows), like, lambda: pytest.fail("slow"), fill))
             assert torch.equal(cast(GroupedWeight, weight).exact(), exact)
     assert not fill(like, 1, torch.empty(2, 1, dtype=torch.uint8), torch.empty(2, 1))  # of float32
@@ -197,8 +217,8 @@ def test_a_load_unpacks_the_first_rows_alone(folder, monkeypatch):
     """The codes of a layer are more than its weights."""
     seen, unpack = [0], gguf_blocks._unpack
 
-    def unpack_and_count(rows: torch.Tensor, kind: Kind) -> Coded:
-        coded = unpack(rows, kind)
+    def unpack_and_count(rows: torch.Tensor, tensor_type: TensorType) -> Coded:
+        coded = unpack(rows, tensor_type)
         seen.append(coded.codes.numel())
         return coded
 
@@ -263,13 +283,13 @@ def test_files_of_one_kind_load(tmp_path, kind):
 
 def test_a_build_reads_the_header_once(folder, monkeypatch):
     """A file of Llama 3 has 400,000 strings there."""
-    seen, texts = [], _Content.texts
+    seen, strings = [], _HeaderReader.strings
 
-    def watched(content: _Content, count: int) -> list[str]:
+    def watched(reader: _HeaderReader, count: int) -> list[str]:
         seen.append(count)
-        return texts(content, count)
+        return strings(reader, count)
 
-    monkeypatch.setattr(_Content, "texts", watched)
+    monkeypatch.setattr(_HeaderReader, "strings", watched)
     Llama.build(str(folder / "one.gguf"), None, 128, 4, device="cpu")
     assert sorted(seen)[-2] < max(seen) == 512
 

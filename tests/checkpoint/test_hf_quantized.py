@@ -24,7 +24,7 @@ from helpers.weights import (
     loaded,
     metas_state,
 )
-from llama.checkpoint import hf_quantized
+from llama.checkpoint import hf_formats
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.checkpoint.reader import CheckpointReader, bytes_of, load
@@ -234,7 +234,7 @@ def test_words_that_autoawq_has_packed():
         "qzeros": int32("1357ace0\n3579ce02"),
         "scales": torch.full((2, 8), 0.5).half(),
     }
-    of = hf_quantized._awq(parts, {"bits": 4, "version": "gemm"})
+    of = hf_formats.awq(parts, {"bits": 4, "version": "gemm"})
     numbers = of.read(slice(0, 8), slice(0, 4), torch.device("cpu")).plain()
     assert torch.equal(numbers, ((5 * n + 3 * k) % 16 - (7 * n + 2 * (k // 2)) % 16) * 0.5)
 
@@ -268,7 +268,7 @@ def test_words_that_gptqmodel_has_packed(bits, qweight, v1, v2):
             "qzeros": int32(qzeros),
             "scales": torch.full((2, each), 0.5).half(),
         }
-        of = hf_quantized._gptq(parts, {"bits": bits, "checkpoint_format": version})
+        of = hf_formats.gptq(parts, {"bits": bits, "checkpoint_format": version})
         numbers = of.read(slice(0, each), slice(0, 2 * each), torch.device("cpu")).plain()
         assert torch.equal(numbers, ((5 * n + 3 * k) % most - zero) * 0.5)
 
@@ -449,14 +449,14 @@ def test_what_files_say_of_the_cache_and_of_single_modules_is_read(tmp_path):
 @pytest.mark.parametrize("case", ["w4a16 asym", "awq", "gptq", "nf4 nested"])
 def test_a_rank_unpacks_its_share_alone(tmp_path, case, monkeypatch):
     write(tmp_path, case)
-    seen, read = [0], hf_quantized._Format.read
+    seen, read = [0], hf_formats.CodedMatrix.read
 
     def read_and_count(of: Any, rows: slice, columns: slice, device: torch.device) -> Coded:
         coded = read(of, rows, columns, device)
         seen[0] += coded.codes.numel()
         return coded
 
-    monkeypatch.setattr(hf_quantized._Format, "read", read_and_count)
+    monkeypatch.setattr(hf_formats.CodedMatrix, "read", read_and_count)
     loaded(find(tmp_path))
     whole, seen[0] = seen[0], 0
     loaded(find(tmp_path), 1, 2)

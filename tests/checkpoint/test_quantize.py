@@ -39,7 +39,7 @@ def folder(tmp_path):
 def test_a_folder_has_the_numbers_that_quantize_gives_at_load(folder, tmp_path, monkeypatch, name):
     """int8 and fp8 to the bit; int4 those nearest to the matrix that its scales allow."""
     monkeypatch.setattr(module, "_FILE_BYTES", 60_000)
-    monkeypatch.setattr(quantize, "_NUMBERS", 128 * 48)
+    monkeypatch.setattr(quantize, "_CHUNK_ELEMENTS", 128 * 48)
     lines = convert(folder, tmp_path / "out", quantize=name)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1, lines
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -21,10 +21,10 @@ from helpers.hub import COMMIT, Hub, run_hub
 from helpers.launch import DEMO, environment
 from helpers.waiting import wait_until
 from llama.checkpoint.convert import convert
-from llama.checkpoint.downloads import hub_cache, model_folder
 from llama.checkpoint.find import find
 from llama.cli import main
 from llama.compat.vllm import EngineArgs
+from llama.storage.hub import hub_cache, model_folder
 
 NAME = "Llama-3.2-1B-Instruct"
 REPO = f"meta-llama/{NAME}"

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from llama.build_args import BuildArgs
-from llama.checkpoint.downloads import model_folder
 from llama.checks import FieldError, brief
 from llama.compat.vllm.vllm_params import SamplingParams, refusing
 from llama.generation import Llama
+from llama.storage.hub import model_folder
 from llama.weights import QUANTIZED
 
 # Arguments that do not change an answer, whatever their value: what to log, how to schedule, what

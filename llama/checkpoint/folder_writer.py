@@ -1,0 +1,182 @@
+"""A new folder in Meta's or Hugging Face's layout, written file by file.
+
+In: a reader, and the names of the tensors of each file. Out: the folder. Each file of weights is
+first put together in scratch files on the same disk, so that memory holds one tensor at most. What
+a conversion is, and which files it has, is not known here.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from llama.checkpoint import writing
+from llama.checkpoint.find import Checkpoint
+from llama.checkpoint.quantize import GROUP, quantized_tensors
+from llama.checkpoint.reader import CheckpointReader
+from llama.checkpoint.table import name_in, shard_shapes
+from llama.weights import QUANTIZED
+
+
+@dataclass
+class OutputFolder:
+    """The files of a folder that is to be written.
+
+    Attributes:
+        layout: "meta" or "hf".
+        weights: The files of weights, and Meta's names of the tensors of each. In Meta's layout
+            file i has the shares of rank i of as many ranks as there are files.
+        others: The other files: each a path to copy, or the content of a JSON file.
+    """
+
+    layout: str
+    weights: dict[str, list[str]]
+    others: dict[str, Path | dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the files divide the tensors among."""
+        return len(self.weights) if self.layout == "meta" else 1
+
+
+class ConversionReader(CheckpointReader):
+    """The tensors of a checkpoint as they are written.
+
+    Attributes:
+        quantize: The format in which the matrices of the layers are written; None for no change.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, quantize: str | None = None) -> None:
+        super().__init__(checkpoint)
+        self.quantize = quantize
+        if quantize and (self.params.dim % GROUP or self.params.ffn_dim % GROUP):
+            raise ValueError(
+                f"quantize={quantize!r} needs rows whose length is a multiple of {GROUP}, and this "
+                f"model has rows of {self.params.dim} and {self.params.ffn_dim}"
+            )
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type that a tensor has before its matrix is quantized."""
+        return torch.bfloat16 if self.quantize else super().dtype(name)
+
+    def quantize_for(self, name: str) -> str | None:
+        """Return the format in which a tensor is written, None for a plain one."""
+        return self.quantize if name.startswith("layers.") and "norm" not in name else None
+
+    def num_bytes(self, num_ranks: int) -> dict[str, int]:
+        """Return the bytes of one rank's share of each tensor; estimates of quantized ones."""
+        sizes = {}
+        for name, shape in shard_shapes(self.params, num_ranks).items():
+            quantize = self.quantize_for(name)
+            if quantize is None:
+                sizes[name] = shape.numel() * self.dtype(name).itemsize
+            else:
+                _, bits = QUANTIZED[quantize].in_files
+                sizes[name] = shape.numel() * bits // 7  # an eighth of the bytes is for scales
+        return sizes
+
+
+def write_folder(
+    reader: ConversionReader, output: OutputFolder, out_dir: str | os.PathLike[str], progress: bool
+) -> list[str]:
+    """Write a folder.
+
+    Args:
+        reader: Reads the tensors.
+        output: The files to write.
+        out_dir: The folder, which must not exist or be empty.
+        progress: Whether a bar is drawn on stderr.
+
+    Returns:
+        A line for each file and one for all.
+    """
+    with writing.new_folder(out_dir) as folder:
+        _WeightsWriter(reader, output, folder, progress).write()
+        write_other_files(output.others, folder)
+    return writing.describe(out_dir)
+
+
+def write_other_files(others: dict[str, Path | dict[str, Any]], folder: Path) -> None:
+    """Copy or write the files of a folder that are not weights."""
+    for title, content in others.items():
+        if isinstance(content, Path):
+            writing.copy_file(content, folder / title)
+        else:
+            writing.write_json(folder / title, content)
+
+
+def progress_bar(total: int, progress: bool) -> "tqdm[Any]":
+    """Return a bar of bytes on stderr, which is drawn if `progress`."""
+    return tqdm(total=total, desc="Writing", unit="B", unit_scale=True, disable=not progress)
+
+
+class _WeightsWriter:
+    """Writes the files of weights, and the index of several of Hugging Face's."""
+
+    def __init__(
+        self, reader: ConversionReader, output: OutputFolder, folder: Path, progress: bool
+    ) -> None:
+        self.reader = reader
+        self.output = output
+        self.folder = folder
+        self.shapes = shard_shapes(reader.params, output.num_ranks)
+        sizes = reader.num_bytes(output.num_ranks)
+        file_sizes = [sum(sizes[name] for name in names) for names in output.weights.values()]
+        self.total = sum(file_sizes)
+        # All files, and the scratch files of the largest, are there at the same time.
+        writing.check_free_space(folder, self.total + max(file_sizes))
+        self.bar = progress_bar(self.total, progress)
+
+    def write(self) -> None:
+        """Write all files."""
+        count = len(self.output.weights)
+        written_bytes = 0
+        file_of: dict[str, str] = {}
+        with self.bar:
+            for i, (title, names) in enumerate(self.output.weights.items()):
+                self.bar.set_postfix_str(f"file {i + 1} of {count}")
+                tensors = self._gather(names, i % self.output.num_ranks)
+                writing.save(self.folder / title, tensors, self._report)
+                written_bytes += sum(tensor.nbytes for tensor in tensors.values())
+                file_of |= dict.fromkeys(tensors, title)
+        if self.output.layout == "hf" and count > 1:
+            index = {"metadata": {"total_size": written_bytes}, "weight_map": file_of}
+            writing.write_json(self.folder / "model.safetensors.index.json", index)
+
+    def _gather(self, names: list[str], rank: int) -> dict[str, Tensor]:
+        """Return the tensors of a file by their names in it, all in scratch files."""
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            parts = self._parts(name, rank)
+            self._report(sum(part.nbytes for part in parts.values()))
+            tensors |= parts
+        if self.output.layout == "meta":
+            # A tied lm_head is a second name for the embedding, whose bytes are stored once.
+            tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
+        return tensors
+
+    def _parts(self, name: str, rank: int) -> dict[str, Tensor]:
+        """Return one tensor, or the tensors that store it quantized, in scratch files."""
+        plain = writing.scratch(self.folder, self.shapes[name], self.reader.dtype(name))
+        layout = self.output.layout
+        self.reader.copy(name, plain, rank, self.output.num_ranks, layout)
+        title = name_in(layout, name)
+        quantize = self.reader.quantize_for(name)
+        if quantize is None:
+            return {title: plain}
+        parts = quantized_tensors(title, plain, quantize)
+        for part_title, part in parts.items():
+            stored = writing.scratch(self.folder, part.shape, part.dtype)
+            parts[part_title] = stored.copy_(part)
+        return parts
+
+    def _report(self, count: int) -> None:
+        """Advance the bar: a tensor counts half when it is in scratch, and half when it is written.
+
+        A .pth has some bytes more than its tensors: beyond the total, tqdm would draw no bar.
+        """
+        self.bar.update(min(count / 2, self.total - self.bar.n))

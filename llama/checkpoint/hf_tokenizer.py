@@ -1,0 +1,146 @@
+"""A tokenizer as Hugging Face's files, for conversion.
+
+In: a Tokenizer and the sizes of its model. Out: the contents of tokenizer.json and
+tokenizer_config.json, and the ids of special tokens in config.json. No file is written here.
+"""
+
+from typing import Any
+
+from llama.checkpoint import huggingface as hf
+from llama.model.args import ModelArgs
+from llama.prompts.template import jinja_template
+from llama.prompts.tools import tool_format_of
+from llama.tokenizer import Tokenizer, byte_alphabet
+
+_BOS = "<|begin_of_text|>"
+_EOS = "<|end_of_text|>"
+_EOT = "<|eot_id|>"
+_PAD = "<|finetune_right_pad_id|>"
+# Bytes are written as letters; the pattern is in a pre-tokenizer before this one.
+_BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
+_PLAIN_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the ids of special tokens as config.json has them, with every stop token."""
+    pad = tokenizer.special_tokens[_pad_token(tokenizer)]
+    return hf.special_ids(tokenizer.bos_id, tokenizer.stop_tokens, pad)
+
+
+def _pad_token(tokenizer: Tokenizer) -> str:
+    """Return the token that pads in Hugging Face's programs; Llama 3.0 has no token for it."""
+    return _PAD if _PAD in tokenizer.special_tokens else _EOS
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the tokenizer.json with which the library `tokenizers` gives the same ids.
+
+    The ids differ in two cases: the name of a special token in a text is always its id there, and
+    Meta's tokenizer cuts runs of more than 25,000 characters without a space.
+    """
+    ranked = [
+        tokenizer.model.decode_single_token_bytes(rank)
+        for rank in range(tokenizer.n_words - len(tokenizer.special_tokens))
+    ]
+    letter_of = {byte: letter for letter, byte in byte_alphabet().items()}
+    letters = {token: "".join(letter_of[byte] for byte in token) for token in ranked}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": i, "content": name, **_PLAIN_TOKEN, "special": True}
+            for name, i in tokenizer.special_tokens.items()
+        ],
+        "normalizer": None,
+        "pre_tokenizer": _split_by(tokenizer.pat_str),
+        "post_processor": _begin_with(_BOS, tokenizer.bos_id),
+        "decoder": _BYTE_LEVEL,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # a word that is a token becomes that token, as in tiktoken
+            "vocab": {letters[token]: rank for rank, token in enumerate(ranked)},
+            "merges": [f"{letters[a]} {letters[b]}" for a, b in merges(ranked)],
+        },
+    }
+
+
+def merges(ranked: list[bytes]) -> list[tuple[bytes, bytes]]:
+    """Return every two tokens that make up a third, in the order of the third's rank.
+
+    tiktoken joins the two neighbours whose sum has the lowest rank, whichever they are. So each way
+    to cut a token in two is a merge: with ab and bc before abc, it is (ab, c) and (a, bc).
+
+    Args:
+        ranked: All tokens but the special ones, in the order of their ranks.
+    """
+    tokens = set(ranked)
+    return [
+        (token[:cut], token[cut:])
+        for token in ranked
+        for cut in range(1, len(token))
+        if token[:cut] in tokens and token[cut:] in tokens
+    ]
+
+
+def _split_by(pattern: str) -> dict[str, Any]:
+    """Return the pre-tokenizer that splits a text into the matches of a pattern."""
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    return {"type": "Sequence", "pretokenizers": [split, _BYTE_LEVEL]}
+
+
+def _begin_with(name: str, token_id: int) -> dict[str, Any]:
+    """Return the post-processor that puts one special token before each text."""
+
+    def template(text: str, type_id: int) -> list[dict[str, Any]]:
+        return [
+            {"SpecialToken": {"id": name, "type_id": type_id}},
+            {"Sequence": {"id": text, "type_id": type_id}},
+        ]
+
+    first = template("A", 0)
+    return {
+        "type": "TemplateProcessing",
+        "single": first,
+        "pair": first + template("B", 1),
+        "special_tokens": {name: {"id": name, "ids": [token_id], "tokens": [name]}},
+    }
+
+
+def tokenizer_config(
+    tokenizer: Tokenizer, params: ModelArgs, *, is_guard: bool = False
+) -> dict[str, Any]:
+    """Return the tokenizer_config.json: special tokens by role, the context, the chat template.
+
+    Args:
+        tokenizer: The tokenizer.
+        params: The sizes of its model.
+        is_guard: Whether the model is Llama Guard, whose template has no tools.
+    """
+    tool_format = tool_format_of(params.rope_factor, is_guard=is_guard)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": _BOS,
+        "eos_token": _EOT,  # the choice of Meta's Instruct releases
+        "pad_token": _pad_token(tokenizer),
+        "clean_up_tokenization_spaces": False,  # decoding must give the text back
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": params.longest_context,
+        "chat_template": jinja_template(tool_format),
+    }

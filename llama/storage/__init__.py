@@ -1,0 +1,1 @@
+"""Model files on disk, below every weight format: their folders, downloads and GGUF headers."""
