@@ -77,7 +77,7 @@ def test_the_config_of_transformers_4_is_read_alike(hugging):
 def test_any_ffn_size_is_said_in_metas_terms():
     draw = torch.Generator().manual_seed(0)
     for dim, ffn in torch.randint(1, 30000, (2000, 2), generator=draw).tolist():
-        assert ModelArgs(dim=dim, **hf._ffn_rule(dim, ffn)).ffn_dim == ffn
+        assert ModelArgs(dim=dim, **hf._ffn_params(dim, ffn)).ffn_dim == ffn
 
 
 @pytest.mark.parametrize(
