@@ -14,7 +14,7 @@ import torch
 
 from llama import weights
 from llama.build_args import BuildArgs
-from llama.checkpoint import packed, reader
+from llama.checkpoint import memory, packed, reader
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import LoadCheck
@@ -182,7 +182,7 @@ class Files:
 
     def formats(self) -> tuple[str | weights.Form | None, ...]:
         if self.device.type == "cuda" and self.checkpoint.in_codes:
-            return None, *reader.forms_of(self.checkpoint, self.placement)
+            return None, *memory.gpu_formats(self.checkpoint, self.placement)
         return tuple(dict.fromkeys([self.quantize, weights.of_output(self.quantize)]))
 
     def tokenizer(self, path: str | None) -> Tokenizer:
@@ -197,7 +197,7 @@ class Files:
         if checkpoint.packed is not None:
             held = packed.bytes_of(checkpoint, self.placement)
         else:
-            held = reader.bytes_of(
+            held = memory.bytes_of(
                 checkpoint, self.placement, self.dtype, self.quantize, self.device
             )
         reserve = step_bytes(checkpoint.params, plan, self.dtype, batch_size)

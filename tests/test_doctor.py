@@ -12,7 +12,7 @@ import torch
 
 from helpers.launch import DEMO
 from llama.checkpoint.find import find
-from llama.checkpoint.reader import bytes_of
+from llama.checkpoint.memory import bytes_of
 from llama.cli import doctor
 from llama.cli.doctor import Fact, _fits, environment_facts, thread_facts
 from llama.loading import Files, Memory, choose_sizes, step_bytes

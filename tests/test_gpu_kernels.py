@@ -13,7 +13,7 @@ import torch
 
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
-from llama.checkpoint import reader
+from llama.checkpoint import memory
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.cli import doctor
@@ -149,7 +149,7 @@ def test_a_file_that_one_rank_cannot_read_ends_all(gpu, monkeypatch):
         raise ValueError("model.gguf is cut short")
 
     jobs = gpu({})
-    monkeypatch.setattr(reader, "forms_of", cut_short)
+    monkeypatch.setattr(memory, "gpu_formats", cut_short)
     files = Files(replace(find(DEMO), in_codes=True), torch.bfloat16, None, Placement(), GPU)
     with pytest.raises(ValueError, match=r"model\.gguf is cut short"):
         files.with_kernels(Telling(), ALL)

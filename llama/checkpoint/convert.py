@@ -24,8 +24,9 @@ from llama.checkpoint.folder_writer import (
 )
 from llama.checkpoint.gguf_writing import gguf_content
 from llama.checkpoint.hf_tokenizer import special_ids, tokenizer_config, tokenizer_json
+from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.quantize import GGUF_FORMATS, quantization_config
-from llama.checkpoint.reader import CheckpointReader, bytes_of
+from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checks import brief, whole_number
 from llama.model.args import HARMLESS_PARAMS, ModelArgs

@@ -19,6 +19,7 @@ from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.quantize import GROUP, quantized_tensors
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.table import name_in, shard_shapes
+from llama.ranks.placement import Placement
 from llama.weights import QUANTIZED
 
 
@@ -163,7 +164,8 @@ class _WeightsWriter:
         """Return one tensor, or the tensors that store it quantized, in scratch files."""
         plain = writing.scratch(self.folder, self.shapes[name], self.reader.dtype(name))
         layout = self.output.layout
-        self.reader.copy(name, plain, rank, self.output.num_ranks, layout)
+        placement = Placement(rank=rank, size=self.output.num_ranks)
+        self.reader.copy(name, plain, placement, layout)
         title = name_in(layout, name)
         quantize = self.reader.quantize_for(name)
         if quantize is None:

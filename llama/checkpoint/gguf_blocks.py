@@ -19,16 +19,14 @@ from torch import Tensor
 
 from llama.checkpoint.quantized_matrix import PackTarget, QuantizedMatrix
 from llama.ops.cpu import native
-from llama.ops.cpu.constants import PackState
+from llama.ops.cpu.constants import N_BLOCK, PackState
 from llama.storage.downloads import broken
 from llama.storage.gguf import TensorInfo, TensorType
 from llama.weights.coded import Coded
 
-_PACK_ROWS = 32  # rows of a block of a packed weight, N_BLOCK in kernels.h
-
 
 class Unpacked(NamedTuple):
-    """What a function of a type makes of n blocks.
+    """The codes, scales and offsets of n blocks.
 
     Attributes:
         codes: (n, elements of a block) uint8.
@@ -41,9 +39,9 @@ class Unpacked(NamedTuple):
     offsets: Tensor | None
 
 
-def _float16(blocks: Tensor, at: int) -> Tensor:
-    """Return the float16 at byte `at` of each block: (n, bytes) -> (n, 1) float32."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+def _float16(field: Tensor) -> Tensor:
+    """Return the float16 in two bytes of each block: (n, 2) -> (n, 1) float32."""
+    return field.contiguous().view(torch.float16).float()
 
 
 def _bit_fields(data: Tensor, bits: int, run: int) -> Tensor:
@@ -63,58 +61,63 @@ def _unpack_32(blocks: Tensor, has_offset: bool = False, has_fifth_bit: bool = F
 
     A block is the scale, the offset, the fifth bits and the lower four bits of 32 codes.
     """
-    parts = blocks[:, 4:] if has_offset else blocks[:, 2:]
-    codes = _bit_fields(parts[:, -16:], 4, 16)
+    codes = _bit_fields(blocks[:, -16:], 4, 16)
     if has_fifth_bit:
-        codes |= _bit_fields(parts[:, :4], 1, 1) << 4
-    offsets = _float16(blocks, 2) if has_offset else None
-    return Unpacked(codes, _float16(blocks, 0), offsets)
+        codes |= _bit_fields(blocks[:, -20:-16], 1, 1) << 4
+    scale = _float16(blocks[:, :2])
+    offset = _float16(blocks[:, 2:4]) if has_offset else None
+    return Unpacked(codes, scale, offset)
 
 
 def _unpack_q8_0(blocks: Tensor) -> Unpacked:
-    codes = blocks[:, 2:] ^ 128  # signed bytes, counted from -128 on
-    return Unpacked(codes, _float16(blocks, 0), None)
+    scale, signed_codes = torch.split(blocks, [2, 32], 1)
+    return Unpacked(signed_codes ^ 128, _float16(scale), None)  # codes count from -128 on
 
 
 def _unpack_q2_k(blocks: Tensor) -> Unpacked:
-    scales, minima = _bit_fields(blocks[:, :16], 4, 16).float().chunk(2, 1)
-    codes = _bit_fields(blocks[:, 16:80], 2, 32)
-    return Unpacked(codes, _float16(blocks, 80) * scales, -(_float16(blocks, 82) * minima))
+    group_fields, code_fields, scale, min_scale = torch.split(blocks, [16, 64, 2, 2], 1)
+    codes = _bit_fields(code_fields, 2, 32)
+    scales, minima = _bit_fields(group_fields, 4, 16).float().chunk(2, 1)
+    return Unpacked(codes, _float16(scale) * scales, -(_float16(min_scale) * minima))
 
 
 def _unpack_q3_k(blocks: Tensor) -> Unpacked:
-    codes = _bit_fields(blocks[:, 32:96], 2, 32)
-    codes |= _bit_fields(blocks[:, :32], 1, 32) << 2
-    scales = _bit_fields(blocks[:, 96:104], 4, 8)
-    scales |= _bit_fields(blocks[:, 104:108], 2, 4) << 4
-    return Unpacked(codes, _float16(blocks, 108) * (scales.float() - 32), None)
+    high_bits, low_bits, low_scales, high_scales, scale = torch.split(blocks, [32, 64, 8, 4, 2], 1)
+    codes = _bit_fields(low_bits, 2, 32)
+    codes |= _bit_fields(high_bits, 1, 32) << 2
+    scales = _bit_fields(low_scales, 4, 8)
+    scales |= _bit_fields(high_scales, 2, 4) << 4
+    return Unpacked(codes, _float16(scale) * (scales.float() - 32), None)
 
 
-def _unpack_q4_k(blocks: Tensor) -> Unpacked:
-    """Unpack Q4_K and Q5_K, which has fifth bits too: eight scales and minima of six bits each."""
+def _unpack_q4_k(blocks: Tensor, has_fifth_bit: bool = False) -> Unpacked:
+    """Unpack Q4_K and Q5_K, with eight scales and eight minima of six bits each."""
     codes = _bit_fields(blocks[:, -128:], 4, 32)
-    if blocks.shape[1] > 144:
-        codes |= _bit_fields(blocks[:, 16:48], 1, 32) << 4
-    low = blocks[:, 4:8]
-    middle = blocks[:, 8:12]
-    high = blocks[:, 12:16]
-    scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], 1)
-    minima = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], 1)
-    return Unpacked(codes, _float16(blocks, 0) * scales, -(_float16(blocks, 2) * minima))
+    if has_fifth_bit:
+        codes |= _bit_fields(blocks[:, -160:-128], 1, 32) << 4
+    scale, min_scale, low, middle, high = torch.split(blocks[:, :16], [2, 2, 4, 4, 4], 1)
+    # The last four scales and minima have their lower four bits in `high`.
+    last_scales = high & 15 | low >> 6 << 4
+    last_minima = high >> 4 | middle >> 6 << 4
+    scales = torch.cat([low & 63, last_scales], 1)
+    minima = torch.cat([middle & 63, last_minima], 1)
+    return Unpacked(codes, _float16(scale) * scales, -(_float16(min_scale) * minima))
 
 
 def _unpack_q6_k(blocks: Tensor) -> Unpacked:
-    codes = _bit_fields(blocks[:, :128], 4, 64)
-    codes |= _bit_fields(blocks[:, 128:192], 2, 32) << 4
-    scales = (blocks[:, 192:208] ^ 128).float() - 128  # signed bytes
-    return Unpacked(codes, _float16(blocks, 208) * scales, None)
+    low_bits, high_bits, signed_scales, scale = torch.split(blocks, [128, 64, 16, 2], 1)
+    codes = _bit_fields(low_bits, 4, 64)
+    codes |= _bit_fields(high_bits, 2, 32) << 4
+    scales = (signed_scales ^ 128).float() - 128
+    return Unpacked(codes, _float16(scale) * scales, None)
 
 
 def _unpack_iq4_xs(blocks: Tensor) -> Unpacked:
-    codes = _bit_fields(blocks[:, 8:], 4, 16)
-    scales = _bit_fields(blocks[:, 4:8], 4, 1)
-    scales |= _bit_fields(blocks[:, 2:4], 2, 1) << 4
-    return Unpacked(codes, _float16(blocks, 0) * (scales.float() - 32), None)
+    scale, high_scales, low_scales, code_fields = torch.split(blocks, [2, 2, 4, 128], 1)
+    codes = _bit_fields(code_fields, 4, 16)
+    scales = _bit_fields(low_scales, 4, 1)
+    scales |= _bit_fields(high_scales, 2, 1) << 4
+    return Unpacked(codes, _float16(scale) * (scales.float() - 32), None)
 
 
 class _Layout(NamedTuple):
@@ -134,7 +137,7 @@ _LAYOUTS = {
     "Q2_K": _Layout(range(4), _unpack_q2_k),
     "Q3_K": _Layout(range(-4, 4), _unpack_q3_k),
     "Q4_K": _Layout(range(16), _unpack_q4_k),
-    "Q5_K": _Layout(range(32), _unpack_q4_k),
+    "Q5_K": _Layout(range(32), functools.partial(_unpack_q4_k, has_fifth_bit=True)),
     "Q6_K": _Layout(range(-32, 32), _unpack_q6_k),
     "IQ4_NL": _Layout(_IQ4_TABLE, _unpack_32),
     "IQ4_XS": _Layout(_IQ4_TABLE, _unpack_iq4_xs),
@@ -178,7 +181,7 @@ class GGUFMatrix(QuantizedMatrix):
         cuts_block = columns.start % tensor_type.block_size or num_columns % tensor_type.block_size
         if cuts_block or target.like.shape[1] != num_columns:
             return False
-        if any(len(x) * _PACK_ROWS != len(rows) for x in (target.values, target.scales)):
+        if any(len(x) * N_BLOCK != len(rows) for x in (target.values, target.scales)):
             return False
         scale_dtype = torch.uint8 if tensor_type.block_size > 32 else torch.float16
         if target.scales.dtype is not scale_dtype:

@@ -24,7 +24,7 @@ from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.storage.gguf import DEFAULT_ALIGNMENT, MAGIC, TENSOR_TYPES, VERSION, TensorInfo
 
 _FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "BF16": 32}  # values of general.file_type
-_TYPE_NUMBERS = {tensor_type.name: number for number, tensor_type in TENSOR_TYPES.items()}
+_TYPE_IDS = {tensor_type.name: number for number, tensor_type in TENSOR_TYPES.items()}
 _NORMAL_TOKEN = 1
 _CONTROL_TOKEN = 3
 # Types of metadata values.
@@ -37,7 +37,7 @@ _ARRAY = 9
 
 @dataclass(frozen=True)
 class GGUFContent:
-    """What a GGUF file will hold.
+    """The content of a GGUF file that is to be written.
 
     Attributes:
         reader: Reads the tensors.
@@ -106,7 +106,7 @@ def gguf_content(
             type_name = "Q8_0"
         else:
             type_name = matrix_type
-        tensor_type = TENSOR_TYPES[_TYPE_NUMBERS[type_name]]
+        tensor_type = TENSOR_TYPES[_TYPE_IDS[type_name]]
         num_bytes = shape.numel() // tensor_type.block_size * tensor_type.block_bytes
         tensors[name] = TensorInfo(tuple(shape), tensor_type, offset, num_bytes)
         offset += _aligned(num_bytes)
@@ -155,7 +155,7 @@ def _header(metadata: dict[str, Any], tensors: dict[str, TensorInfo]) -> bytes:
         parts.append(_string(name_in("gguf", name)))
         parts.append(struct.pack("<I", len(info.shape)))
         parts += [struct.pack("<Q", size) for size in reversed(info.shape)]
-        parts.append(struct.pack("<IQ", _TYPE_NUMBERS[info.type.name], info.offset))
+        parts.append(struct.pack("<IQ", _TYPE_IDS[info.type.name], info.offset))
     header = b"".join(parts)
     return header.ljust(_aligned(len(header)), b"\0")
 

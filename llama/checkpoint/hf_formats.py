@@ -13,13 +13,13 @@ Shapes: N outputs, K inputs, G groups along K.
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Size, Tensor
 
+from llama.checkpoint.bit_packing import PackedAcrossRows, covering, unpack_int32
 from llama.checkpoint.quantized_matrix import QuantizedMatrix
 from llama.checks import brief
 from llama.weights.coded import Coded
@@ -146,7 +146,7 @@ def eight_bits(parts: Parts, _: Config) -> CodedMatrix:
     n, k = weight.shape
     is_fp8 = weight.dtype is torch.float8_e4m3fn
     check_fits(is_fp8 or weight.dtype is torch.int8)
-    weight_format = parts.pop("weight_format", None)  # of bitsandbytes; 0 is row by row
+    weight_format = parts.pop("weight_format", None)  # bitsandbytes: 0 is row by row
     check_fits(weight_format is None or not weight_format.any())
     scale = parts.pop("SCB") / 127 if "SCB" in parts else parts.pop("weight_scale")
     scale = scale.reshape(len(scale) if scale.dim() else 1, -1)
@@ -155,34 +155,6 @@ def eight_bits(parts: Parts, _: Config) -> CodedMatrix:
     return _ByteCodes(
         weight.shape, table, scale, data=weight.view(torch.uint8), sign_bit=0 if is_fp8 else 128
     )
-
-
-@dataclass(frozen=True)
-class _PackedAcrossRows:
-    """Codes (N, K) of which each int32 holds several along N.
-
-    Attributes:
-        packed: (K, N * bits / 32) int32.
-        bits: Bits per code.
-        order: The field of an int32, counted from the lowest bits, that holds each neighbour.
-    """
-
-    packed: Tensor
-    bits: int
-    order: Sequence[int]
-
-    def check(self, n: int, k: int) -> None:
-        """Raise ValueError unless these are codes of a matrix (n, k)."""
-        check_fits(self.packed.dtype is torch.int32)
-        check_fits(self.packed.shape == (k, n * self.bits // 32))
-
-    def read(self, rows: slice, columns: slice) -> Tensor:
-        """Return some rows and columns: (n, k) uint8."""
-        per_int32 = 32 // self.bits
-        covering, within = _covering(rows, per_int32)
-        fields = _unpack_int32(self.packed[columns, covering], self.bits)
-        in_order = fields.view(len(fields), -1, per_int32)[..., list(self.order)]
-        return in_order.flatten(1)[:, within].t()
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,11 +169,11 @@ class _PackedMatrix(CodedMatrix):
 
     packed: Tensor
     bits: int
-    zeros: _PackedAcrossRows | None
+    zeros: PackedAcrossRows | None
 
     def codes(self, rows: slice, columns: slice) -> Tensor:
-        covering, within = _covering(columns, 32 // self.bits)
-        return _unpack_int32(self.packed[rows, covering], self.bits)[:, within]
+        items, within = covering(columns, 32 // self.bits)
+        return unpack_int32(self.packed[rows, items], self.bits)[:, within]
 
     def zero_points(self, rows: slice) -> Tensor | None:
         if self.zeros is None:
@@ -236,8 +208,8 @@ def _packed_matrix(
             group_of = None  # groups of neighbours, which need no table
     packed_zeros = None
     if zeros is not None:
-        packed_zeros = _PackedAcrossRows(zeros, bits, range(per_int32))
-        packed_zeros.check(*scale.shape)
+        packed_zeros = PackedAcrossRows(zeros, bits, range(per_int32))
+        check_fits(packed_zeros.fits(*scale.shape))
     table = torch.arange(1 << bits).float() - (1 << bits - 1)
     return _PackedMatrix(Size((n, k)), table, scale, packed, bits, packed_zeros, group_of=group_of)
 
@@ -273,8 +245,8 @@ def gptq(parts: Parts, config: Config) -> CodedMatrix:
 class _AwqMatrix(CodedMatrix):
     """A matrix of AutoAWQ, with codes and zero points packed across rows."""
 
-    packed: _PackedAcrossRows
-    zeros: _PackedAcrossRows
+    packed: PackedAcrossRows
+    zeros: PackedAcrossRows
 
     def codes(self, rows: slice, columns: slice) -> Tensor:
         return self.packed.read(rows, columns)
@@ -285,9 +257,9 @@ class _AwqMatrix(CodedMatrix):
 
 def awq(parts: Parts, config: Config) -> CodedMatrix:
     """Build a matrix of AutoAWQ, version gemm."""
-    packed = _PackedAcrossRows(parts.pop("qweight"), 4, _AWQ_ORDER)
+    packed = PackedAcrossRows(parts.pop("qweight"), 4, _AWQ_ORDER)
     scale = parts.pop("scales").t()
-    zeros = _PackedAcrossRows(parts.pop("qzeros"), 4, _AWQ_ORDER)
+    zeros = PackedAcrossRows(parts.pop("qzeros"), 4, _AWQ_ORDER)
     k = packed.packed.shape[0]
     n = 8 * packed.packed.shape[1]
     version = config.get("version", "gemm")
@@ -295,8 +267,7 @@ def awq(parts: Parts, config: Config) -> CodedMatrix:
     if str(version).lower() != "gemm" or bits != 4:
         raise ValueError(f"it is {brief(version)} of {brief(bits)} bits, not gemm of 4")
     check_fits(len(scale) == n and k % scale.shape[1] == 0)
-    packed.check(n, k)
-    zeros.check(*scale.shape)
+    check_fits(packed.fits(n, k) and zeros.fits(*scale.shape))
     return _AwqMatrix(Size((n, k)), _INT4_TABLE, scale, packed=packed, zeros=zeros)
 
 
@@ -336,8 +307,8 @@ class _Nf4Matrix(CodedMatrix):
     nested: _NestedScales | None
 
     def codes(self, rows: slice, columns: slice) -> Tensor:
-        covering, within = _covering(columns, 2)
-        pairs = self.data[rows, covering]
+        items, within = covering(columns, 2)
+        pairs = self.data[rows, items]
         return torch.stack([pairs >> 4, pairs & 15], -1).flatten(1)[:, within]
 
     def scales(self, rows: slice) -> Tensor:
@@ -421,23 +392,3 @@ def check_fits(fits: bool) -> None:
     """Raise the ValueError for tensors that are not those of a format unless they fit."""
     if not fits:
         raise ValueError("its tensors do not fit one another, or are of another version")
-
-
-def _covering(wanted: slice, per_item: int) -> tuple[slice, slice]:
-    """Return the items that hold some fields, and where these are among the items' fields.
-
-    Args:
-        wanted: The fields, with both ends given.
-        per_item: Fields per item.
-    """
-    first = wanted.start // per_item
-    end = -(-wanted.stop // per_item)
-    within = slice(wanted.start - first * per_item, wanted.stop - first * per_item)
-    return slice(first, end), within
-
-
-def _unpack_int32(packed: Tensor, bits: int) -> Tensor:
-    """Return the fields of int32s, the lowest bits first: (..., w) -> (..., w * 32 / bits)."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    mask = (1 << bits) - 1
-    return (packed.unsqueeze(-1) >> shifts & mask).byte().flatten(-2)

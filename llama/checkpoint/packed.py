@@ -1,9 +1,9 @@
-"""Packed weights in files: what `Transformer.pack` makes, to be used where it is mapped.
+"""Packed weights in files: the result of `Transformer.pack`, used where it is mapped.
 
 In: a checkpoint, written as one file; or a folder with that file, and a model on any number of
 ranks. Out: the model's weights are parts of the mapped file: nothing is read, copied or packed, and
-all processes that map it share its pages. It is a safetensors file whose tensors are called
-PATH.FORMAT.NAME, and begin at multiples of 64 bytes.
+all processes that map it share its pages. The file is a safetensors file whose tensors are called
+PATH.FORMAT.NAME and begin at multiples of 64 bytes.
 """
 
 import functools
@@ -18,29 +18,44 @@ from torch import Tensor, nn
 
 from llama import weights
 from llama.checkpoint import reader, writing
-from llama.checkpoint.downloads import cache_anew, read_ahead
 from llama.checkpoint.files import MappedTensor, open_tensors
-from llama.checkpoint.find import PACKED, Checkpoint
+from llama.checkpoint.find import PACKED_FORMAT, Checkpoint
 from llama.checkpoint.table import share, whole_shapes
 from llama.checks import brief, torchrun_number
 from llama.model.layers import Matrix, RMSNorm
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
 from llama.ranks.placement import WHOLE, Placement
+from llama.storage.page_cache import cache_anew, read_ahead
 from llama.weights import FORMATS, PlainWeight, Weight
 from llama.weights.coded import CodedRows
 
+_HEADER_BYTES_PER_MODULE = 512  # the most that names and shapes of a module's tensors can take
+# What a format raises for tensors of other sizes and types.
+_MISFITS = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
+
 
 def write(checkpoint: Checkpoint, folder: Path, quantize: str | None, progress: bool) -> None:
-    """Write the file. Host memory: two parts of the model, each a layer or one of the ends."""
+    """Write the file of packed weights.
+
+    Host memory holds two parts of the model, each a layer, the embedding or the lm_head.
+
+    Args:
+        checkpoint: The checkpoint.
+        folder: Where the file is written.
+        quantize: The format of `build`.
+        progress: Whether a bar is drawn on stderr.
+    """
     model = Transformer(checkpoint.params, dtype=torch.bfloat16)
     metadata = {
-        "format": PACKED, "is_guard": str(checkpoint.is_guard),
+        "format": PACKED_FORMAT,
+        "is_guard": str(checkpoint.is_guard),
         "quantize": (checkpoint.file_type if checkpoint.in_codes else quantize) or "",
         "source": str(checkpoint.weights_path.absolute()),
-    }  # fmt: skip
-    file, most_header = folder / "packed.safetensors", 512 * len([*model.modules()])
-    with writing.tensor_file(file, most_header, metadata) as add:
+    }
+    file = folder / "packed.safetensors"
+    max_header = _HEADER_BYTES_PER_MODULE * len(list(model.modules()))
+    with writing.tensor_file(file, max_header, metadata) as add:
         filled = functools.partial(_pack_and_write, model, add, quantize)
         reader.load(checkpoint, model, filled=filled, progress=progress)
     cache_anew(file)
@@ -53,23 +68,25 @@ def _pack_and_write(
     part: nn.Module,
     coded: dict[str, CodedRows],
 ) -> None:
-    """One part of `loading_order`; its matrices' memory is free afterwards."""
+    """Pack and write one part of `loading_order`, and free the memory of its matrices."""
     model.pack(part, coded, quantize=quantize)
-    own = set(part.modules())
+    modules = set(part.modules())
     for path, module in _parts(model):
-        if module not in own:
+        if module not in modules:
             continue
-        held = module.weight
-        weight = held if isinstance(held, Weight) else PlainWeight((len(held), 1), held)
-        format = next(name for name, kind in FORMATS.items() if kind is type(weight))
+        if isinstance(module, Matrix):
+            weight = module.weight
+        else:
+            weight = PlainWeight((len(module.weight), 1), module.weight)
+        format_name = next(name for name, x in FORMATS.items() if x is type(weight))
         for name, tensor in weight.tensors().items():
-            add(f"{path}.{format}.{name}", tensor)
+            add(f"{path}.{format_name}.{name}", tensor)
         if isinstance(module, Matrix):
             module.weight = PlainWeight.pack(torch.empty(0, 0, device="meta"))
 
 
 def _parts(model: Transformer) -> Iterator[tuple[str, Matrix | RMSNorm]]:
-    """What holds weights, by its path; a tied matrix once, as the output's."""
+    """Yield the modules that hold weights, by path; a tied matrix once, as that of lm_head."""
     for path, module in model.named_modules():
         is_second = model.params.tied_output and module is model.tok_embeddings
         if isinstance(module, Matrix | RMSNorm) and not is_second:
@@ -77,89 +94,142 @@ def _parts(model: Transformer) -> Iterator[tuple[str, Matrix | RMSNorm]]:
 
 
 def check_use(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, want: str | None
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantize: str | None
 ) -> None:
-    """ValueError where packed weights are not for this, with the command to make others. want: the
-    format that was asked for."""
-    made, held, why = checkpoint.packed or {}, checkpoint.file_type, ""
+    """Check that packed weights are what a build asks for.
+
+    Args:
+        checkpoint: The packed weights.
+        device: The device of the build.
+        dtype: Its type.
+        quantize: The format that was asked for, if any.
+
+    Raises:
+        ValueError: They are not; the message has the command that makes others.
+    """
     if device.type != "cpu" or dtype is not torch.bfloat16 or native.kernels() is None:
-        why = "is for this project's CPU kernels, in bf16: give the folder that it was made from"
-    elif want not in (None, held):
-        source = brief(made["source"]).strip("'\"")
-        why = f"holds {held or 'bf16'} weights, and {want} was asked for: leave that out, or make "
-        why += f"another: {command(source, want)}"
-    if why:
-        raise ValueError(f"{checkpoint.folder} {why}")
+        raise ValueError(
+            f"{checkpoint.folder} is for this project's CPU kernels, in bf16: give the folder that "
+            "it was made from"
+        )
+    stored = checkpoint.file_type
+    if quantize not in (None, stored):
+        metadata = checkpoint.packed or {}
+        source = brief(metadata["source"]).strip("'\"")
+        raise ValueError(
+            f"{checkpoint.folder} holds {stored or 'bf16'} weights, and {quantize} was asked for: "
+            f"leave that out, or make another folder: {command(source, quantize)}"
+        )
 
 
 def command(source: str, quantize: str | None = None) -> str:
-    """What makes a folder of packed weights, for messages."""
-    words = f"llama convert {shlex.quote(source)} OUT --packed"
-    return words + (f" --quantize {quantize}" if quantize else "")
+    """Return the command that writes packed weights, for messages."""
+    flags = "" if quantize is None else f" --quantize {quantize}"
+    return f"llama convert {shlex.quote(source)} OUT --packed{flags}"
 
 
 def bytes_of(checkpoint: Checkpoint, placement: Placement) -> int:
-    """Bytes of memory that a rank's weights take: those of this machine, and replicas, share the
-    file."""
+    """Return the bytes of memory that a rank's weights take.
+
+    The ranks of this machine, and replicas, share the pages of the file.
+    """
     sharing = max(placement.size, torchrun_number("LOCAL_WORLD_SIZE"))
     return checkpoint.shards[0].stat().st_size // sharing
 
 
 def attach(checkpoint: Checkpoint, model: Transformer) -> dict[str, MappedTensor]:
-    """Make the tensors of the file, or its rank's parts of them, the weights of a model; returns
-    all. ValueError names the file, and what in it does not fit the model."""
+    """Make the tensors of the file, or the rank's parts of them, the weights of a model.
+
+    Args:
+        checkpoint: The packed weights.
+        model: The model.
+
+    Returns:
+        All tensors of the file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: A tensor does not fit the model; it is named.
+    """
     (file,) = checkpoint.shards
     is_whole = model.parallel.placement == WHOLE
     whole = model if is_whole else Transformer(model.params, device="meta", dtype=torch.bfloat16)
     read_ahead(file)
-    found = open_tensors(file)
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in found.items():
-        path, _, own = name.rpartition(".")
-        parts.setdefault(path, {})[own] = tensor.data
-    parts.pop(writing.FILLER, None)
-    for path, module in _parts(whole):
-        format = next((name for name in FORMATS if f"{path}.{name}" in parts), "")
-        try:
-            shape: Any = tuple(module.weight.shape)  # a norm's is one number
-            weight = FORMATS[format](shape, **parts.pop(f"{path}.{format}"))
-            fits = weight.is_whole()
-        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError):
-            fits = False
-        if not fits:
-            parts = {path: {}}
-            break
-        module.weight = weight.values if isinstance(module, RMSNorm) else weight
-    for path in parts:
+    tensors = open_tensors(file)
+    misfit = _attach_whole(tensors, whole)
+    if misfit is not None:
         raise ValueError(
-            f"{file}: {brief(path)} is not as {checkpoint.params_path} describes it: they do not "
-            "belong together; make the folder anew"
+            f"{file}: {brief(misfit)} is not as {checkpoint.params_path} describes it: they do not "
+            "belong together; write the folder again"
         )
-    shapes = whole_shapes(replace(model.params, tied_output=False))
-    for path, module in () if is_whole else _parts(model):
-        held: Any = whole.get_submodule(path).weight
-        if isinstance(module, Matrix):
-            held = _share(held, module.names, shapes, model)
-        module.weight = held
+    if not is_whole:
+        _attach_share(whole, model)
     model.quantization = checkpoint.file_type
     model.tie()
-    return found
+    return tensors
+
+
+def _attach_whole(tensors: dict[str, MappedTensor], model: Transformer) -> str | None:
+    """Give a whole model the weights of a file; return the path of one that does not fit."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        path, _, part = name.rpartition(".")
+        parts.setdefault(path, {})[part] = tensor.data
+    parts.pop(writing.FILLER, None)
+    for path, module in _parts(model):
+        format_name = next((name for name in FORMATS if f"{path}.{name}" in parts), "")
+        # A norm's shape has one dimension, which the plain format takes as well.
+        shape: Any = tuple(module.weight.shape)
+        try:
+            weight = FORMATS[format_name](shape, **parts.pop(f"{path}.{format_name}"))
+            is_fitting = weight.is_whole()
+        except _MISFITS:
+            is_fitting = False
+        if not is_fitting:
+            return path
+        if isinstance(module, Matrix):
+            module.weight = weight
+        else:
+            module.weight = weight.values
+    return next(iter(parts), None)  # a tensor that belongs to no module
+
+
+def _attach_share(whole: Transformer, model: Transformer) -> None:
+    """Give a rank's model its parts of the weights of a whole one."""
+    shapes = whole_shapes(replace(model.params, tied_output=False))
+    for path, module in _parts(model):
+        source = whole.get_submodule(path)
+        if isinstance(module, Matrix):
+            assert isinstance(source, Matrix), path
+            module.weight = _share(source.weight, module.names, shapes, model)
+        else:
+            assert isinstance(source, RMSNorm), path
+            module.weight = source.weight
 
 
 def _share(
     whole: Weight, names: Sequence[str], shapes: dict[str, torch.Size], model: Transformer
 ) -> Weight:
-    """This rank's part of a matrix that is made of tensors of such names: where it lies, or a copy
-    where a format cannot be cut there."""
-    above, rows, columns = 0, [], slice(0, whole.shape[1])
+    """Return a rank's part of a matrix, where it lies, or a copy where the format cannot be cut.
+
+    Args:
+        whole: The matrix.
+        names: The tensors that are stacked in it.
+        shapes: The shapes of the whole tensors.
+        model: The model of the rank.
+    """
+    first_row = 0
+    rows = []
+    columns = slice(0, whole.shape[1])
     for name in names:
-        dim, held = share(model.params, name, model.parallel.placement)
+        dim, wanted = share(model.params, name, model.parallel.placement)
         if dim:
-            columns = slice(held.start, held.stop)
-            held = range(shapes[name][0])
-        rows.append(slice(above + held.start, above + held.stop))
-        above += shapes[name][0]
-    if (part := whole.part(rows, columns)) is not None:
+            columns = slice(wanted.start, wanted.stop)
+            wanted = range(shapes[name][0])
+        rows.append(slice(first_row + wanted.start, first_row + wanted.stop))
+        first_row += shapes[name][0]
+    part = whole.part(rows, columns)
+    if part is not None:
         return part
     plain = whole.plain()
-    return weights.packed(torch.cat([plain[each, columns] for each in rows]))
+    return weights.packed(torch.cat([plain[some, columns] for some in rows]))

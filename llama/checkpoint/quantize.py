@@ -79,8 +79,9 @@ def _quantize_q8_0(rows: Tensor) -> Tensor:
     x = rows.float().view(-1, GROUP)
     scale = x.abs().amax(1, keepdim=True) / 127
     scaled = x * _inverse(scale)
-    codes = scaled.sign() * (scaled.abs() + 0.5).floor()
-    return _with_scales(rows, scale, codes.remainder(256).byte())
+    half = torch.copysign(torch.tensor(0.5), scaled)
+    codes = (scaled + half).short()  # truncates
+    return _with_scales(rows, scale, codes.byte())  # two's complement
 
 
 def _quantize_q4_0(rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every quantized matrix in a file can do, whatever its format.
+"""The interface of a quantized matrix in a file, whatever its format.
 
 In: rows and columns. Out: their codes, or a packed weight that is filled from the file. It knows no
 format: `gguf_blocks` and `hf_formats` have a subclass for each.

@@ -16,12 +16,22 @@ from llama.ranks.placement import WHOLE, Placement
 
 
 class Entry(NamedTuple):
-    hf: str  # Hugging Face's name
-    shape: str  # V vocabulary, E model dim, F ffn, Q and K query and kv heads x head dim
-    dim: int | None  # that the ranks of a group divide; None: each holds the whole
+    """One tensor of the table.
+
+    Attributes:
+        hf: Hugging Face's name.
+        shape: A letter for each dimension: V vocabulary, E model dim, F feed-forward, Q and K query
+            and key-value heads times head dim.
+        dim: The dimension that the ranks of a group divide; None if each holds the whole.
+    """
+
+    hf: str
+    shape: str
+    dim: int | None
 
 
-TABLE = {  # by Meta's name; N is the number of a layer
+# By Meta's name; N is the index of a layer.
+TABLE = {
     "tok_embeddings.weight": Entry("model.embed_tokens.weight", "VE", 0),
     "layers.N.attention.wq.weight": Entry("model.layers.N.self_attn.q_proj.weight", "QE", 0),
     "layers.N.attention.wk.weight": Entry("model.layers.N.self_attn.k_proj.weight", "KE", 0),
@@ -35,13 +45,21 @@ TABLE = {  # by Meta's name; N is the number of a layer
     "norm.weight": Entry("model.norm.weight", "E", None),
     "output.weight": Entry("lm_head.weight", "VE", 0),
 }
-ROTATED = ("attention.wq.weight", "attention.wk.weight")  # rows in another order in the hf layout
-_GGUF = {  # what llama.cpp calls the parts that it does not call as Meta does
-    "tok_embeddings": "token_embd", "attention.wq": "attn_q", "attention.wk": "attn_k",
-    "attention.wv": "attn_v", "attention.wo": "attn_output", "feed_forward.w1": "ffn_gate",
-    "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up", "attention_norm": "attn_norm",
+# The rows of these have another order in Hugging Face's layout: see `huggingface.copy_rows`.
+ROTATED = ("attention.wq.weight", "attention.wk.weight")
+# llama.cpp's names of the parts that have another name than Meta's.
+_GGUF = {
+    "tok_embeddings": "token_embd",
+    "attention.wq": "attn_q",
+    "attention.wk": "attn_k",
+    "attention.wv": "attn_v",
+    "attention.wo": "attn_output",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+    "attention_norm": "attn_norm",
     "norm": "output_norm",
-}  # fmt: skip
+}
 
 
 def _entry(name: str) -> Entry:
@@ -49,28 +67,39 @@ def _entry(name: str) -> Entry:
 
 
 def name_in(layout: str, name: str) -> str:
-    """What a tensor of Meta's name is called in files of `layout`: "meta", "hf" or "gguf"."""
+    """Return the name in files of `layout` of a tensor with Meta's name.
+
+    Args:
+        layout: "meta", "hf" or "gguf".
+        name: Meta's name.
+    """
     number = name.split(".")[1]
     if layout == "hf":
         return _entry(name).hf.replace("N", number)
     if layout == "gguf":
         part = re.sub(r"^layers\.\d+\.|\.weight$", "", name)
-        in_layer = f"blk.{number}." if name.startswith("layers.") else ""
-        return f"{in_layer}{_GGUF.get(part, part)}.weight"
+        prefix = f"blk.{number}." if name.startswith("layers.") else ""
+        return f"{prefix}{_GGUF.get(part, part)}.weight"
     return name
 
 
 def whole_shapes(params: ModelArgs) -> dict[str, Size]:
-    """Meta's names -> shapes of the whole tensors, layer by layer; a tied output is left out."""
+    """Return the shapes of the whole tensors, by Meta's name, in the order of the layers.
+
+    A tied lm_head is left out.
+    """
     whole_model = RankShare.of(params, WHOLE)
     sizes = {letter: len(whole_model.rows(letter)) for letter in "VEFQK"}
-    shapes = {name: Size(sizes[x] for x in entry.shape) for name, entry in TABLE.items()}
-    first, *block, norm, output = shapes
-    whole = {first: shapes[first]}
+    shapes = {name: Size(sizes[letter] for letter in x.shape) for name, x in TABLE.items()}
+    embedding, *layer, norm, lm_head = shapes
+    whole = {embedding: shapes[embedding]}
     for i in range(params.n_layers):
-        whole |= {name.replace("N", str(i)): shapes[name] for name in block}
+        for name in layer:
+            whole[name.replace("N", str(i))] = shapes[name]
     whole[norm] = shapes[norm]
-    return whole if params.tied_output else whole | {output: shapes[output]}
+    if not params.tied_output:
+        whole[lm_head] = shapes[lm_head]
+    return whole
 
 
 def share(params: ModelArgs, name: str, placement: Placement) -> tuple[int, range]:
@@ -85,23 +114,23 @@ def share(params: ModelArgs, name: str, placement: Placement) -> tuple[int, rang
 
 def rank_shapes(params: ModelArgs, placement: Placement) -> dict[str, Size]:
     """Return the shapes that one rank holds, by Meta's name, in the order of the layers."""
-    held = RankShare.of(params, placement)
+    rank_share = RankShare.of(params, placement)
     shapes = {}
     for name, shape in whole_shapes(params).items():
-        if not _is_held(name, held):
+        if not _has(rank_share, name):
             continue
         dim, rows = share(params, name, placement)
         shapes[name] = Size((*shape[:dim], len(rows), *shape[dim + 1 :]))
     return shapes
 
 
-def _is_held(name: str, held: RankShare) -> bool:
-    """Whether a rank's pipeline stage holds a tensor. Every stage holds the last norm."""
+def _has(rank_share: RankShare, name: str) -> bool:
+    """Return whether a rank's pipeline stage holds a tensor. Every stage holds the last norm."""
     if name.startswith("layers."):
-        return int(name.split(".")[1]) in held.layers
+        return int(name.split(".")[1]) in rank_share.layers
     if name == "tok_embeddings.weight":
-        return held.has_embedding
-    return held.has_lm_head if name == "output.weight" else True
+        return rank_share.has_embedding
+    return rank_share.has_lm_head if name == "output.weight" else True
 
 
 def shard_shapes(params: ModelArgs, count: int) -> dict[str, Size]:

@@ -26,8 +26,9 @@ from llama.checkpoint import gguf_blocks
 from llama.checkpoint.convert import convert, reshard
 from llama.checkpoint.find import find
 from llama.checkpoint.gguf_blocks import GGUFMatrix
+from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.quantized_matrix import PackTarget
-from llama.checkpoint.reader import CheckpointReader, bytes_of, load
+from llama.checkpoint.reader import CheckpointReader, load
 from llama.checkpoint.verify import verify
 from llama.model import Transformer
 from llama.model.layers import Matrix

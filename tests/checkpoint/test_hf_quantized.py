@@ -27,7 +27,8 @@ from helpers.weights import (
 from llama.checkpoint import hf_formats
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
-from llama.checkpoint.reader import CheckpointReader, bytes_of, load
+from llama.checkpoint.memory import bytes_of
+from llama.checkpoint.reader import CheckpointReader, load
 from llama.checkpoint.verify import verify
 from llama.model import Transformer
 from llama.model.layers import Matrix

@@ -232,10 +232,10 @@ def test_what_does_not_fit_is_named(change, flags, named, made):
 
 
 def test_packed_weights_are_not_converted(made):
-    with pytest.raises(ValueError, match="give the folder that it was made from"):
+    with pytest.raises(ValueError, match="give the folder that they were made from"):
         convert(made, made.parent / "again")
     for write in (pack, lambda x, out: reshard(x, out, 1)):
-        with pytest.raises(ValueError, match="only run"):
+        with pytest.raises(ValueError, match="can only be run"):
             write(made, made.parent / "again")
 
 

@@ -1,0 +1,107 @@
+"""The memory that a checkpoint's weights will take, known before they are loaded.
+
+In: a `Checkpoint`, a `Placement`, and the types that a build asks for. Out: bytes and formats.
+Where matrices keep the codes of their file, the first rows of each are read and packed; nothing
+else is read.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from llama import weights
+from llama.checkpoint.find import Checkpoint
+from llama.checkpoint.reader import CheckpointReader, matrix_names
+from llama.checkpoint.table import rank_shapes
+from llama.model.transformer import Transformer
+from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
+from llama.weights.groups import GroupedWeight
+
+
+def bytes_of(
+    checkpoint: Checkpoint,
+    placement: Placement,
+    dtype: torch.dtype,
+    quantize: str | None,
+    device: torch.device,
+) -> int:
+    """Return the bytes of the weights that a rank holds, without loading them.
+
+    Norms are not quantized, and neither is an embedding that is not tied. Where matrices keep the
+    codes of their file, some rows of each are read and packed.
+
+    Args:
+        checkpoint: The checkpoint.
+        placement: The rank.
+        dtype: The type of what is not quantized.
+        quantize: The format of `build`.
+        device: Where the weights lie.
+    """
+    if checkpoint.in_codes:
+        return _weights_in_codes(checkpoint, placement, dtype, device.type == "cuda").num_bytes
+    lm_head = weights.of_output(quantize)
+    ends = {
+        "output.weight": lm_head,
+        "tok_embeddings.weight": lm_head if checkpoint.params.tied_output else None,
+    }
+    shapes = rank_shapes(checkpoint.params, placement)
+    return sum(
+        weights.bytes_of(shape, dtype, ends.get(name, quantize)) for name, shape in shapes.items()
+    )
+
+
+def gpu_formats(checkpoint: Checkpoint, placement: Placement) -> list[weights.Form]:
+    """Return the formats in which a GPU holds a rank's matrices that keep their codes."""
+    return sorted(_weights_in_codes(checkpoint, placement, torch.bfloat16, is_gpu=True).formats)
+
+
+class _WeightsInCodes(NamedTuple):
+    """What is known of a rank's weights before they are loaded."""
+
+    num_bytes: int
+    formats: set[weights.Form]
+
+
+def _weights_in_codes(
+    checkpoint: Checkpoint, placement: Placement, dtype: torch.dtype, is_gpu: bool
+) -> _WeightsInCodes:
+    """Read and pack the first rows of each matrix that keeps its codes.
+
+    Args:
+        checkpoint: The checkpoint.
+        placement: The rank.
+        dtype: The type of the other weights.
+        is_gpu: Whether matrices are packed for a GPU.
+    """
+    reader = CheckpointReader(checkpoint)
+    parallel = ModelParallel(placement)
+    model = Transformer(checkpoint.params, parallel=parallel, device="meta", dtype=dtype)
+    num_bytes = 0.0
+    formats = set()
+    for module, shards in model.loading_order():
+        num_bytes += sum(shard.nbytes for shard in shards.values())
+        for names in matrix_names(module, shards):
+            coded = reader.coded(names, placement)
+            if coded is None:
+                continue
+            pack = weights.on_gpu if is_gpu else weights.packed
+            packed = pack(coded.first)
+            num_bytes += _scaled_bytes(packed, coded.n)
+            num_bytes -= sum(shards[name].nbytes for name in names)
+            if isinstance(packed, GroupedWeight):
+                formats.add(packed.form)
+    return _WeightsInCodes(math.ceil(num_bytes), formats)
+
+
+def _scaled_bytes(packed: weights.Weight, num_rows: int) -> float:
+    """Return the bytes of a weight of `num_rows` rows, of which the first are packed.
+
+    Elements and scales grow with the rows; an adapter has a row for each row and each column.
+    """
+    n, k = packed.shape
+    adapter = packed.tensors().get("adaptor")
+    adapter_bytes = 0 if adapter is None else adapter.nbytes
+    grown = (packed.nbytes - adapter_bytes) * num_rows / n
+    return grown + adapter_bytes * (num_rows + k) / (n + k)
