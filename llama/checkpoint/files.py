@@ -287,7 +287,8 @@ class _Buffer:
     def __init__(self, is_cuda: bool) -> None:
         self.memory = torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=is_cuda)
         # The event is recorded behind the last copy from this memory.
-        self.copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        new_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
+        self.copied = new_event() if is_cuda else None
 
     def reserve(self, part: Tensor) -> Tensor:
         """Return memory of the shape of `part`, once the last copy from it has ended."""

@@ -252,7 +252,7 @@ def test_the_command_writes_all_or_nothing(made, tmp_path, capsys, monkeypatch):
 
 def test_a_slow_load_names_the_command(made, tmp_path, capsys, monkeypatch):
     """It is that of the folder's own weights; of packed ones nothing is said."""
-    monkeypatch.setattr(generation, "_SLOW_S", 0.0)
+    monkeypatch.setattr(generation, "_SLOW_LOAD_S", 0.0)
     monkeypatch.setattr(loading, "_LARGE", 0)
     source = tmp_path / "meta"
     Llama.build(str(source), None, 64, 1, device="cpu", quantize="int8").close()
