@@ -360,10 +360,10 @@ def choose_sizes(
 
 
 def step_bytes(params: ModelArgs, plan: LayerPlan, dtype: torch.dtype, batch_size: int) -> int:
-    """What a step of TOKEN_BUDGET tokens holds on one rank beside weights and KV cache: the
-    residual stream and its norm, q with k and v twice, gate and up with their product; and float32
-    logits of sequences or scored rows four times over (whole, counted, adjusted, sampled)."""
-    per_token = 4 * plan.dim + 2 * plan.qkv_dim + 3 * plan.ffn_dim
+    """What a step of TOKEN_BUDGET tokens holds on one rank beside weights and KV cache: what the
+    layers hold of each token; and float32 logits of sequences or scored rows four times over
+    (whole, counted, adjusted, sampled)."""
+    per_token = plan.elements_per_token()
     tokens = max(TOKEN_BUDGET, batch_size)
     rows = max(batch_size, _SCORED_ROWS)
     return tokens * per_token * dtype.itemsize + 4 * 4 * rows * params.vocab_size

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from helpers.batches import in_8_bits
 from llama import ModelArgs, Transformer
-from llama.model import Attention
-from llama.model.execution import OpLayers
+from llama.model import Attention, execution, kinds, layers
+from llama.model.execution import NativeLayers, OpLayers, SubLayer
 from llama.ops.batch import Batch
 from llama.ops.cpu import native
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS
 from llama.ops.triton.kernels import NAMES, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import Placement
+from llama.weights import PlainWeight
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
@@ -176,6 +177,118 @@ def test_the_sequence_of_ops_gives_the_bytes_of_the_modules(op_stack, kind, rank
     wrong = model.new_kv_cache(4, PAGE_SIZE)[1:]
     path = model.execution_path()
     assert path is not None and not path.supports(wrong)
+
+
+@pytest.mark.parametrize("way", ["modules", "operators"])
+def test_the_kernels_of_a_model_reach_every_operator(monkeypatch, way):
+    """And the batch of the step every product of a layer, by whose rows an adapter is chosen."""
+    model = make_model(packed=False, dtype=torch.float32)
+    model.use_kernels(OP_STACK)
+    model.use_modules(way == "modules")
+    contexts: list[Any] = []
+    kernels: dict[str, list[KernelSet]] = {}
+    linear = PlainWeight.linear
+
+    def product(weight: PlainWeight, x: Tensor, dtype: Any = None, context: Any = None) -> Tensor:
+        contexts.append(context)
+        return linear(weight, x, dtype, context)
+
+    def spy(module: Any, name: str, find: Callable[..., KernelSet]) -> None:
+        op = getattr(module, name)
+
+        def called(*args: Any) -> Any:
+            kernels.setdefault(name, []).append(find(*args))
+            return op(*args)
+
+        monkeypatch.setattr(module, name, called)
+
+    monkeypatch.setattr(PlainWeight, "linear", product)
+    for name in ("rms_norm", "add_norm"):
+        spy(execution, name, lambda *args: args[-1])
+    spy(layers, "rms_norm", lambda *args: args[-1])
+    for name in ("silu_mul", "rope_and_store"):
+        spy(kinds, name, lambda *args: args[-1])
+    spy(kinds, "paged_attention", lambda queries, kv_cache, batch: batch.kernels)
+    tokens, batch, num_pages = pack(BATCHES[4])
+    hidden = model.hidden_states(tokens, batch, model.new_kv_cache(num_pages, PAGE_SIZE))
+    assert len(contexts) == 4 * PARAMS["n_layers"]
+    assert all(isinstance(x, Batch) and x.slots is batch.slots for x in contexts)
+    model.logits(hidden)
+    assert all(x.kernels is OP_STACK for x in contexts)
+    n = PARAMS["n_layers"]
+    norms = {"rms_norm": 2 * n + 1} if way == "modules" else {"rms_norm": 2, "add_norm": 2 * n - 1}
+    counts = norms | dict.fromkeys(("silu_mul", "rope_and_store", "paged_attention"), n)
+    assert {name: len(seen) for name, seen in kernels.items()} == counts
+    assert all(x is OP_STACK for seen in kernels.values() for x in seen)
+
+
+class Halved(nn.Module):
+    """A part of a layer with the signature that Meta's has."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x) / 2
+
+
+def test_parts_with_metas_signature_run_in_a_layer_and_hooks_see_its_arguments():
+    model: Any = make_model(packed=False, dtype=torch.float32)
+    before = run(model, BATCHES[3])[0].view(torch.float32)
+    seen: list[int] = []
+    names = ("attention_norm", "feed_forward", "feed_forward.w2", "attention.wqkv", "ffn_norm")
+    for name in names:
+        part = model.layers[1].get_submodule(name)
+        part.register_forward_pre_hook(lambda _, args: seen.append(len(args)))
+    model.norm.register_forward_hook(lambda _, args, out: seen.append(len(args)))
+    assert torch.equal(run(model, BATCHES[3])[0].view(torch.float32), before)
+    assert seen == [1] * 6
+    for layer in model.layers:
+        layer.feed_forward.w2 = Halved(layer.feed_forward.w2)
+        layer.ffn_norm = Halved(layer.ffn_norm)
+        layer.attention.wqkv = Halved(layer.attention.wqkv)
+    changed = run(model, BATCHES[3])
+    for layer in model.layers:
+        layer.feed_forward.w2 = layer.feed_forward.w2.part
+        layer.feed_forward.w2.weight.values.mul_(0.5)
+        layer.ffn_norm = layer.ffn_norm.part
+        layer.ffn_norm.weight.data.mul_(0.5)
+        layer.attention.wqkv = layer.attention.wqkv.part
+        layer.attention.wqkv.weight.values.mul_(0.5)
+    assert same(changed, run(model, BATCHES[3]))
+    model.layers[0].feed_forward = Halved(model.layers[0].feed_forward)
+    changed = run(model, BATCHES[3])
+    model.layers[0].feed_forward = model.layers[0].feed_forward.part
+    model.layers[0].feed_forward.w2.weight.values.mul_(0.5)
+    assert same(changed, run(model, BATCHES[3]))
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_both_executors_add_a_bias_to_the_first_product(kernels, quantize):
+    model = make_model(quantize=quantize)
+    tokens, batch, num_pages = pack(BATCHES[4])
+    x = model.tok_embeddings(tokens)
+    freqs_cis = model.freqs_cis[batch.positions]
+    plain: list[SubLayer] = []
+    for spec, layer in zip(model.plan.layers, model.blocks(), strict=True):
+        plain += layer.sublayers(spec.kv_plane)
+    generator = torch.Generator().manual_seed(8)
+    added = [
+        dataclasses.replace(y, bias=torch.randn(y.first.shape[0], generator=generator).bfloat16())
+        for y in plain
+    ]
+    outputs = []
+    for sublayers in (plain, added):
+        for executor in (NativeLayers, OpLayers):
+            kv_cache = model.new_kv_cache(num_pages, PAGE_SIZE)
+            stack = executor(model.plan, sublayers, model.parallel)
+            outputs.append([stack.run(x, freqs_cis, kv_cache, batch), kv_cache])
+    assert same(outputs[0], outputs[1]) and same(outputs[2], outputs[3])
+    assert not torch.equal(outputs[0][0], outputs[2][0])
+    wrong = [dataclasses.replace(plain[0], bias=torch.zeros(3).bfloat16()), *plain[1:]]
+    with pytest.raises(ValueError, match="not for the CPU's kernels"):
+        NativeLayers(model.plan, wrong, model.parallel)
 
 
 class OtherAttention(Attention):

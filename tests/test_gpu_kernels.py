@@ -246,8 +246,7 @@ def test_models_of_one_gpu_have_kernels_of_their_own(gpu):
     with pytest.warns(UserWarning, match="add_norm: off by 1"):
         second.use_kernels(kernels_for(PARAMS, Rank(), GPU, torch.bfloat16, ALL))
     for model, names in ((first, ALL), (second, ALL - {"add_norm"})):
-        held: list[Any] = [x.kernels for x in model.modules() if hasattr(x, "kernels")]
-        assert [kernels.names for kernels in held] == [names] * (3 + 8 * PARAMS.n_layers)
+        assert model.kernels.names == names
 
 
 def test_graphs_are_tried_with_the_kernels_that_are_in_use(gpu, monkeypatch):

@@ -21,7 +21,7 @@ from torch import Tensor
 from llama.device import DTYPES
 from llama.gpu.job import Job
 from llama.ops.attention import paged_attention
-from llama.ops.batch import Batch
+from llama.ops.batch import Batch, ForwardContext
 from llama.ops.kv_cache import FORMATS, format_of
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
@@ -107,16 +107,16 @@ class Cases:
         decode = batch_of(range(len(lengths)), ones)
         news = [min(n, 1 + 37 * i) for i, n in enumerate(lengths)]
         mixed = sorted(range(len(lengths)), key=lambda i: news[i] > 1)  # those of one token first
-        yield Case("decode", paged_attention, inputs(decode))
-        yield Case("prefill", paged_attention, inputs(batch_of(mixed, news)))
+        yield Case("decode", _attention, inputs(decode))
+        yield Case("prefill", _attention, inputs(batch_of(mixed, news)))
         short = [i for i, n in enumerate(lengths) if n < max(lengths)]
         for count in decode_variants(job.n_kv_heads):
             rows = [short[i % len(short)] for i in range(count)]
-            yield Case(f"decode of {count} rows", paged_attention, inputs(batch_of(rows, ones)))
+            yield Case(f"decode of {count} rows", _attention, inputs(batch_of(rows, ones)))
         for what, large, offset in self._large_caches(cache):
             queries, *small = inputs(decode)
             far = replace(decode, page_table=decode.page_table + offset)
-            yield Case(what, paged_attention, (queries, large, far), (queries, *small))
+            yield Case(what, _attention, (queries, large, far), (queries, *small))
 
     def add_norm(self) -> Iterator[Case]:
         weight = self.normal(self.job.dim)
@@ -214,6 +214,10 @@ def numbers_of(kv_cache: Tensor) -> Tensor:
     return torch.stack([format_of(x).load(x, slots, torch.float32) for x in planes])
 
 
+def _attention(queries: Tensor, cache: Tensor, batch: Batch, kernels: KernelSet) -> Tensor:
+    return paged_attention(queries, cache, batch.with_kernels(kernels))
+
+
 def _rope(qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor, kernels: KernelSet) -> Results:
     """The queries, and what the cache's last pages hold afterwards; then they are as before."""
     last = cache[:, -_ROPE_PAGES:]
@@ -230,4 +234,4 @@ def _product(
     tiles = {(weight.kind, *weight.shape, len(x)): tile} if tile else {}
     if not weight.kind:
         weight = PlainWeight.pack(weight.plain().to(x.dtype))
-    return weight.linear(x, dtype, replace(kernels, tiles=tiles))
+    return weight.linear(x, dtype, ForwardContext(kernels=replace(kernels, tiles=tiles)))

@@ -23,6 +23,7 @@ from llama.device import available_cores
 from llama.gpu.cases import Case, Cases, Results
 from llama.gpu.job import Choice, Job
 from llama.gpu.program import run
+from llama.ops.batch import ForwardContext
 from llama.ops.kv_cache import format_of
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet, Sizes, Tile
 from llama.weights import Weight
@@ -122,7 +123,7 @@ def fastest_tile(cases: Cases, weight: Weight, sizes: Sizes, tiles: Sequence[Til
 
     def products(kernels: KernelSet) -> None:
         for weight in weights:
-            weight.linear(x, cases.out_dtype(n), kernels)
+            weight.linear(x, cases.out_dtype(n), ForwardContext(kernels=kernels))
 
     own = KernelSet(frozenset({"linear"}), frozenset({cases.dtype}))
     ways = [own, *(replace(own, tiles={sizes: tile}) for tile in tiles)]

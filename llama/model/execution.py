@@ -4,6 +4,12 @@ In: the layers, as modules. Out: an executor of their weights, or None where som
 or change what happens inside (a hook, another forward or module, `use_modules`). The modules are
 the definition; an executor gives the same bytes.
 
+The step's `Batch` is a `ForwardContext`: it reaches every product, and carries the kernels that the
+operators may run and whatever else belongs to its rows. The executors hand it to each weight. The
+modules hand it on by keyword (see `llama.model.layers.apply`), so that Meta's `forward(tokens,
+start_pos)`, hooks and modules with Meta's signatures work as they do there. `Transformer` puts its
+kernels into the batch of each step; nothing else holds them.
+
 Shapes: L layers, T tokens, E model dim, H query heads, K kv heads, D head dim, F ffn, P pages, S
 slots per page. H, K and F are this rank's.
 """
@@ -19,17 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from llama.model.kinds import HalfKind
 from llama.model.layers import RMSNorm, WatchedModule
-from llama.model.plan import ATTENTION, LayerPlan
-from llama.ops.attention import paged_attention
+from llama.model.plan import LayerPlan
 from llama.ops.batch import Batch
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import MAX_HEAD_DIM
 from llama.ops.kv_cache import NATIVE
 from llama.ops.norm import add_norm, rms_norm
-from llama.ops.rope import rope_and_store
-from llama.ops.swiglu import silu_mul
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.ops.triton.kernels import KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.weights import Weight
 
@@ -40,12 +44,23 @@ Forwards = Mapping[type[nn.Module], Callable]  # the kinds of modules in a layer
 
 @dataclass(frozen=True)
 class SubLayer:
-    """x + second(between(first(norm(x)))), where the kind says what is between."""
+    """The weights of a half layer: x + second(body(first(norm(x)) + bias)).
 
-    kind: str
-    norm: RMSNorm  # (E)
-    first: Weight  # wqkv ((H + 2K) D, E), or w13 (2F, E)
-    second: Weight  # wo (E, H D), or w2 (E, F)
+    Attributes:
+        kind: What its body is.
+        norm: The norm, (E).
+        first: wqkv ((H + 2K) D, E), or w13 (2F, E).
+        second: wo (E, H D), or w2 (E, F).
+        bias: What is added to the rows of the first product, (N); None: nothing.
+        kv_plane: The index of its layer's keys and values in the KV cache, if it has some.
+    """
+
+    kind: HalfKind
+    norm: RMSNorm
+    first: Weight
+    second: Weight
+    bias: Tensor | None
+    kv_plane: int | None
 
 
 @dataclass(eq=False)
@@ -56,7 +71,6 @@ class OpLayers:
     plan: LayerPlan
     sublayers: Sequence[SubLayer]
     parallel: ModelParallel
-    kernels: KernelSet
 
     def supports(self, kv_cache: Tensor) -> bool:
         return _is_cache(self.plan, kv_cache, self.sublayers[0].norm.weight.dtype)
@@ -64,18 +78,18 @@ class OpLayers:
     def run(self, x: Tensor, freqs_cis: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         """x (T, E), freqs_cis (T, D/2), kv_cache (L, 2, P, S, K, W) that it `supports`, written in
         place -> (T, E)."""
-        pages, first = iter(kv_cache.unbind()), self.sublayers[0].norm
-        normed, kernels = rms_norm(x, first.weight, first.eps, self.kernels), self.kernels
+        planes = kv_cache.unbind()
+        kernels = batch.kernels
+        first = self.sublayers[0].norm
+        normed = rms_norm(x, first.weight, first.eps, kernels)
         following = [sublayer.norm for sublayer in self.sublayers[1:]]
         for sublayer, norm in zip(self.sublayers, [*following, None], strict=True):
-            part = sublayer.first.linear(normed, kernels=kernels)
-            if sublayer.kind == ATTENTION:
-                layer, qkv = next(pages), part.unflatten(-1, (-1, self.plan.head_dim))
-                queries = rope_and_store(qkv, freqs_cis, layer, batch.slots, kernels)
-                part = paged_attention(queries, layer, batch, kernels).flatten(1)
-            else:
-                part = silu_mul(part, kernels)
-            part = self.parallel.all_reduce(sublayer.second.linear(part, kernels=kernels))
+            part = sublayer.first.linear(normed, context=batch)
+            if sublayer.bias is not None:
+                part = part + sublayer.bias
+            plane = None if sublayer.kv_plane is None else planes[sublayer.kv_plane]
+            part = sublayer.kind.body(part, freqs_cis, batch, plane)
+            part = self.parallel.all_reduce(sublayer.second.linear(part, context=batch))
             if norm is None:
                 return x + part
             x, normed = add_norm(x, part, norm.weight, norm.eps, kernels)
@@ -93,15 +107,10 @@ class NativeLayers:
         self.sublayers = sublayers  # kept, as the table has their addresses
         self._eps = float(sublayers[0].norm.eps)
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        rows = []  # as `Layer` in layers.cpp, each half of one
-        for sublayer in sublayers:
-            norm, pair = sublayer.norm, (sublayer.first, sublayer.second)
-            matrices = [x.native_matrix() for x in pair]
-            is_ours = norm.weight.dtype is torch.bfloat16 and norm.weight.device.type == "cpu"
-            is_ours = is_ours and norm.weight.is_contiguous() and norm.weight.shape == (p.dim,)
-            if not is_ours or norm.eps != self._eps or None in matrices:
-                raise ValueError("these weights are not for the CPU's kernels")
-            rows.append([norm.weight.data_ptr(), *chain.from_iterable(filter(None, matrices))])
+        self._sizes = (p.dim, p.n_heads, p.n_kv_heads, p.head_dim, p.ffn_dim)
+        rows = [_native_row(sublayer, p.dim) for sublayer in sublayers]
+        if any(sublayer.norm.eps != self._eps for sublayer in sublayers):
+            raise ValueError("the CPU's kernels take one epsilon for all norms")
         has_odd_rows = any(size % 32 for size in (p.head_dim, p.dim, p.ffn_dim))
         if has_odd_rows or p.head_dim > MAX_HEAD_DIM or p.n_heads % p.n_kv_heads:
             raise ValueError("these sizes are not for the CPU's kernels")
@@ -122,7 +131,7 @@ class NativeLayers:
         lengths = len(batch.slots), len(batch.query_starts), len(batch.seq_lens)
         assert lengths == (t, b + 1, b), (lengths, t, b)
         starts, lens, kv_format = batch.query_starts, batch.seq_lens, NATIVE[kv_cache.dtype]
-        sizes = (t, b, e, p.n_heads, p.n_kv_heads, p.head_dim, p.ffn_dim)
+        sizes = (t, b, *self._sizes)
         threads = torch.get_num_threads()
         num_bytes = native.call("layers_workspace", starts, lens, *sizes, threads)
         workspace = self._workspace
@@ -148,6 +157,27 @@ class NativeLayers:
         return x
 
 
+def _native_row(sublayer: SubLayer, dim: int) -> list[int]:
+    """Describe a half layer as `Half` in layers.cpp does.
+
+    The addresses are of tensors that live as long as the sublayer.
+    """
+    first, second = sublayer.first.native_matrix(), sublayer.second.native_matrix()
+    norm, bias = sublayer.norm.weight, sublayer.bias
+    is_taken = _is_vector(norm, dim) and (bias is None or _is_vector(bias, sublayer.first.shape[0]))
+    if sublayer.kind.native is None or first is None or second is None or not is_taken:
+        raise ValueError("these weights are not for the CPU's kernels")
+    address = 0 if bias is None else bias.data_ptr()
+    head = [sublayer.kind.native, sublayer.kv_plane or 0, norm.data_ptr(), address]
+    return [*head, *first, *second]
+
+
+def _is_vector(x: Tensor, size: int) -> bool:
+    """Whether the CPU's kernels can read a vector of this size."""
+    is_ours = x.dtype is torch.bfloat16 and x.device.type == "cpu"
+    return is_ours and x.is_contiguous() and x.shape == (size,)
+
+
 def _is_cache(plan: LayerPlan, kv_cache: Tensor, dtype: torch.dtype) -> bool:
     """Whether it is that of such a model in `dtype`."""
     shape = tuple(kv_cache.shape)
@@ -164,7 +194,6 @@ class LayerExecution:
     def __init__(
         self, plan: LayerPlan, layers: nn.ModuleList, parallel: ModelParallel, definitions: Forwards
     ) -> None:
-        self.kernels = TORCH_ONLY  # see `Transformer.use_kernels`
         self.uses_modules = False  # whatever is found: see `Transformer.use_modules`
         self._plan, self._layers, self._parallel = plan, layers, parallel
         self._definitions = definitions
@@ -174,24 +203,24 @@ class LayerExecution:
         self._hooks: list[Mapping] = []  # theirs, by whoever looks into them,
         self._parameters: list[Mapping[str, Tensor]] = []  # and theirs
 
-    def find(self) -> Executor | None:
+    def find(self, kernels: KernelSet) -> Executor | None:
         """Asked at each step: what has not changed is not looked at twice."""
         if self.uses_modules:
             return None
-        if self._state() != self._made_of:
-            self._executor = self._make()
-            self._made_of = self._state()
+        if self._state(kernels) != self._made_of:
+            self._executor = self._make(kernels)
+            self._made_of = self._state(kernels)
         is_defined = all(kind.forward is forward for kind, forward in self._definitions.items())
         is_watched = any(self._hooks) or _has_any_global_hook()
         return self._executor if is_defined and not is_watched else None
 
-    def _state(self) -> list[object]:
+    def _state(self, kernels: KernelSet) -> list[object]:
         """All that an executor depends on: the layers, their changes so far, where numbers are."""
         tensors = chain.from_iterable(x.values() for x in self._parameters)
         changes, addresses = map(_count_of, self._watched), map(Tensor.data_ptr, tensors)
-        return [self.kernels, native.kernels() is None, *self._layers, *changes, *addresses]
+        return [kernels, native.kernels() is None, *self._layers, *changes, *addresses]
 
-    def _make(self) -> Executor | None:
+    def _make(self, kernels: KernelSet) -> Executor | None:
         modules = list(self._layers.modules())[1:]
         called = [x for x in modules if not isinstance(x, Weight)]
         self._watched = [x for x in called if isinstance(x, WatchedModule)]
@@ -199,11 +228,13 @@ class LayerExecution:
         self._parameters = [x._parameters for x in modules]  # type: ignore[misc]
         if any(type(x) not in self._definitions or "forward" in vars(x) for x in called):
             return None
-        layers: Any = self._layers
-        sublayers: list[SubLayer] = [x for layer in layers for x in layer.sublayers()]
+        sublayers: list[SubLayer] = []
+        for spec in self._plan.layers:
+            layer: Any = self._layers[spec.index]
+            sublayers += layer.sublayers(spec.kv_plane)
         made_of = self._plan, sublayers, self._parallel
-        if sublayers[0].norm.weight.is_cuda or self.kernels.names:
-            return OpLayers(*made_of, self.kernels)
+        if sublayers[0].norm.weight.is_cuda or kernels.names:
+            return OpLayers(*made_of)
         with contextlib.suppress(ValueError):
             return NativeLayers(*made_of) if native.kernels() is not None else None
         return None

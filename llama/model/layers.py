@@ -7,15 +7,17 @@ vocabulary-parallel layers follow Megatron-LM (Shoeybi et al., 2019).
 Shapes: ... any leading dimensions; N outputs and K inputs of a weight; E model dim.
 """
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from llama import weights
+from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.norm import rms_norm
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.weights import PlainWeight, Weight
 
@@ -40,6 +42,22 @@ class WatchedModule(nn.Module):
 
     def _count(self) -> None:
         self.__dict__["num_changes"] = self.num_changes + 1
+
+
+def apply(part: nn.Module, x: Tensor, context: ForwardContext) -> Tensor:
+    """Call a part of a layer that takes rows `x`, and let the context reach it.
+
+    The context goes by keyword, so that forward hooks see the arguments that Meta's parts have. A
+    module, or a forward, that a user has put in place of ours may know the rows alone.
+    """
+    forward = part.__dict__.get("forward", type(part).forward)
+    out: Tensor = part(x, context=context) if _takes_context(forward) else part(x)
+    return out
+
+
+@functools.lru_cache(64)
+def _takes_context(forward: Callable[..., Any]) -> bool:
+    return "context" in inspect.signature(forward).parameters
 
 
 def unfilled(
@@ -86,14 +104,18 @@ class Matrix(WatchedModule):
 class Linear(Matrix):
     """(..., in) -> (..., out) by this rank's weight. No bias."""
 
-    kernels: KernelSet = TORCH_ONLY  # see `Transformer.use_kernels`
-
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__(n_out, n_in)
 
-    def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        context: ForwardContext = DEFAULT_CONTEXT,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """dtype: of the result; float32 keeps what rounding to x's type would lose."""
-        return self.weight.linear(x, dtype, self.kernels)
+        return self.weight.linear(x, dtype, context)
 
 
 class ColumnParallelLinear(Linear):
@@ -107,13 +129,25 @@ class ColumnParallelLinear(Linear):
         self.parallel = parallel
         self.gather_output = gather_output
 
-    def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        out = self.share(x, dtype=dtype)
+    def forward(
+        self,
+        x: Tensor,
+        context: ForwardContext = DEFAULT_CONTEXT,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        out = self.share(x, context, dtype=dtype)
         return self.parallel.all_gather(out) if self.gather_output else out
 
-    def share(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    def share(
+        self,
+        x: Tensor,
+        context: ForwardContext = DEFAULT_CONTEXT,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """(..., in) -> (..., n_out): this rank's part, with or without gather_output."""
-        return super().forward(x, dtype=dtype)
+        return super().forward(x, context, dtype=dtype)
 
 
 class RowParallelLinear(Linear):
@@ -123,8 +157,14 @@ class RowParallelLinear(Linear):
         super().__init__(n_in, n_out)
         self.parallel = parallel
 
-    def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        return self.parallel.all_reduce(super().forward(x, dtype=dtype))
+    def forward(
+        self,
+        x: Tensor,
+        context: ForwardContext = DEFAULT_CONTEXT,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return self.parallel.all_reduce(super().forward(x, context, dtype=dtype))
 
 
 class VocabParallelEmbedding(Matrix):
@@ -146,15 +186,13 @@ class VocabParallelEmbedding(Matrix):
 
 
 class RMSNorm(WatchedModule):
-    kernels: KernelSet = TORCH_ONLY
-
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = unfilled(dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.kernels)
+    def forward(self, x: Tensor, context: ForwardContext = DEFAULT_CONTEXT) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, context.kernels)
 
 
 class FusedBlock(WatchedModule):
@@ -162,7 +200,6 @@ class FusedBlock(WatchedModule):
     of each matrix by Meta's name, in the order in which they are stored."""
 
     elsewhere: ClassVar[dict[str, str]] = {}  # what only Meta's block has, and where to find it
-    kernels: KernelSet = TORCH_ONLY
 
     def __init__(self, fused: str, rows: dict[str, int]) -> None:
         super().__init__()

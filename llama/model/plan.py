@@ -1,30 +1,56 @@
 """What the layers of a model are, on one rank: the one description that all who run them share.
 
-In: the sizes of a model and a rank's `Placement`. Out: a `LayerPlan`. The modules are built from
-it; the executors and the memory estimate read it. It holds no weights.
+In: the sizes of a model and a rank's `Placement`. Out: a `LayerPlan`, which lists the kinds of each
+layer. The modules are built from it; the executors and the memory estimate read it. It holds no
+weights.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from llama.model.args import ModelArgs
+from llama.model.kinds import AttentionKind, FeedForwardKind, HalfKind
 from llama.model.shares import RankShare
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ranks.placement import WHOLE, Placement
 
-ATTENTION, FEED_FORWARD = "attention", "feed_forward"  # the names of Meta's blocks
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: its halves in the order in which they run.
+
+    Attributes:
+        index: Its number in the whole model.
+        kinds: The kind of each half; at most one of them stores keys and values.
+        kv_plane: The index of its keys and values in the KV cache of this rank; None if it stores
+            none.
+    """
+
+    index: int
+    kinds: tuple[HalfKind, ...]
+    kv_plane: int | None
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """dim and head_dim are the model's; the rest is what this rank holds, its `share`."""
+    """The layers of one rank.
 
+    Attributes:
+        layers: The layers of this rank's pipeline stage, in order.
+        share: What this rank holds of each dimension.
+        dim: The model dimension.
+        head_dim: Elements of one head.
+        eps: The epsilon of the norms.
+        kv_format: How the KV cache stores keys and values.
+    """
+
+    layers: tuple[LayerSpec, ...]
     share: RankShare
     dim: int
     head_dim: int
     eps: float
-    kinds: tuple[str, ...] = (ATTENTION, FEED_FORWARD)  # of a layer, in order: x + kind(norm(x))
     kv_format: KVFormat = AS_COMPUTED
 
     @classmethod
@@ -35,18 +61,18 @@ class LayerPlan:
         kv_format: KVFormat = AS_COMPUTED,
     ) -> "LayerPlan":
         """Plan the layers that a rank with this placement holds; by default, all of them."""
+        share = RankShare.of(args, placement)
+        attention = AttentionKind(len(share.heads), len(share.kv_heads), args.head_dim)
+        feed_forward = FeedForwardKind(len(share.ffn))
+        kinds = dict.fromkeys(share.layers, (attention, feed_forward))
         return cls(
-            share=RankShare.of(args, placement),
+            layers=_with_kv_planes(kinds),
+            share=share,
             dim=args.dim,
             head_dim=args.head_dim,
             eps=args.norm_eps,
             kv_format=kv_format,
         )
-
-    @property
-    def n_layers(self) -> int:
-        """Layers of this rank's pipeline stage."""
-        return len(self.share.layers)
 
     @property
     def n_heads(self) -> int:
@@ -64,18 +90,41 @@ class LayerPlan:
         return len(self.share.ffn)
 
     @property
-    def qkv_dim(self) -> int:
-        """Queries, keys and values of one token."""
-        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+    def kinds(self) -> frozenset[HalfKind]:
+        """The different kinds of half layers on this rank."""
+        return frozenset(kind for layer in self.layers for kind in layer.kinds)
+
+    def elements_per_token(self) -> int:
+        """Return the elements of one token that a step holds at once.
+
+        These are the residual stream and its norm, twice each, and what every kind of half layer
+        needs between its products.
+        """
+        return 4 * self.dim + sum(kind.elements_per_token() for kind in self.kinds)
 
     def kv_cache(
         self, num_pages: int, page_size: int, dtype: torch.dtype
     ) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape (L, 2, P, S, K, W) and type of the KV cache of a model in `dtype`."""
-        num_attending = self.n_layers * self.kinds.count(ATTENTION)
+        """Return shape (L, 2, P, S, K, W) and type of the KV cache of a model in `dtype`.
+
+        L counts the layers that store keys and values.
+        """
+        num_planes = sum(layer.kv_plane is not None for layer in self.layers)
         width, row_dtype = self.kv_format.row(self.head_dim, dtype)
-        return (num_attending, 2, num_pages, page_size, self.n_kv_heads, width), row_dtype
+        return (num_planes, 2, num_pages, page_size, self.n_kv_heads, width), row_dtype
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes that the keys and values of one token take on this rank."""
         shape, row_dtype = self.kv_cache(1, 1, dtype)
         return torch.Size(shape).numel() * row_dtype.itemsize
+
+
+def _with_kv_planes(kinds: Mapping[int, tuple[HalfKind, ...]]) -> tuple[LayerSpec, ...]:
+    """Number the planes of the KV cache in the order of the layers that need one."""
+    layers = []
+    num_planes = 0
+    for index, halves in kinds.items():
+        stores = any(kind.kv_heads for kind in halves)
+        layers.append(LayerSpec(index, halves, num_planes if stores else None))
+        num_planes += stores
+    return tuple(layers)

@@ -10,7 +10,7 @@ page, M pages per sequence, L layers.
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,95 +19,67 @@ from llama import weights
 from llama.device import current, use_huge_pages, zeros
 from llama.model.args import ModelArgs
 from llama.model.execution import Executor, LayerExecution, SubLayer
+from llama.model.kinds import Attention, FeedForward
 from llama.model.layers import (
     ColumnParallelLinear,
-    FusedBlock,
     Linear,
     Matrix,
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
     WatchedModule,
+    apply,
     unfilled,
 )
-from llama.model.plan import ATTENTION, FEED_FORWARD, LayerPlan
-from llama.ops.attention import paged_attention
-from llama.ops.batch import Batch
+from llama.model.plan import LayerPlan, LayerSpec
+from llama.ops.batch import DEFAULT_CONTEXT, Batch, ForwardContext
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
-from llama.ops.rope import precompute_freqs_cis, rope_and_store
-from llama.ops.swiglu import silu_mul
+from llama.ops.rope import precompute_freqs_cis
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.weights import PlainWeight
 from llama.weights.coded import CodedRows
 
-_NO_CACHE = (
-    "keys and values are not kept in the layers: the engine's are in "
-    "llama.engine.runner.kv_cache, by page, and those of Transformer.forward stay between its calls"
-)
-
-
-class Attention(FusedBlock):
-    """Grouped-query attention; wq, wk and wv are one matrix, their rows in that order."""
-
-    elsewhere: ClassVar[dict[str, str]] = {"cache_k": _NO_CACHE, "cache_v": _NO_CACHE}
-
-    def __init__(self, plan: LayerPlan, parallel: ModelParallel) -> None:
-        q, kv = plan.n_heads * plan.head_dim, plan.n_kv_heads * plan.head_dim
-        super().__init__("wqkv", {"wq": q, "wk": kv, "wv": kv})
-        self.n_heads, self.n_kv_heads = plan.n_heads, plan.n_kv_heads
-        self.head_dim = plan.head_dim
-        self.wqkv = ColumnParallelLinear(plan.dim, q + 2 * kv, parallel)
-        self.wo = RowParallelLinear(q, plan.dim, parallel)
-
-    def forward(self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
-        rows = self.wqkv(x).flatten(0, -2)
-        qkv = rows.unflatten(-1, (-1, self.head_dim))  # (T, H + 2K, D)
-        q = rope_and_store(qkv, freqs_cis, kv_cache, batch.slots, self.kernels)
-        out = paged_attention(q, kv_cache, batch, self.kernels)
-        return self.wo(out.view(*x.shape[:-1], -1))
-
-
-class FeedForward(FusedBlock):
-    """SwiGLU; w1 (gate) and w3 (up) are one matrix, the gate's rows first."""
-
-    def __init__(self, plan: LayerPlan, parallel: ModelParallel) -> None:
-        super().__init__("w13", {"w1": plan.ffn_dim, "w3": plan.ffn_dim})
-        self.w13 = ColumnParallelLinear(plan.dim, 2 * plan.ffn_dim, parallel)
-        self.w2 = RowParallelLinear(plan.ffn_dim, plan.dim, parallel)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(silu_mul(self.w13(x), self.kernels))
-
 
 class TransformerBlock(WatchedModule):
-    def __init__(self, plan: LayerPlan, parallel: ModelParallel) -> None:
+    """A layer: the residual stream, and to it the halves of its kinds, one after the other."""
+
+    attention: Attention
+    feed_forward: FeedForward
+    attention_norm: RMSNorm
+    ffn_norm: RMSNorm
+
+    def __init__(self, spec: LayerSpec, plan: LayerPlan, parallel: ModelParallel) -> None:
         super().__init__()
-        assert plan.kinds == (ATTENTION, FEED_FORWARD), plan.kinds
-        self.attention = Attention(plan, parallel)
-        self.feed_forward = FeedForward(plan, parallel)
-        self.attention_norm = RMSNorm(plan.dim, plan.eps)
-        self.ffn_norm = RMSNorm(plan.dim, plan.eps)
+        self.kinds = spec.kinds
+        for kind in spec.kinds:
+            self.add_module(kind.name, kind.build(plan.dim, parallel))
+        for kind in spec.kinds:
+            self.add_module(kind.norm_name, RMSNorm(plan.dim, plan.eps))
 
-    def forward(self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
-        h = x + self.attention(self.attention_norm(x), freqs_cis, batch, kv_cache)
-        return h + self.feed_forward(self.ffn_norm(h))
+    def forward(
+        self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
+    ) -> Tensor:
+        """Run the layer: x (..., E) of T tokens, kv_cache (2, P, S, K, W) -> (..., E)."""
+        for kind in self.kinds:
+            half: Any = getattr(self, kind.name)
+            normed = apply(getattr(self, kind.norm_name), x, batch)
+            x = x + kind.run(half, normed, freqs_cis, batch, kv_cache)
+        return x
 
-    def sublayers(self) -> list[SubLayer]:
-        """What an executor needs of it."""
-        attention, ffn = self.attention, self.feed_forward
-        return [
-            SubLayer(ATTENTION, self.attention_norm, attention.wqkv.weight, attention.wo.weight),
-            SubLayer(FEED_FORWARD, self.ffn_norm, ffn.w13.weight, ffn.w2.weight),
-        ]
+    def sublayers(self, kv_plane: int | None) -> list[SubLayer]:
+        """Return the weights of the halves, as an executor needs them."""
+        sublayers = []
+        for kind in self.kinds:
+            half: Any = getattr(self, kind.name)
+            norm: Any = getattr(self, kind.norm_name)
+            first, second = half.first.weight, half.second.weight
+            sublayers.append(SubLayer(kind, norm, first, second, half.bias, kv_plane))
+        return sublayers
 
 
 class AbsentLayer(nn.Module):
     """Stands where another pipeline stage holds the layer, so that Meta's numbering stays."""
-
-    def sublayers(self) -> list[SubLayer]:
-        """Return nothing: an executor skips this layer."""
-        return []
 
 
 _KINDS = (
@@ -158,11 +130,13 @@ class Transformer(nn.Module):
         share = plan.share
         if share.has_embedding:
             self.tok_embeddings = VocabParallelEmbedding(share.vocab, params.dim, parallel)
+        specs = {spec.index: spec for spec in plan.layers}
         self.layers = nn.ModuleList(
-            TransformerBlock(plan, parallel) if i in share.layers else AbsentLayer()
+            TransformerBlock(specs[i], plan, parallel) if i in specs else AbsentLayer()
             for i in range(params.n_layers)
         )
         self.kernels = TORCH_ONLY
+        self._context = DEFAULT_CONTEXT  # of rows outside the layers
         self._execution = LayerExecution(plan, self.layers, parallel, _LAYER_FORWARDS)
         self.norm = RMSNorm(params.dim, params.norm_eps)
         if share.has_lm_head:
@@ -257,10 +231,7 @@ class Transformer(nn.Module):
     def use_kernels(self, kernels: KernelSet) -> None:
         """From now on the ops of this model run these kernels of Triton's, and no others."""
         self.kernels = kernels
-        for module in self.modules():
-            if isinstance(module, Linear | RMSNorm | FusedBlock):
-                module.kernels = kernels
-        self._execution.kernels = kernels
+        self._context = ForwardContext(kernels=kernels)
 
     def new_kv_cache(self, num_pages: int, page_size: int) -> Tensor:
         """Zeroed keys and values of all layers: (L, 2, P, S, K, W), in the plan's format."""
@@ -269,20 +240,23 @@ class Transformer(nn.Module):
 
     def hidden_states(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         """tokens (T), kv_cache (L, 2, P, S, K, W), written in place -> (R, E) at logit_rows."""
-        executor = self._execution.find()
+        batch = batch.with_kernels(self.kernels)
+        executor = self._execution.find(self.kernels)
         if executor is None or not executor.supports(kv_cache):
             h = self._through_layers(tokens, batch, kv_cache)
         else:
             freqs_cis = self.freqs_cis[batch.positions]
             h = executor.run(self.tok_embeddings(tokens), freqs_cis, kv_cache, batch)
-        return self.norm(h if batch.wants_all else h[batch.logit_rows])
+        return apply(self.norm, h if batch.wants_all else h[batch.logit_rows], batch)
 
     def _through_layers(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         """tokens (T), or (B, S) with the same T tokens in all -> (T, E) or (B, S, E)."""
         h = self.tok_embeddings(tokens)
         freqs_cis = self.freqs_cis[batch.positions]
-        for layer, pages in zip(self.blocks(), kv_cache.unbind(), strict=True):
-            h = layer(h, freqs_cis, batch, pages)
+        planes = kv_cache.unbind()
+        for spec, layer in zip(self.plan.layers, self.blocks(), strict=True):
+            plane = None if spec.kv_plane is None else planes[spec.kv_plane]
+            h = layer(h, freqs_cis, batch, plane)
         return h
 
     def use_modules(self, wanted: bool = True) -> None:
@@ -295,15 +269,15 @@ class Transformer(nn.Module):
         ends = [module for name, module in self.named_children() if name != "layers"]
         if any(x._forward_hooks or x._forward_pre_hooks for x in ends):
             return None
-        return self._execution.find()
+        return self._execution.find(self.kernels)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., E) -> (..., V) float32, whole on every rank."""
-        return self.output(hidden, dtype=torch.float32)
+        return self.output(hidden, context=self._context, dtype=torch.float32)
 
     def logits_share(self, hidden: Tensor) -> Tensor:
         """hidden (..., E) -> (..., V of this rank) float32: for the ids `plan.share.vocab`."""
-        return self.output.share(hidden, dtype=torch.float32)
+        return self.output.share(hidden, self._context, dtype=torch.float32)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, start_pos: int) -> Tensor:
@@ -321,8 +295,9 @@ class Transformer(nn.Module):
         starts, query_lens, pages = [start_pos] * n, [count] * n, [[row] for row in range(n)]
         _, batch = Batch.pack([], starts, query_lens, pages, p.max_seq_len, [], tokens.device)
         with current(tokens.device):  # Triton's kernels go there
+            batch = batch.with_kernels(self.kernels)
             h = self._through_layers(tokens, batch, self._raw_pages)
-            return self.logits(self.norm(h))
+            return self.logits(apply(self.norm, h, batch))
 
 
 def _tie_again(model: Transformer, _: object) -> None:

@@ -25,15 +25,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from llama.ops.batch import Batch
 from llama.ops.cpu import native
 from llama.ops.kv_cache import format_of, native_format, suits_gpu
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 _GATHERED_BYTES = 1 << 29  # of keys and values that the torch body copies at once
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def paged_attention(
-    queries: Tensor, kv_cache: Tensor, batch: Batch, kernels: KernelSet = TORCH_ONLY
-) -> Tensor:
+def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
     """queries (T, H, D), one layer's kv_cache (2, P, S, K, W) -> (T, H, D).
 
     Of the batch: its page table and its lengths, on the device and on the host, so that nothing
@@ -41,7 +38,7 @@ def paged_attention(
     and each longer one has its own.
     """
     table, seq_lens, n = batch.page_table, batch.seq_lens, batch.num_decodes
-    if kernels.has("attention", queries) and suits_gpu(queries, kv_cache):
+    if batch.kernels.has("attention", queries) and suits_gpu(queries, kv_cache):
         from llama.ops.triton import attention
 
         return attention.paged_attention(queries, kv_cache, batch)

@@ -10,7 +10,7 @@ per sequence.
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add
@@ -20,10 +20,28 @@ import torch
 from torch import Tensor
 
 from llama.device import pinned
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardContext:
+    """What a product may know of the rows that it multiplies, beside their elements.
+
+    It reaches every product of a model. What belongs to rows and must be known there, such as the
+    adapter of each row, is a field of it.
+
+    Attributes:
+        kernels: The Triton kernels that the operators on these rows may run.
+    """
+
+    kernels: KernelSet = TORCH_ONLY
+
+
+DEFAULT_CONTEXT = ForwardContext()  # rows of which nothing is known: PyTorch computes them
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(ForwardContext):
     """The tokens of one step, sequence after sequence; those with a single new token come first.
 
     For sequences of 5, 7 and 2 tokens of which 1, 1 and 2 are new, with S = 4 and pages [3, 0],
@@ -42,6 +60,10 @@ class Batch:
     query_lens_cpu: list[int]  # (B) new tokens
     seq_lens_cpu: list[int]  # (B)
     wants_all: bool = False  # logit_rows are all rows, in order: nothing is to be picked
+
+    def with_kernels(self, kernels: KernelSet) -> "Batch":
+        """Return this batch for a model that may run these kernels."""
+        return self if self.kernels is kernels else replace(self, kernels=kernels)
 
     @cached_property
     def num_decodes(self) -> int:

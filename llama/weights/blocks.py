@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import N_BLOCK
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.weights.weight import Weight
 
 INFINITY = 0x7F80  # in bf16
@@ -62,7 +62,10 @@ class BlockedWeight(Weight):
         return held
 
     def linear(
-        self, x: Tensor, dtype: torch.dtype | None = None, kernels: KernelSet = TORCH_ONLY
+        self,
+        x: Tensor,
+        dtype: torch.dtype | None = None,
+        context: ForwardContext = DEFAULT_CONTEXT,
     ) -> Tensor:
         """x is bf16, the result in bf16 or float32."""
         dtype = dtype or x.dtype

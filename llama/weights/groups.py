@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from llama.device import use_huge_pages
+from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import MAX_RANK, MIN_GROUP, N_BLOCK, ElementFormat, ScaleFormat
 from llama.ops.linear import linear
-from llama.ops.triton.kernels import TORCH_ONLY, Blocks, KernelSet
+from llama.ops.triton.kernels import Blocks
 from llama.weights.blocks import BlockedWeight, can_pack, in_blocks
 from llama.weights.coded import Coded, CodedRows, hadamard
 from llama.weights.weight import Weight
@@ -150,14 +151,19 @@ class GroupedWeight(BlockedWeight):
         return Blocks(self.values.data, self.scales, self.shape, *sizes)
 
     def linear(
-        self, x: Tensor, dtype: torch.dtype | None = None, kernels: KernelSet = TORCH_ONLY
+        self,
+        x: Tensor,
+        dtype: torch.dtype | None = None,
+        context: ForwardContext = DEFAULT_CONTEXT,
     ) -> Tensor:
         """On a GPU numbers are rounded to the type of x. For more rows than there are tiles for,
         the library multiplies by parts of the weight that were made plain."""
-        (n, k), weight = self.shape, self.blocks() if kernels.has("linear", x) else None
+        n, k = self.shape
+        kernels = context.kernels
+        weight = self.blocks() if kernels.has("linear", x) else None
         if weight is None:
             if x.dtype is torch.bfloat16 and not x.is_cuda:
-                return super().linear(x, dtype, kernels)
+                return super().linear(x, dtype, context)
             return linear(x, self.exact().to(x.dtype), dtype=dtype)
         from llama.ops.triton import linear as gpu
 

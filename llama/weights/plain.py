@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.linear import linear
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.weights.weight import Weight
 
 
@@ -29,9 +29,12 @@ class PlainWeight(Weight):
         return cls((n, k), plain)
 
     def linear(
-        self, x: Tensor, dtype: torch.dtype | None = None, kernels: KernelSet = TORCH_ONLY
+        self,
+        x: Tensor,
+        dtype: torch.dtype | None = None,
+        context: ForwardContext = DEFAULT_CONTEXT,
     ) -> Tensor:
-        return linear(x, self.values, dtype=dtype, kernels=kernels)
+        return linear(x, self.values, dtype=dtype, kernels=context.kernels)
 
     def rows(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.values)

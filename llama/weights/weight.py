@@ -11,8 +11,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.cpu.constants import ElementFormat
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 
 class Weight(nn.Module):
@@ -44,10 +44,13 @@ class Weight(nn.Module):
         raise NotImplementedError
 
     def linear(
-        self, x: Tensor, dtype: torch.dtype | None = None, kernels: KernelSet = TORCH_ONLY
+        self,
+        x: Tensor,
+        dtype: torch.dtype | None = None,
+        context: ForwardContext = DEFAULT_CONTEXT,
     ) -> Tensor:
         """x (M, K) -> (M, N) in `dtype`, by default x's; float32 keeps the sums before they are
-        rounded. kernels: Triton's that the model may run."""
+        rounded. context: of the rows, such as the step's `Batch`."""
         raise NotImplementedError
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ constexpr Constant CONSTANTS[] = {
     CONSTANT(ScaleFormat::EIGHTS),
     CONSTANT(KvFormat::BF16),
     CONSTANT(KvFormat::INT8),
+    CONSTANT(BodyKind::ATTENTION),
+    CONSTANT(BodyKind::FEED_FORWARD),
     CONSTANT(PackState::PACKED),
     CONSTANT(PackState::NOT_FINITE),
     CONSTANT(PackState::FILE_TOO_SHORT),
@@ -40,6 +42,7 @@ constexpr Constant CONSTANTS[] = {
     CONSTANT(MAX_HEAD_DIM),
     CONSTANT(MAX_RANKS),
     CONSTANT(MATRIX_FIELDS),
+    CONSTANT(HALF_FIELDS),
 };
 
 }  // namespace

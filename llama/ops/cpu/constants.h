@@ -12,6 +12,9 @@ enum class ScaleFormat : int64_t { FLOAT32, FLOAT16, EIGHTS };
 // How the KV cache stores a key or a value: bf16; or int8, with one bf16 scale per token and head.
 enum class KvFormat : int64_t { BF16, INT8 };
 
+// What a half layer computes between its two products, see layers.cpp.
+enum class BodyKind : int64_t { ATTENTION, FEED_FORWARD };
+
 // What became of the rows of a file in pack_gguf().
 enum class PackState : int64_t { PACKED, NOT_FINITE, FILE_TOO_SHORT };
 
@@ -25,3 +28,4 @@ constexpr long MAX_RANK = 256;      // of an adapter
 constexpr long MAX_HEAD_DIM = 256;  // a block of rows of this size fits on the stack
 constexpr int MAX_RANKS = 64;       // that share memory
 constexpr long MATRIX_FIELDS = 15;  // of Matrix in kernels.h, 64 bits each
+constexpr long HALF_FIELDS = 34;    // of Half in layers.cpp, 64 bits each

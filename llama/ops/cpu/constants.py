@@ -32,6 +32,13 @@ class KvFormat(IntEnum):
     INT8 = 1
 
 
+class BodyKind(IntEnum):
+    """What a half layer computes between its two products."""
+
+    ATTENTION = 0
+    FEED_FORWARD = 1
+
+
 class PackState(IntEnum):
     """What became of the rows of a file that were packed."""
 
@@ -64,8 +71,9 @@ MAX_RANK = 256  # columns of an adapter
 MAX_HEAD_DIM = 256  # elements of a head
 MAX_RANKS = 64  # ranks that share memory
 MATRIX_FIELDS = 15  # integers that describe a packed weight, `Matrix` in kernels.h
+HALF_FIELDS = 34  # integers that describe a half layer, `Half` in layers.cpp
 
-_ENUMS = (ElementFormat, ScaleFormat, KvFormat, PackState, ChannelState, SumType)
+_ENUMS = (ElementFormat, ScaleFormat, KvFormat, BodyKind, PackState, ChannelState, SumType)
 ALL: dict[str, int] = {
     **{f"{enum.__name__}::{member.name}": member.value for enum in _ENUMS for member in enum},
     "N_BLOCK": N_BLOCK,
@@ -74,4 +82,5 @@ ALL: dict[str, int] = {
     "MAX_HEAD_DIM": MAX_HEAD_DIM,
     "MAX_RANKS": MAX_RANKS,
     "MATRIX_FIELDS": MATRIX_FIELDS,
+    "HALF_FIELDS": HALF_FIELDS,
 }

@@ -1,22 +1,25 @@
-// The layers of a model over one step's batch, in one parallel region: attention and feed-forward,
-// with their norms and residual sums. The ops are those that Python calls one by one, see kernels.h,
-// in the same order; so the bytes are the same.
+// The layers of a model over one step's batch, in one parallel region: half layers, such as attention
+// and feed-forward, with their norms and residual sums. The ops are those that Python calls one by
+// one, see kernels.h, in the same order; so the bytes are the same.
 //
-// layers.py owns the tensors, makes the table of the weights and checks the shapes. Half 2 l is the
-// attention of layer l, half 2 l + 1 its feed-forward; between halves, ranks sum what they have.
+// llama/model/execution.py owns the tensors, makes the table of the half layers and checks the
+// shapes. Between half layers, ranks sum their parts of the result.
 #include "kernels.h"
+#include "vectors.h"
 
 namespace {
 
 constexpr long SILU_STEP = 1024;  // numbers of a piece
 
-// A row of the table of the weights.
-struct Layer {
-  const uint16_t* attention_norm;
-  Matrix wqkv, wo;
-  const uint16_t* ffn_norm;
-  Matrix w13, w2;
+// A row of the table: half a layer, x + second(body(first(norm(x)) + bias)). The kind is its body.
+struct Half {
+  BodyKind kind;
+  int64_t kv_plane;  // index of its keys and values in the KV cache, if the kind stores them
+  const uint16_t* norm;
+  const uint16_t* bias;  // null: nothing is added
+  Matrix first, second;
 };
+static_assert(sizeof(Half) == HALF_FIELDS * sizeof(int64_t));
 
 struct Sizes {
   long rows, dim, ffn, num_pages;
@@ -59,7 +62,7 @@ Scratch cut(Cutter& cutter, const Attention& a, const Sizes& sizes, long threads
 }
 
 struct Call {
-  const Layer* layers;
+  const Half* halves;
   uint16_t* x;
   Outputs out;
   const float* freqs_cis;
@@ -71,40 +74,53 @@ struct Call {
   float eps;
 };
 
-void run_attention(Worker& member, const Call& call, long l) {
-  const Layer& layer = call.layers[l];
+// The first product of a half layer: x, normalised -> out (rows, width), with the bias added. The
+// sum is rounded twice, as the ops round it.
+void run_first(Worker& member, const Call& call, const Half& half, uint16_t* out, long width) {
+  const long rows = call.sizes.rows;
+  linear(member, {call.x, rows, half.norm, call.eps}, {half.first, width, call.sizes.dim},
+         {out, Outputs::BF16}, call.scratch.linear);
+  if (!half.bias) return;
+  member.run(rows, [&](long row) {
+    uint16_t* sums = out + row * width;
+    for (long i = 0; i < width; i++) sums[i] = to_bf16(widen(sums[i]) + widen(half.bias[i]));
+  });
+}
+
+void run_attention(Worker& member, const Call& call, const Half& half) {
   const Scratch& s = call.scratch;
   const long rows = call.sizes.rows, dim = call.sizes.dim;
   Attention a = call.attention;
   const Heads heads = {a.heads, a.kv_heads, a.dim, call.sizes.num_pages, a.page_size, a.kv_format};
   const long q = a.heads * a.dim, all = q + 2 * a.kv_heads * a.dim;
-  const long half = heads.num_pages * a.page_size * a.kv_heads * kv_row_bytes(a.dim, a.kv_format);
-  char* pages = call.kv_cache + 2 * half * l;
-  a.keys = pages, a.values = pages + half;
-  linear(member, {call.x, rows, layer.attention_norm, call.eps}, {layer.wqkv, all, dim},
-         {s.qkv, Outputs::BF16}, s.linear);
+  const long keys_bytes =
+      heads.num_pages * a.page_size * a.kv_heads * kv_row_bytes(a.dim, a.kv_format);
+  char* pages = call.kv_cache + 2 * keys_bytes * half.kv_plane;
+  a.keys = pages, a.values = pages + keys_bytes;
+  run_first(member, call, half, s.qkv, all);
   member.run(rows, [&](long row) {
     rope_and_store(s.qkv + row * all, call.freqs_cis + row * a.dim, pages, call.slots[row],
                    s.queries + row * q, heads);
   });
   attend(member, a);
-  linear(member, {s.attended, rows}, {layer.wo, dim, q}, call.out, s.linear);
+  linear(member, {s.attended, rows}, {half.second, dim, q}, call.out, s.linear);
 }
 
-void run_feed_forward(Worker& member, const Call& call, long l) {
-  const Layer& layer = call.layers[l];
+void run_feed_forward(Worker& member, const Call& call, const Half& half) {
   const Scratch& s = call.scratch;
   const long rows = call.sizes.rows, dim = call.sizes.dim, ffn = call.sizes.ffn;
-  linear(member, {call.x, rows, layer.ffn_norm, call.eps}, {layer.w13, 2 * ffn, dim},
-         {s.gate_up, Outputs::BF16}, s.linear);
+  run_first(member, call, half, s.gate_up, 2 * ffn);
   const long steps = (ffn + SILU_STEP - 1) / SILU_STEP;
   member.run(rows * steps, [&](long piece) {
     const long row = piece / steps, begin = piece % steps * SILU_STEP;
     const uint16_t* gate = s.gate_up + row * 2 * ffn + begin;
     silu_mul(gate, gate + ffn, s.gated + row * ffn + begin, std::min(SILU_STEP, ffn - begin));
   });
-  linear(member, {s.gated, rows}, {layer.w2, dim, ffn}, call.out, s.linear);
+  linear(member, {s.gated, rows}, {half.second, dim, ffn}, call.out, s.linear);
 }
+
+// By BodyKind.
+constexpr decltype(&run_attention) BODIES[] = {run_attention, run_feed_forward};
 
 }  // namespace
 
@@ -122,11 +138,11 @@ long layers_workspace(const int64_t* query_starts, const int64_t* seq_lens, long
   return cutter.bytes();
 }
 
-// Halves `first` to `last` of the layers in the table (L, 62). x and out (T, E): a half's result is
+// Half layers `first` to `last` of the table (rows of Half). x and out (T, E): a half's result is
 // added to x where out is x; else it is written to out, and there is one half. freqs_cis
 // (T, D/2, 2), kv_cache (L, 2, P, S, K) rows, slots (T), table (B, M), query_starts (B + 1),
 // seq_lens (B).
-void layers_bf16(const int64_t* layers, uint16_t* x, uint16_t* out, const float* freqs_cis,
+void layers_bf16(const int64_t* halves, uint16_t* x, uint16_t* out, const float* freqs_cis,
                  char* kv_cache, const int64_t* slots, const int64_t* table,
                  const int64_t* query_starts, const int64_t* seq_lens, char* workspace, long first,
                  long last, long rows, long num_seqs, long dim, long heads, long kv_heads,
@@ -143,11 +159,11 @@ void layers_bf16(const int64_t* layers, uint16_t* x, uint16_t* out, const float*
   a.queries = scratch.queries, a.out = scratch.attended, a.workspace = scratch.attention;
   plan_attention(a);
   const Outputs outputs = {out, out == x ? Outputs::ADDED : Outputs::BF16};
-  const Call call = {(const Layer*)layers, x, outputs, freqs_cis, kv_cache, slots, a, sizes,
+  const Call call = {(const Half*)halves, x, outputs, freqs_cis, kv_cache, slots, a, sizes,
                      scratch, eps};
   run_team(threads, [&](Worker& member) {
-    for (long half = first; half < last; half++)
-      (half % 2 ? run_feed_forward : run_attention)(member, call, half / 2);
+    for (const Half* half = call.halves + first; half < call.halves + last; half++)
+      BODIES[(long)half->kind](member, call, *half);
   });
 }
 }

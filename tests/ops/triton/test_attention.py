@@ -64,7 +64,7 @@ class Case:
             x.copy_(kv_format.load(plane, slots, x.dtype))
 
     def run(self, kernels: KernelSet = INTERPRETED) -> Tensor:
-        return paged_attention(self.queries, self.kv_cache, self.batch, kernels)
+        return paged_attention(self.queries, self.kv_cache, self.batch.with_kernels(kernels))
 
     def exact(self) -> Tensor:
         """In float64, a query at a time."""
@@ -160,7 +160,7 @@ def test_a_static_batch_with_padding(monkeypatch, poisoned, dtype):
     for splits in (1, 8):
         monkeypatch.setattr(attention, "num_splits", lambda *_, n=splits: n)
         with poisoned():
-            got = paged_attention(queries, case.kv_cache, padded, INTERPRETED)
+            got = paged_attention(queries, case.kv_cache, padded.with_kernels(INTERPRETED))
         assert (got[:3] - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
         assert (got[3:] == 0).all()
 

@@ -11,6 +11,7 @@ from helpers.gpu_weights import FILES
 from helpers.kernels import INTERPRETED, KERNELS_RUN
 from llama.loading import tell_of_plain
 from llama.model.layers import Linear
+from llama.ops.batch import ForwardContext
 from llama.ops.triton import linear as gpu
 from llama.ops.triton.kernels import Tile
 from llama.weights import PlainWeight, like, on_gpu
@@ -67,7 +68,7 @@ def test_what_runs_for_how_many_rows(launches, monkeypatch):
     for m, expected in ((3, ["product_kernel"]), (7, ["plain_kernel"] * 2)):
         launches.clear()
         x = rows(m, k, torch.float32)
-        got = weight.linear(x, kernels=replace(INTERPRETED, tiles=tiles))
+        got = weight.linear(x, context=ForwardContext(kernels=replace(INTERPRETED, tiles=tiles)))
         torch.testing.assert_close(got, x @ weight.exact().T, atol=1e-4, rtol=1e-5)
         assert launches == expected
         assert torch.equal(weight.linear(x), x @ weight.exact().T)  # torch's body

@@ -1,0 +1,257 @@
+"""The kinds of half layers: what stands between a norm and the residual sum.
+
+A layer of Llama is two halves, x + half(norm(x)): attention, then the feed-forward block. A kind
+describes one half completely: the module that holds its weights, the operators between its two
+products (its body), the keys and values that it stores, and its row in the table of the CPU's
+native layers. The layer plan lists the kinds of each layer; modules, executors, the memory estimate
+and layers.cpp read them there.
+
+To add a kind, write a `HalfKind` and its module here, name it in `LayerPlan.of`, and either add its
+body to layers.cpp or leave `native` None: such a layer then runs operator by operator.
+
+Shapes: T tokens, E model dim, H query heads, K kv heads, D head dim, F ffn columns; H, K and F are
+those of this rank.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from llama.model.layers import (
+    ColumnParallelLinear,
+    FusedBlock,
+    Linear,
+    RowParallelLinear,
+    apply,
+)
+from llama.ops.attention import paged_attention
+from llama.ops.batch import DEFAULT_CONTEXT, Batch, ForwardContext
+from llama.ops.cpu.constants import BodyKind
+from llama.ops.rope import rope_and_store
+from llama.ops.swiglu import silu_mul
+from llama.ranks.collectives import ModelParallel
+
+_NO_CACHE = (
+    "keys and values are not kept in the layers: the engine's are in "
+    "llama.engine.runner.kv_cache, by page, and those of Transformer.forward stay between its calls"
+)
+
+
+class HalfLayer(FusedBlock):
+    """The module of a half layer: first product, body, second product.
+
+    Attributes:
+        first: The fused product, as (N, E).
+        second: The product whose sum over the ranks is added to the residual stream.
+    """
+
+    @property
+    def first(self) -> Linear:
+        """Return the module of the first product."""
+        raise NotImplementedError
+
+    @property
+    def second(self) -> Linear:
+        """Return the module of the second product."""
+        raise NotImplementedError
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Return what is added to each row of the first product, (N), if anything is."""
+        return None
+
+
+class HalfKind(ABC):
+    """One kind of half layer, with the sizes of this rank.
+
+    Attributes:
+        name: The name of its module within a layer, as Meta calls it.
+        norm_name: The name of the norm before it.
+        native: Its body in layers.cpp; None if the native layers cannot run it.
+    """
+
+    name: ClassVar[str]
+    norm_name: ClassVar[str]
+    native: ClassVar[BodyKind | None] = None
+
+    @property
+    def kv_heads(self) -> int:
+        """Return how many key-value heads it stores for each token; 0 if it stores none."""
+        return 0
+
+    @abstractmethod
+    def build(self, dim: int, parallel: ModelParallel) -> HalfLayer:
+        """Make the module, for a model of dimension `dim`."""
+
+    @abstractmethod
+    def body(
+        self, part: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
+    ) -> Tensor:
+        """Compute what stands between the two products.
+
+        Args:
+            part: The rows of the first product, (T, N).
+            freqs_cis: The rotations of the tokens' positions, (T, D/2).
+            batch: The tokens of the step.
+            kv_cache: The plane of the layer, (2, P, S, K, W), written in place; None if the layer
+                stores no keys and values.
+        """
+
+    @abstractmethod
+    def run(
+        self,
+        module: HalfLayer,
+        x: Tensor,
+        freqs_cis: Tensor,
+        batch: Batch,
+        kv_cache: Tensor | None,
+    ) -> Tensor:
+        """Call the module with the arguments that it takes; x (..., E) -> (..., E)."""
+
+    @abstractmethod
+    def elements_per_token(self) -> int:
+        """Return the elements of one token that a step holds at once for this half."""
+
+
+class Attention(HalfLayer):
+    """Grouped-query attention; wq, wk and wv are one matrix, their rows in that order."""
+
+    elsewhere: ClassVar[dict[str, str]] = {"cache_k": _NO_CACHE, "cache_v": _NO_CACHE}
+
+    def __init__(self, kind: "AttentionKind", dim: int, parallel: ModelParallel) -> None:
+        q = kind.n_heads * kind.head_dim
+        kv = kind.n_kv_heads * kind.head_dim
+        super().__init__("wqkv", {"wq": q, "wk": kv, "wv": kv})
+        self.kind = kind
+        self.n_heads = kind.n_heads
+        self.n_kv_heads = kind.n_kv_heads
+        self.head_dim = kind.head_dim
+        self.wqkv = ColumnParallelLinear(dim, q + 2 * kv, parallel)
+        self.wo = RowParallelLinear(q, dim, parallel)
+
+    @property
+    def first(self) -> Linear:
+        """Return wqkv."""
+        return self.wqkv
+
+    @property
+    def second(self) -> Linear:
+        """Return wo."""
+        return self.wo
+
+    def forward(
+        self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
+    ) -> Tensor:
+        """Attend: x (..., E) of T tokens -> (..., E)."""
+        part = apply(self.wqkv, x, batch).flatten(0, -2)
+        attended = self.kind.body(part, freqs_cis, batch, kv_cache)
+        return apply(self.wo, attended.view(*x.shape[:-1], -1), batch)
+
+
+@dataclass(frozen=True)
+class AttentionKind(HalfKind):
+    """Grouped-query attention with rotary embedding over the paged KV cache."""
+
+    name: ClassVar[str] = "attention"
+    norm_name: ClassVar[str] = "attention_norm"
+    native: ClassVar[BodyKind] = BodyKind.ATTENTION
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+    @property
+    def kv_heads(self) -> int:
+        """Return the key-value heads of this rank."""
+        return self.n_kv_heads
+
+    def build(self, dim: int, parallel: ModelParallel) -> Attention:
+        """Make the module, for a model of dimension `dim`."""
+        return Attention(self, dim, parallel)
+
+    def body(
+        self, part: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
+    ) -> Tensor:
+        """Rotate, store and attend: part (T, (H + 2K) D) -> (T, H D)."""
+        assert kv_cache is not None
+        qkv = part.unflatten(-1, (-1, self.head_dim))
+        queries = rope_and_store(qkv, freqs_cis, kv_cache, batch.slots, batch.kernels)
+        return paged_attention(queries, kv_cache, batch).flatten(1)
+
+    def run(
+        self,
+        module: HalfLayer,
+        x: Tensor,
+        freqs_cis: Tensor,
+        batch: Batch,
+        kv_cache: Tensor | None,
+    ) -> Tensor:
+        """Call the module with all arguments."""
+        out: Tensor = module(x, freqs_cis, batch, kv_cache)
+        return out
+
+    def elements_per_token(self) -> int:
+        """Return queries, keys and values, twice: as multiplied and as rotated."""
+        return 2 * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+
+class FeedForward(HalfLayer):
+    """SwiGLU; w1 (gate) and w3 (up) are one matrix, the gate's rows first."""
+
+    def __init__(self, kind: "FeedForwardKind", dim: int, parallel: ModelParallel) -> None:
+        super().__init__("w13", {"w1": kind.ffn_dim, "w3": kind.ffn_dim})
+        self.w13 = ColumnParallelLinear(dim, 2 * kind.ffn_dim, parallel)
+        self.w2 = RowParallelLinear(kind.ffn_dim, dim, parallel)
+
+    @property
+    def first(self) -> Linear:
+        """Return w13."""
+        return self.w13
+
+    @property
+    def second(self) -> Linear:
+        """Return w2."""
+        return self.w2
+
+    def forward(self, x: Tensor, context: ForwardContext = DEFAULT_CONTEXT) -> Tensor:
+        """x (..., E) -> (..., E)."""
+        gated = silu_mul(apply(self.w13, x, context), context.kernels)
+        return apply(self.w2, gated, context)
+
+
+@dataclass(frozen=True)
+class FeedForwardKind(HalfKind):
+    """The feed-forward block with a gate (SwiGLU)."""
+
+    name: ClassVar[str] = "feed_forward"
+    norm_name: ClassVar[str] = "ffn_norm"
+    native: ClassVar[BodyKind] = BodyKind.FEED_FORWARD
+
+    ffn_dim: int
+
+    def build(self, dim: int, parallel: ModelParallel) -> FeedForward:
+        """Make the module, for a model of dimension `dim`."""
+        return FeedForward(self, dim, parallel)
+
+    def body(
+        self, part: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
+    ) -> Tensor:
+        """Multiply by the gate: part (T, 2F) -> (T, F)."""
+        return silu_mul(part, batch.kernels)
+
+    def run(
+        self,
+        module: HalfLayer,
+        x: Tensor,
+        freqs_cis: Tensor,
+        batch: Batch,
+        kv_cache: Tensor | None,
+    ) -> Tensor:
+        """Call the module with the rows alone, as Meta does, and the batch."""
+        return apply(module, x, batch)
+
+    def elements_per_token(self) -> int:
+        """Return gate and up with their product."""
+        return 3 * self.ffn_dim
