@@ -20,8 +20,8 @@ from llama.ops.triton import sample
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 TYPES = {
     **dict.fromkeys(("logits", "maxima", "row_max"), "*fp32"),
-    **dict.fromkeys(("rules", "sums", "ids", "bounds", "totals"), "*i64"),
-    **dict.fromkeys(("places", "bins", "firsts"), "*i32"),
+    **dict.fromkeys(("packed_params", "sums", "ids", "bounds", "totals"), "*i64"),
+    **dict.fromkeys(("indices", "bins", "firsts"), "*i32"),
     "finishes": "*fp64",
     **dict.fromkeys(("stride", "v", "n"), "i32"),
 }

@@ -34,10 +34,10 @@ _TYPES = {  # of arguments, by name
     ),
     **dict.fromkeys(("table", "query_starts", "seq_lens", "slots"), "*i64"),
     **dict.fromkeys(("partial", "logsumexp", "freqs"), "*fp32"),
-    "units": "*fp16",
+    "outer_scales": "*fp16",
     **dict.fromkeys(("width", "num_decodes", "num_prefills", "m", "n", "first"), "i32"),
     "plane": "i64",
-    **dict.fromkeys(("scale", "eps"), "fp32"),
+    **dict.fromkeys(("score_scale", "eps"), "fp32"),
 }
 _HEADS = {"8B": (32, 8, 128), "1B": (32, 8, 64), "70B of 8 ranks": (8, 1, 128)}  # H, K, D
 _WIDTHS = {"8B": (4096, 14336), "1B": (2048, 8192), "70B of 8 ranks": (8192, 3584)}  # E, F
@@ -65,7 +65,7 @@ def attention_jobs(capability: int) -> list[Job]:
     for shape, (n_heads, n_kv_heads, head_dim) in _HEADS.items():
         group = n_heads // n_kv_heads
         sizes: dict[str, Any] = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "S": 16}
-        sizes |= {"WIDE": False, "W": head_dim, "units": None}
+        sizes |= {"WIDE": False, "W": head_dim, "kv_scales": None}
         for splits in {1, attention.num_splits(1, n_kv_heads)}:
             tile = attention.decode_tile(group, head_dim)
             tiled = {"ROWS": tile.rows, "KEYS": tile.columns, "SPLITS": splits}
@@ -88,8 +88,8 @@ def attention_jobs(capability: int) -> list[Job]:
 def _in_8_bits(job: Job) -> Job:
     """The same kernel over a cache in 8 bits."""
     constants = job.constants | {"W": job.constants["D"] + 2}
-    del constants["units"]
-    types = {"kv_cache": "*i8", "units": "*i16"}
+    del constants["kv_scales"]
+    types = {"kv_cache": "*i8", "kv_scales": "*i16"}
     return job._replace(shape=f"{job.shape}, 8 bits", constants=constants, types=types)
 
 
@@ -101,7 +101,7 @@ def elementwise_jobs(capability: int) -> list[Job]:
         block, norm_warps = elementwise.norm_block(width)
         norm = {"E": width, "BLOCK": block, "HAS_DELTA": True}
         rope: dict[str, Any] = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "S": 16}
-        rope |= {"HEADS": elementwise.ROPE_HEADS, "W": head_dim, "units": None}
+        rope |= {"HEADS": elementwise.ROPE_HEADS, "W": head_dim, "kv_scales": None}
         silu = {"F": ffn, "BLOCK": elementwise.SILU_BLOCK}
         warps = norm_warps, elementwise.rope_warps(head_dim)
         found += [
@@ -115,7 +115,7 @@ def elementwise_jobs(capability: int) -> list[Job]:
 def linear_jobs(capability: int) -> list[Job]:
     """Every tile, for the w2 of 8B; on the older device every second."""
     tiles = linear.candidates(0, 4096, 14336, 1)
-    plain = {"KIND": 0, "FIRST": 0, "GROUP": 0, "PARTS": 0, "scales": None, "units": None}
+    plain = {"KIND": 0, "FIRST": 0, "GROUP": 0, "PARTS": 0, "scales": None, "outer_scales": None}
     return [
         _product(f"8B, {tuple(tile)}", capability, 14336, tile, 1, plain)
         for tile in (tiles if capability >= 90 else tiles[::2])
@@ -123,12 +123,12 @@ def linear_jobs(capability: int) -> list[Job]:
 
 
 _FORMATS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # constants, types of pointers
-    "int8": ({"KIND": 1, "FIRST": 0, "GROUP": 0, "PARTS": 1, "units": None},
+    "int8": ({"KIND": 1, "FIRST": 0, "GROUP": 0, "PARTS": 1, "outer_scales": None},
              {"weight": "*i16", "scales": "*fp32"}),
     "Q6_K": ({"KIND": 1, "FIRST": 0, "GROUP": 16, "PARTS": 1}, {"weight": "*i16", "scales": "*u8"}),
-    "fp8": ({"KIND": 2, "FIRST": 0, "GROUP": 0, "PARTS": 1, "units": None},
+    "fp8": ({"KIND": 2, "FIRST": 0, "GROUP": 0, "PARTS": 1, "outer_scales": None},
             {"weight": "*i16", "scales": "*fp32"}),
-    "W4A16": ({"KIND": 3, "FIRST": -8, "GROUP": 32, "PARTS": 1, "units": None},
+    "W4A16": ({"KIND": 3, "FIRST": -8, "GROUP": 32, "PARTS": 1, "outer_scales": None},
               {"weight": "*i32", "scales": "*fp16"}),
     "int4": ({"KIND": 3, "FIRST": 0, "GROUP": 32, "PARTS": 2}, {"weight": "*i32", "scales": "*u8"}),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from torch import Tensor
 
 NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "sample")
 GRAPH = "graph"  # listed beside the kernels where decode steps may be CUDA graphs
-Sizes = tuple[int, int, int, int]  # of a product: the weight's `ElementFormat`, N, K and M
+Sizes = tuple[int, int, int, int]  # the weight's `ElementFormat`, N, K and M of a product
 _LOGITS_DTYPE = torch.float32  # what "sample" takes, whatever the model's dtype
 
 _Arguments = ParamSpec("_Arguments")

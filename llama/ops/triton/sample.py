@@ -1,19 +1,23 @@
 """Sampling on a GPU in Triton: rows of logits and their parameters in, one id per row out.
 
 The ids are those of the torch body in llama/ops/sample.py, which has the definition: probabilities
-are whole numbers, so that every sum is exact in any order, and programs may add up as they come.
-Nothing here waits for the device, and no shape depends on a value: two launches for the top tokens,
-two more for a draw, two more where rows have filters. There a row that needs less leaves early.
+are whole numbers, so every sum is exact in any order, and programs may add as they come. Nothing
+here waits for the device, and no shape depends on a value. There are two launches for the top
+tokens, two more for a draw, and two more where rows have filters; a row that needs less leaves
+early.
 
-Filters need no sort, and no threshold of top_p. A histogram says how many tokens of a row there are
-of each probability; from it follows a bound below which no token is kept, and what reaches it
-races. Who is first is the first of what is kept as well, if it is kept itself: one program per row
-sums what comes before it. If not, all from it on are out, and the rest is asked again; rejection as
-in FlashInfer's sampling (Ye et al., 2025), with one id whatever the order. That is rare, as the
-bound leaves hardly more than is kept. Blocks without a likely token are not read again.
+Filters need no sort, and top_p needs no threshold. A histogram counts the tokens of a row by their
+probability. From it follows a bound below which no token is kept, and what reaches the bound takes
+part in the race. If the winner is kept, it is the first of the kept tokens as well: one program per
+row sums what comes before it, to find out. If the winner is not kept, all tokens from it on are
+out, and the rest is asked again. This is rejection as in FlashInfer's sampling (Ye et al., 2025),
+with one id whatever the order. It is rare, as the bound leaves hardly more than what is kept.
+Blocks without a likely token are not read again.
 
 Shapes: B rows, V vocabulary, N blocks per row.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -41,211 +45,413 @@ from llama.ops.triton.sample_rows import (
     uniform_of,
 )
 
-_MAX_BLOCKS, _MIN_BLOCK = 128, 1024  # per row, tokens
-_BINS = 256  # of probability
-_CHUNK = 8192  # tokens that one program looks at together
+_MAX_BLOCKS = 128  # blocks of a row
+_MIN_BLOCK = 1024  # tokens of a block
+_BINS = 256  # bins of a row's histogram of probabilities
+_CHUNK = 8192  # tokens that one program reads at once
+
+
+class _Blocks(NamedTuple):
+    """How rows are divided: into `num_blocks` of `size` tokens, a power of 2."""
+
+    size: int
+    num_blocks: int
+
+    @classmethod
+    def of(cls, vocab_size: int) -> "_Blocks":
+        min_size = -(-vocab_size // _MAX_BLOCKS)
+        size = max(_MIN_BLOCK, triton.next_power_of_2(min_size))
+        return cls(size, -(-vocab_size // size))
+
+    @property
+    def padded_count(self) -> int:
+        return max(16, int(triton.next_power_of_2(self.num_blocks)))
 
 
 @launcher
 def top_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, V) float32 -> (B) maxima, NaN where there is one, and (B) int64 first places of them, -1
-    where the maximum is not finite."""
-    logits = _rows_in_one_piece(logits)
-    (b, v), (block, n) = logits.shape, _blocks(logits)
-    maxima = logits.new_empty(b, n)
-    places = logits.new_empty(b, n, dtype=torch.int32)
-    row_max, ids = logits.new_empty(b), logits.new_empty(b, dtype=torch.int64)
-    block_tops[b, n](logits, maxima, places, logits.stride(0), v, BLOCK=block)
-    row_tops[b,](maxima, places, row_max, ids, n, N=_padded(n))
+    """Return the maxima of rows, and their first indices.
+
+    Args:
+        logits: (B, V) float32.
+
+    Returns:
+        (B) maxima, NaN where a row has one, and (B) int64 indices, -1 where the maximum is not
+        finite.
+    """
+    logits = _with_contiguous_rows(logits)
+    b, v = logits.shape
+    blocks = _Blocks.of(v)
+    maxima = logits.new_empty(b, blocks.num_blocks)
+    indices = logits.new_empty(b, blocks.num_blocks, dtype=torch.int32)
+    row_max = logits.new_empty(b)
+    ids = logits.new_empty(b, dtype=torch.int64)
+    n = blocks.num_blocks
+    block_tops[b, n](
+        logits,
+        maxima,
+        indices,
+        logits.stride(0),
+        v,
+        BLOCK=blocks.size,
+    )
+    row_tops[b,](
+        maxima,
+        indices,
+        row_max,
+        ids,
+        n,
+        N=blocks.padded_count,
+    )
     return row_max, ids
 
 
 @launcher
-def choose(logits: Tensor, rules: Tensor, *, is_filtered: bool) -> Tensor:
-    """(B, V) float32 logits, rules (B, 6) of `pack_params`, on the device -> (B) int64 ids.
+def choose(logits: Tensor, packed_params: Tensor, *, is_filtered: bool) -> Tensor:
+    """Choose a token for each row: the top one for greedy rows, a draw for the others.
 
-    Greedy rows take the top token, the others a draw; -1 as in `Sampled`. is_filtered: whether any
-    row may have some; without, their kernels are not launched.
+    Args:
+        logits: (B, V) float32.
+        packed_params: (B, 6) int64 of `llama.ops.sample.pack_params`, on the device of the logits.
+        is_filtered: Whether any row may have filters. If none has, their kernels do not run.
+
+    Returns:
+        (B) int64 ids, -1 where a row has no finite maximum.
     """
-    logits = _rows_in_one_piece(logits)
+    logits = _with_contiguous_rows(logits)
     row_max, ids = top_tokens(logits)
-    (b, v), (block, n) = logits.shape, _blocks(logits)
-    assert rules.shape == (b, NUM_PARAMS.value) and rules.is_contiguous(), rules.shape
+    b, v = logits.shape
+    blocks = _Blocks.of(v)
+    n = blocks.num_blocks
+    assert packed_params.shape == (b, NUM_PARAMS.value) and packed_params.is_contiguous(), (
+        packed_params.shape
+    )
     maxima = logits.new_empty(b, n)
     bins = logits.new_zeros(b if is_filtered else 0, _BINS, dtype=torch.int32)
     totals, bounds = logits.new_empty(2, b, dtype=torch.int64)
-    row, stride = (logits, row_max, rules), logits.stride(0)  # what each kernel reads of its row
+    row = (logits, row_max, packed_params)  # what each kernel reads of its row
+    stride = logits.stride(0)
     if is_filtered:
         sums = logits.new_empty(b, n, dtype=torch.int64)
-        block_sums[b, n](*row, sums, maxima, bins, stride, v, BLOCK=block, BINS=_BINS)
-        row_bounds[b,](rules, sums, bins, totals, bounds, n, N=_padded(n), BINS=_BINS)
+        block_sums[b, n](
+            *row,
+            sums,
+            maxima,
+            bins,
+            stride,
+            v,
+            BLOCK=blocks.size,
+            BINS=_BINS,
+        )
+        row_bounds[b,](
+            packed_params,
+            sums,
+            bins,
+            totals,
+            bounds,
+            n,
+            N=blocks.padded_count,
+            BINS=_BINS,
+        )
     finishes = logits.new_empty(b, n, dtype=torch.float64)
     firsts = logits.new_empty(b, n, dtype=torch.int32)
-    sizes = {"BLOCK": block, "FILTERS": is_filtered}
-    chunk = min(max(_CHUNK, block), block * triton.next_power_of_2(n))
+    sizes = {"BLOCK": blocks.size, "FILTERS": is_filtered}
     block_races[b, n](*row, maxima, bounds, finishes, firsts, stride, v, **sizes)
+    chunk = min(max(_CHUNK, blocks.size), blocks.size * triton.next_power_of_2(n))
     pick[b,](
-        *row, maxima, bins, totals, finishes, firsts, ids, stride, v, n, **sizes, N=_padded(n),
-        BINS=_BINS, CHUNK=chunk, num_warps=max(4, chunk // 512),
-    )  # fmt: skip
+        *row,
+        maxima,
+        bins,
+        totals,
+        finishes,
+        firsts,
+        ids,
+        stride,
+        v,
+        n,
+        **sizes,
+        N=blocks.padded_count,
+        BINS=_BINS,
+        CHUNK=chunk,
+        num_warps=max(4, chunk // 512),
+    )
     return ids
 
 
-def _rows_in_one_piece(logits: Tensor) -> Tensor:
+def _with_contiguous_rows(logits: Tensor) -> Tensor:
     assert logits.dtype is torch.float32, logits.dtype
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _blocks(logits: Tensor) -> tuple[int, int]:
-    """The size of a row's blocks, a power of 2, and how many there are."""
-    v = logits.shape[1]
-    block = max(_MIN_BLOCK, triton.next_power_of_2(-(-v // _MAX_BLOCKS)))
-    return block, -(-v // block)
-
-
-def _padded(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
-
-
 @triton.jit
-def _chunk(logits, begin, v, CHUNK: tl.constexpr):
+def _chunk(
+    logits: tl.tensor, begin: tl.tensor, v: tl.tensor, CHUNK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Load CHUNK logits of a row; return them and their ids."""
     cols = begin + tl.arange(0, CHUNK)
     return tl.load(logits + cols, mask=cols < v, other=-float("inf")), cols
 
 
 @triton.jit
-def _is_before(probs, ids, prob, id):
-    """Which tokens come before one, from the likeliest down, of equal ones from the first up."""
+def _is_before(probs: tl.tensor, ids: tl.tensor, prob: tl.tensor, id: tl.tensor) -> tl.tensor:
+    """Return which tokens come before one: the likelier, and of equal ones those of lower id."""
     return (probs > prob) | ((probs == prob) & (ids < id))
 
 
 @triton.jit
-def _race(logits, block, top, rate, uniform, prob, id, v, BLOCK: tl.constexpr):
-    """Of a block's tokens before a pivot: who is first, and when; infinity where there is none."""
+def _race(
+    logits: tl.tensor,
+    block: tl.tensor,
+    top: tl.tensor,
+    rate: tl.tensor,
+    uniform: tl.tensor,
+    prob: tl.tensor,
+    id: tl.tensor,
+    v: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the earliest arrival among a block's tokens before a pivot, and that token.
+
+    The pivot is a token by its probability and id. The arrival is infinity where there is none.
+    """
     x, cols = _chunk(logits, block * BLOCK, v, BLOCK)
     probs = to_fixed(probs_of(x, top, rate))
     is_in = _is_before(probs, cols, prob, id)
-    return first_of(finishes_of(tl.where(is_in, probs, 0), block * BLOCK, uniform), cols, v)
+    finishes = finishes_of(tl.where(is_in, probs, 0), block * BLOCK, uniform)
+    best, first = first_of(finishes, cols, v)
+    return best, first
 
 
 @triton.jit
 def block_races(
-    logits, row_max, rules, maxima, bounds, finishes, firsts, stride, v, BLOCK: tl.constexpr,
+    logits: tl.tensor,
+    row_max: tl.tensor,
+    packed_params: tl.tensor,
+    maxima: tl.tensor,
+    bounds: tl.tensor,
+    finishes: tl.tensor,
+    firsts: tl.tensor,
+    stride: tl.tensor,
+    v: tl.tensor,
+    BLOCK: tl.constexpr,
     FILTERS: tl.constexpr,
-):  # fmt: skip
-    """Of each row that draws: who of a block is first, of what reaches the row's bound."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    top, rate = tl.load(row_max + row), rate_of(rules, row)
-    at, bound, is_in = row * tl.num_programs(1) + block, tl.full((), 1, tl.int64), rate > 0
+) -> None:
+    """Write the earliest arrival and its token, among the tokens of a block that reach the bound.
+
+    Rows that are not sampled, and blocks without such a token, take no part.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    top = tl.load(row_max + row)
+    rate = rate_of(packed_params, row)
+    at = row * tl.num_programs(1) + block
+    bound = tl.full((), 1, tl.int64)
+    is_in = rate > 0
     if FILTERS:
         bound = tl.load(bounds + row)
         is_in = to_fixed(tl.load(maxima + at)) >= bound
         tl.store(finishes + at, float("inf"))
     if is_sampled(top, rate) & is_in:
-        own, uniform = logits + row * stride, uniform_of(rules, row)
-        best, first = _race(own, block, top, rate, uniform, bound, v, v, BLOCK)
+        row_logits = logits + row * stride
+        uniform = uniform_of(packed_params, row)
+        best, first = _race(row_logits, block, top, rate, uniform, bound, v, v, BLOCK)
         tl.store(finishes + at, best)
         tl.store(firsts + at, first)
 
 
 @triton.jit
-def _place_of(counts, k):
-    """Of ascending numbers, counted: the k-th largest, 0 where there are fewer; and which it is of
-    its equals."""
-    places = tl.arange(0, counts.shape[0])
+def _kth_index(counts: tl.tensor, k: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Find the k-th largest of a multiset, which is given as counts of ascending values.
+
+    Returns:
+        The index of its value, 0 where there are fewer, and its rank among its equals.
+    """
+    indices = tl.arange(0, counts.shape[0])
     reaching = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    place = tl.max(tl.where(reaching >= k, places, 0), 0)
-    return place, k - tl.sum(tl.where(places > place, counts, 0), 0)
+    index = tl.max(tl.where(reaching >= k, indices, 0), 0)
+    larger = tl.where(indices > index, counts, 0)
+    return index, k - tl.sum(larger, 0)
 
 
 @triton.jit
 def _kth(
-    logits, maxima, bins, top, rate, k, v, n, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    logits: tl.tensor,
+    maxima: tl.tensor,
+    bins: tl.tensor,
+    top: tl.tensor,
+    rate: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    n: tl.tensor,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The k-th largest probability of a row, 0 where fewer count: the bits of its float32 are found
-    from above, 11 by the bins, then 7 at a time."""
-    bin, k = _place_of(tl.load(bins + tl.arange(0, BINS)), k)
+) -> tl.tensor:
+    """Return the k-th largest probability of a row, 0 where fewer are counted.
+
+    The bits of its float32 are found from above: 11 by the bins, then 7 at a time.
+    """
+    bin, k = _kth_index(tl.load(bins + tl.arange(0, BINS)), k)
     bits = bin + FIRST_BIN
     if bin > 0:
         for nth in range(0, 3):
             counts = tl.zeros((128,), tl.int32)
             for first in range(0, n, CHUNK // BLOCK):
-                if _top_of(maxima, first, n, CHUNK // BLOCK) >= edge_of(bin):
+                if _max_of_blocks(maxima, first, n, CHUNK // BLOCK) >= edge_of(bin):
                     x, _cols = _chunk(logits, first * BLOCK, v, CHUNK)
-                    own = probs_of(x, top, rate).to(tl.int32, bitcast=True) >> (14 - 7 * nth)
-                    counts += tl.histogram(own & 127, 128, (own >> 7) == bits)
-            digit, k = _place_of(counts, k)
+                    prob_bits = probs_of(x, top, rate).to(tl.int32, bitcast=True)
+                    upper = prob_bits >> (14 - 7 * nth)
+                    counts += tl.histogram(upper & 127, 128, (upper >> 7) == bits)
+            digit, k = _kth_index(counts, k)
             bits = (bits << 7) + digit
     return tl.where(bin > 0, to_fixed(bits.to(tl.float32, bitcast=True)), 0)
 
 
 @triton.jit
-def _top_of(maxima, first, n, MANY: tl.constexpr):
-    """The largest probability of some blocks of a row."""
-    some = first + tl.arange(0, MANY)
-    return to_fixed(tl.max(tl.load(maxima + some, mask=some < n, other=0), 0))
+def _max_of_blocks(
+    maxima: tl.tensor, first: tl.tensor, n: tl.tensor, COUNT: tl.constexpr
+) -> tl.tensor:
+    """Return the largest probability of COUNT blocks of a row."""
+    blocks = first + tl.arange(0, COUNT)
+    probs = tl.load(maxima + blocks, mask=blocks < n, other=0)
+    return to_fixed(tl.max(probs, 0))
 
 
 @triton.jit
-def _weighed(logits, maxima, top, rate, floor, prob, id, v, n, CHUNK: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
-    """The sums of what is at least `floor` likely, and of all before a token, which is so too."""
-    mass, before = floor * 0, floor * 0
+def _sums(
+    logits: tl.tensor,
+    maxima: tl.tensor,
+    top: tl.tensor,
+    rate: tl.tensor,
+    floor: tl.tensor,
+    prob: tl.tensor,
+    id: tl.tensor,
+    v: tl.tensor,
+    n: tl.tensor,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the sum of all probabilities of at least `floor`, and of those before a token.
+
+    The token, given by its probability and id, reaches `floor` too.
+    """
+    mass = floor * 0
+    before = floor * 0
     for first in range(0, n, CHUNK // BLOCK):
-        if _top_of(maxima, first, n, CHUNK // BLOCK) >= floor:
+        if _max_of_blocks(maxima, first, n, CHUNK // BLOCK) >= floor:
             x, cols = _chunk(logits, first * BLOCK, v, CHUNK)
             probs = to_fixed(probs_of(x, top, rate))
             mass += tl.sum(tl.where(probs >= floor, probs, 0), 0)
-            before += tl.sum(tl.where(_is_before(probs, cols, prob, id), probs, 0), 0)
+            is_before = _is_before(probs, cols, prob, id)
+            before += tl.sum(tl.where(is_before, probs, 0), 0)
     return mass, before
 
 
 @triton.jit
+def _first_kept(
+    logits: tl.tensor,
+    packed_params: tl.tensor,
+    maxima: tl.tensor,
+    bins: tl.tensor,
+    totals: tl.tensor,
+    row: tl.tensor,
+    top: tl.tensor,
+    rate: tl.tensor,
+    finish: tl.tensor,
+    first: tl.tensor,
+    v: tl.tensor,
+    n: tl.tensor,
+    N: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Return the first token to arrive that the filters keep.
+
+    A token that is not kept, and all behind it, are out; its block then races without them.
+    finish and first are the arrivals of the blocks and their tokens.
+    """
+    blocks = tl.arange(0, N)
+    best, winner = first_of(finish, first, v)
+    is_kept = has_filters(packed_params, row) == 0
+    floor, top_k, top_p = filters_of(packed_params, row)
+    has_floor = (floor > 0) | (top_k > 0)
+    floor = tl.maximum(floor, 1)
+    uniform = uniform_of(packed_params, row)
+    if top_k > 0:
+        k = top_k.to(tl.int32)
+        kth = _kth(logits, maxima, bins, top, rate, k, v, n, BINS, CHUNK, BLOCK)
+        floor = tl.maximum(floor, kth)
+    pivot = floor
+    pivot_id = v
+    turns = 0
+    while (is_kept == 0) & (best < float("inf")) & (turns < v):  # it ends, whatever is in memory
+        turns += 1
+        prob = to_fixed(probs_of(tl.load(logits + winner), top, rate))
+        if _is_before(prob, winner, pivot, pivot_id):
+            min_prob = tl.where(has_floor, floor, prob)
+            mass, before = _sums(
+                logits, maxima, top, rate, min_prob, prob, winner, v, n, CHUNK, BLOCK
+            )
+            mass = tl.where(has_floor, mass, tl.load(totals + row))
+            is_kept = before <= share_of(mass, top_p)
+            pivot = prob
+            pivot_id = winner
+        if is_kept == 0:
+            block = winner // BLOCK
+            again, next = _race(logits, block, top, rate, uniform, pivot, pivot_id, v, BLOCK)
+            finish = tl.where(blocks == block, again, finish)
+            first = tl.where(blocks == block, next, first)
+            best, winner = first_of(finish, first, v)
+    return winner
+
+
+@triton.jit
 def pick(
-    logits, row_max, rules, maxima, bins, totals, finishes, firsts, ids, stride, v, n,
-    N: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    logits: tl.tensor,
+    row_max: tl.tensor,
+    packed_params: tl.tensor,
+    maxima: tl.tensor,
+    bins: tl.tensor,
+    totals: tl.tensor,
+    finishes: tl.tensor,
+    firsts: tl.tensor,
+    ids: tl.tensor,
+    stride: tl.tensor,
+    v: tl.tensor,
+    n: tl.tensor,
+    N: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
     FILTERS: tl.constexpr,
-):  # fmt: skip
-    """The id of a row that draws: of those that are first in their blocks, the first that is kept.
-    One that is not kept, and all behind it, are out, and its block races anew."""
+) -> None:
+    """Write the id of a row that draws: the first of the blocks' first tokens that is kept."""
     row = tl.program_id(0).to(tl.int64)
-    top, rate = tl.load(row_max + row), rate_of(rules, row)
+    top = tl.load(row_max + row)
+    rate = rate_of(packed_params, row)
     if is_sampled(top, rate):
         blocks = tl.arange(0, N)
         finish = tl.load(finishes + row * n + blocks, mask=blocks < n, other=float("inf"))
         first = tl.load(firsts + row * n + blocks, mask=finish < float("inf"), other=v - 1)
-        best, winner = first_of(finish, first, v)
+        _best, winner = first_of(finish, first, v)
         if FILTERS:
-            is_kept = has_filters(rules, row) == 0
-            floor, top_k, top_p = filters_of(rules, row)
-            has_floor = (floor > 0) | (top_k > 0)
-            logits, maxima = logits + row * stride, maxima + row * n
-            floor, uniform = tl.maximum(floor, 1), uniform_of(rules, row)
-            if top_k > 0:
-                kth = _kth(
-                    logits, maxima, bins + row * BINS, top, rate, top_k.to(tl.int32), v, n, BINS,
-                    CHUNK, BLOCK,
-                )  # fmt: skip
-                floor = tl.maximum(floor, kth)
-            pivot, pivot_id, turns = floor, v, 0
-            while (is_kept == 0) & (best < float("inf")) & (turns < v):  # it ends, come what may
-                turns += 1
-                prob = to_fixed(probs_of(tl.load(logits + winner), top, rate))
-                if _is_before(prob, winner, pivot, pivot_id):
-                    least = tl.where(has_floor, floor, prob)
-                    mass, before = _weighed(
-                        logits, maxima, top, rate, least, prob, winner, v, n, CHUNK, BLOCK
-                    )
-                    mass = tl.where(has_floor, mass, tl.load(totals + row))
-                    is_kept = before <= share_of(mass, top_p)
-                    pivot, pivot_id = prob, winner
-                if is_kept == 0:
-                    block = winner // BLOCK
-                    again, next = _race(
-                        logits, block, top, rate, uniform, pivot, pivot_id, v, BLOCK
-                    )
-                    finish = tl.where(blocks == block, again, finish)
-                    first = tl.where(blocks == block, next, first)
-                    best, winner = first_of(finish, first, v)
+            winner = _first_kept(
+                logits + row * stride,
+                packed_params,
+                maxima + row * n,
+                bins + row * BINS,
+                totals,
+                row,
+                top,
+                rate,
+                finish,
+                first,
+                v,
+                n,
+                N,
+                BINS,
+                CHUNK,
+                BLOCK,
+            )
         tl.store(ids + row, winner.to(tl.int64))

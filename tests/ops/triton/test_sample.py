@@ -83,7 +83,7 @@ FLAT = {
 def calls(monkeypatch) -> list[str]:
     """What pick does, in order: a token is weighed by all before it, a block races anew."""
     found: list[str] = []
-    for name in ("_kth", "_weighed", "_race"):
+    for name in ("_kth", "_sums", "_race"):
         real = getattr(gpu, name)
 
         def noted(*args: Any, real: Any = real, name: str = name) -> Any:
@@ -110,7 +110,7 @@ def test_where_all_tokens_are_likely_few_are_weighed(monkeypatch, calls, name, r
     monkeypatch.setattr(gpu, "_CHUNK", 1024)
     wanted, found = both(FLAT[name].repeat(6, 1), [row] * 6, random.Random(4))
     assert found == wanted
-    assert 6 <= calls.count("_weighed") <= 6 * most
+    assert 6 <= calls.count("_sums") <= 6 * most
     assert calls.count("_race") <= 6 * (3 + 2 * most)
     assert calls.count("_kth") == (6 if row.top_k else 0)
 
