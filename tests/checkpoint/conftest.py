@@ -1,4 +1,4 @@
-"""Fixtures of the checkpoint tests: a good folder of each layout, to break."""
+"""Fixtures of the checkpoint tests: a good folder of each layout, which tests may damage."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from helpers.weights import PARAMS, STATE, hf_model
 
 @pytest.fixture
 def meta(tmp_path) -> Path:
-    """A good checkpoint of two shards, to break."""
+    """A good checkpoint of two shards, which a test may damage."""
     return write_meta(tmp_path / "model", PARAMS, STATE, 2)
 
 

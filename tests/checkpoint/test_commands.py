@@ -1,4 +1,4 @@
-"""`llama verify`, `reshard` and `convert` as a person meets them: what they say, and exit codes."""
+"""`llama verify`, `reshard` and `convert` from the command line: their output and exit codes."""
 
 import shlex
 

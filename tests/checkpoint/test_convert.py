@@ -1,4 +1,4 @@
-"""Checkpoints written again: transformers and Meta's Transformer read what was written."""
+"""Checkpoints that were converted or resharded are read by transformers and Meta's Transformer."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from llama.checkpoint.verify import verify
 
 
 @pytest.mark.parametrize("use_scaled_rope", [False, True])
-@pytest.mark.parametrize("num_shards", [1, 4])  # 4 shards of 2 kv heads: each head twice
+@pytest.mark.parametrize("num_shards", [1, 4])  # 4 shards of 2 kv heads: each head is stored twice
 def test_meta_to_hugging_face_keeps_the_logits(
     tmp_path, metas_world, monkeypatch, use_scaled_rope, num_shards
 ):
@@ -106,7 +106,7 @@ def test_hugging_face_to_meta_and_back(tmp_path, metas_world, tied, dtype):
     if dtype == torch.float32:
         expected = oracle.model(metas_state(theirs), params).forward(tokens_of(), 0)
         torch.testing.assert_close(hf_logits(theirs, tokens_of()), expected, atol=1e-4, rtol=1e-4)
-    (tmp_path / "meta" / "tokenizer.json").unlink()  # on this way it would be read
+    (tmp_path / "meta" / "tokenizer.json").unlink()  # this conversion would read it
     convert.convert(tmp_path / "meta", tmp_path / "back")
     before = load_file(tmp_path / "hf" / "model.safetensors")
     after = load_file(tmp_path / "back" / "model.safetensors")
@@ -122,7 +122,10 @@ def test_hugging_face_to_meta_and_back(tmp_path, metas_world, tied, dtype):
     [(1, torch.bfloat16), (2, torch.float32), (8, torch.bfloat16), (8, torch.float32)],
 )
 def test_reshard_there_and_back_is_the_identity(tmp_path, count, dtype):
-    """Eight shards of four kv heads hold each head twice, and params.json stays as it is."""
+    """Resharding there and back is the identity.
+
+    Eight shards of four kv heads hold each head twice, and params.json is unchanged.
+    """
     source = write_meta(tmp_path / "a", PARAMS, STATE, count, dtype)
     (source / "tokenizer.model").write_bytes(b"words")
     state = {name: tensor.to(dtype) for name, tensor in STATE.items()}
@@ -165,7 +168,7 @@ def test_nothing_of_the_users_is_overwritten(meta, tmp_path):
             write()
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
     (out / "thesis.txt").unlink()
-    convert.reshard(meta, out, 4)  # an empty folder is as good as none
+    convert.reshard(meta, out, 4)  # an existing empty folder is accepted
     assert verify(out)
 
 
@@ -189,7 +192,9 @@ def test_a_full_disk_is_told_before_writing(meta, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("layout", ["meta", "hf"])
 def test_a_matrix_stored_once_is_written_once(tmp_path, layout):
-    """Resharded or converted, a tied model stays tied, and its files hold the matrix once."""
+    """A matrix stored once is written once: a tied model stays tied when it is resharded or
+    converted.
+    """
     if layout == "hf":
         hf_model(tie_word_embeddings=True).save_pretrained(tmp_path / "in")
         convert.convert(tmp_path / "in", tmp_path / "out")

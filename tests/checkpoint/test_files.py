@@ -1,4 +1,4 @@
-"""One file of tensors: mapped, read, and refused where it is something else."""
+"""One file of tensors: mapped, read, and refused if it is something else."""
 
 import json
 import os
@@ -41,7 +41,10 @@ def test_a_file_cut_while_it_is_read_is_named(tmp_path, device):
 
 
 def test_a_pth_with_two_entries_of_one_name_is_refused(meta):
-    """torch takes one of them, and a program that looks the file over may see the other."""
+    """A .pth with two entries of one name is refused.
+
+    torch takes one of them, and a program that scans the file may see the other.
+    """
     path = meta / "consolidated.01.pth"
     with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
         record = archive.infolist()[-1].filename
@@ -51,7 +54,7 @@ def test_a_pth_with_two_entries_of_one_name_is_refused(meta):
 
 
 class Evil:
-    """Unpickled, it makes a file: what an attacker's code would do is only longer."""
+    """A pickle payload that creates a file, in place of an attacker's code."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -102,7 +105,11 @@ def test_a_file_that_is_no_shard(meta, spoil, message):
     ids=["meta", "sparse", "number", "no name", "long name"],
 )
 def test_an_entry_that_is_no_weight(tmp_path, entry):
-    """A meta tensor was a NotImplementedError at the first copy; a long name was quoted whole."""
+    """A zip entry that is not a weight is refused with a short error.
+
+    Past faults: a meta tensor raised NotImplementedError at the first copy, and a long name was
+    quoted in full.
+    """
     torch.save(entry, tmp_path / "a.pth")
     with pytest.raises(ValueError, match=r"a\.pth: the entry .* is not a tensor .*down") as error:
         open_tensors(tmp_path / "a.pth")
@@ -110,7 +117,9 @@ def test_an_entry_that_is_no_weight(tmp_path, entry):
 
 
 def safetensors_of(spans: dict[str, tuple[int, int]], num_bytes: int) -> bytes:
-    """A .safetensors, by its documentation: length, JSON header, then the bytes of the tensors."""
+    """Return a .safetensors built from its documentation: length, JSON header, then the tensors'
+    bytes.
+    """
     entries = {
         name: {"dtype": "F32", "shape": [(end - start) // 4], "data_offsets": [start, end]}
         for name, (start, end) in spans.items()
@@ -122,10 +131,10 @@ def safetensors_of(spans: dict[str, tuple[int, int]], num_bytes: int) -> bytes:
 @pytest.mark.parametrize(
     ("spans", "num_bytes"),
     [
-        ({"a": (0, 8), "b": (4, 12)}, 12),  # overlapping
-        ({"a": (0, 8), "b": (12, 16)}, 16),  # a gap
-        ({"a": (0, 8), "b": (8, 16)}, 12),  # past the end
-        ({"a": (0, 8)}, 12),  # bytes that belong to no tensor
+        ({"a": (0, 8), "b": (4, 12)}, 12),  # overlapping ranges
+        ({"a": (0, 8), "b": (12, 16)}, 16),  # a gap between ranges
+        ({"a": (0, 8), "b": (8, 16)}, 12),  # a range past the end
+        ({"a": (0, 8)}, 12),  # bytes that no tensor uses
     ],
 )
 def test_a_safetensors_header_must_describe_the_file_exactly(tmp_path, spans, num_bytes):

@@ -1,4 +1,4 @@
-"""Which files of a folder are the model, and what is said where they are not."""
+"""Which files of a folder are the model, and the errors for a folder without one."""
 
 import json
 import os
@@ -19,7 +19,10 @@ from llama.tokenizer import Tokenizer
 
 
 def test_the_layout_follows_from_the_files(meta, hugging):
-    """Meta's files in `original/`, as Hugging Face ships them, go first; names do not matter."""
+    """The layout follows from the files, whatever their names.
+
+    Meta's files in `original/`, where Hugging Face puts them, take precedence.
+    """
     assert find(str(hugging)).layout == "hf"
     shutil.move(meta, hugging / "original")
     found = find(hugging)
@@ -27,7 +30,10 @@ def test_the_layout_follows_from_the_files(meta, hugging):
 
 
 def test_shards_go_by_number_not_by_name(tmp_path):
-    """sorted(glob("*.pth")), as in the reference, puts shard 10 before shard 9 here."""
+    """Shards are ordered by number, not by name.
+
+    sorted(glob("*.pth")), as in the reference, puts shard 10 before shard 9 here.
+    """
     params = PARAMS | {"n_heads": 16, "n_kv_heads": 16}
     folder = write_meta(tmp_path, params, random_state(params), 16)
     for i in range(10):
@@ -42,7 +48,10 @@ def test_shards_go_by_number_not_by_name(tmp_path):
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_one_matrix_stored_under_two_names_is_held_once(tmp_path, num_shards):
-    """As in Meta's files of 3.2 1B and 3B, whose params.json does not say so."""
+    """A matrix stored under two names is loaded once.
+
+    Meta's files of 3.2 1B and 3B are like this, and their params.json does not mention it.
+    """
     state = STATE | {"output.weight": STATE["tok_embeddings.weight"]}
     untied = find(write_meta(tmp_path / "untied", PARAMS, state, num_shards))
     folder = write_meta(tmp_path / "tied", PARAMS, state, num_shards)
@@ -57,7 +66,8 @@ def test_one_matrix_stored_under_two_names_is_held_once(tmp_path, num_shards):
     assert sizes[1] - sizes[0] == state["output.weight"].numel()
     tokens = torch.tensor([[3, 1, 2]])
     torch.testing.assert_close(*(model(tokens, 0) for model in models))
-    assert len(verify(folder)) == num_shards + 1  # where nothing is held, both names are there
+    # nothing is deduplicated here, so both names are present
+    assert len(verify(folder)) == num_shards + 1
     change_json(untied.params_path, tied_output=True)
     with pytest.raises(ValueError, match=r"'output\.weight' has no place .* output is not tied"):
         loaded(find(untied.folder))
@@ -134,7 +144,11 @@ def test_a_folder_that_is_no_checkpoint(meta, spoil, kind, message):
     ],
 )
 def test_a_small_file_that_is_huge_is_not_read(meta, hugging, name):
-    """3 GB of zeros took 25 s to be told not to be JSON. Here it is as little as is refused."""
+    """A small compressed file with huge contents is not read in full.
+
+    A past fault: 3 GB of zeros took 25 s to be refused as invalid JSON. The file here is barely
+    over the limit.
+    """
     folder = hugging if name in ("config.json", "model.safetensors.index.json") else meta
     with (folder / name).open("wb") as file:
         file.write(b"7" * 512)
@@ -168,7 +182,11 @@ HUGE = "k" * 10_000_000
     ids=range(14),
 )
 def test_absurd_params_are_one_short_error(meta, text, message):
-    """They were a RecursionError, a RuntimeError, a minute of work, or a message of 10 MB."""
+    """Absurd params give one short error.
+
+    A past fault: they gave a RecursionError, a RuntimeError, a minute of work, or a message of 10
+    MB.
+    """
     (meta / "params.json").write_text(text)
     with pytest.raises(ValueError, match=rf"params\.json.*{message}") as error:
         find(meta)
@@ -176,7 +194,7 @@ def test_absurd_params_are_one_short_error(meta, text, message):
 
 
 @pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
-@pytest.mark.timeout(60)  # to open a pipe waits for a writer
+@pytest.mark.timeout(60)  # opening a pipe waits for a writer
 def test_a_pipe_is_not_waited_for(meta, name):
     (meta / name).unlink()
     os.mkfifo(meta / name)
@@ -194,7 +212,7 @@ def test_a_program_of_executorch_is_refused_with_what_to_take(tmp_path):
 
 
 def test_a_link_to_nothing_is_a_missing_file(meta):
-    """As a download cache leaves them that was cleared."""
+    """A dangling link, which a cleared download cache leaves, is reported as a missing file."""
     (meta / "consolidated.00.pth").unlink()
     (meta / "consolidated.00.pth").symlink_to(meta / "gone")
     with pytest.raises(FileNotFoundError, match=r"consolidated\.00\.pth is missing: download it"):
@@ -202,7 +220,11 @@ def test_a_link_to_nothing_is_a_missing_file(meta):
 
 
 def test_a_path_that_is_not_utf8_is_refused_in_words_that_travel(tmp_path, metas_world):
-    """torch opens no such file, and the error that said so could not be sent to the other ranks."""
+    """A path that is not UTF-8 is refused with a message that can be encoded.
+
+    torch cannot open such a file, and a past fault was that its error could not be sent to other
+    ranks.
+    """
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     write_meta(tmp_path / "model", PARAMS, STATE).rename(folder)
     with pytest.raises(ValueError, match=r"caf\\udce9 is not UTF-8: rename the folder") as error:
@@ -210,14 +232,17 @@ def test_a_path_that_is_not_utf8_is_refused_in_words_that_travel(tmp_path, metas
     str(error.value).encode()
     with pytest.raises(FileNotFoundError, match=r"caf\\udce9"):
         check_download(folder / "nothing")
-    raw = FileNotFoundError(f"{folder} is missing")  # as Python's own errors are
+    raw = FileNotFoundError(f"{folder} is missing")  # in the form of Python's own errors
     parallel = ModelParallel(world=torch.distributed.group.WORLD)
     with pytest.raises(FileNotFoundError), parallel.agree("the checkpoint", world=True):
         raise raw
 
 
 def test_what_was_found_cannot_be_changed(meta):
-    """A build that wrote its sizes into the checkpoint changed the next build from it."""
+    """A located checkpoint cannot be modified.
+
+    A past fault: a build that wrote its sizes into the checkpoint affected the next build from it.
+    """
     params = find(meta).params
     with pytest.raises(FrozenInstanceError):
         params.max_seq_len = 7  # type: ignore[misc]

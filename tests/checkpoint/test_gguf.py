@@ -1,4 +1,4 @@
-"""GGUF files that llama.cpp's package `gguf` wrote: blocks, shares, tokenizer, bad files."""
+"""GGUF files written by llama.cpp's package `gguf`: blocks, shares, tokenizer, and bad files."""
 
 import functools
 import math
@@ -71,8 +71,10 @@ def pack_into(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """The files that most tests read: one model in one file and in three parts, and its twin in
-    Meta's layout with the numbers that `gguf` reads."""
+    """The files that most tests read: one model in one file and in three parts, and a reference.
+
+    The reference is in Meta's layout, with the values that `gguf` reads.
+    """
     folder = tmp_path_factory.mktemp("gguf")
     write_byte_tokenizer(folder)
     vocabulary = folder / "tokenizer.model"
@@ -84,7 +86,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(folder, tmp_path) -> Path:
-    """A file to break."""
+    """A copy of the file that a test may damage."""
     return Path(shutil.copyfile(folder / "one.gguf", tmp_path / "model.gguf"))
 
 
@@ -121,7 +123,9 @@ def test_a_share_of_columns_reads_the_blocks_that_hold_it(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_each_rank_holds_its_slices_of_what_the_file_stands_for(folder, size):
-    """With 4 ranks, columns are cut inside blocks of 256."""
+    """Each rank loads its slices of the matrices; with 4 ranks, columns are cut inside blocks of
+    256.
+    """
     state = torch.load(folder / "meta" / "consolidated.00.pth", weights_only=True)
     for rank in range(size):
         model = loaded(find(folder / "one.gguf"), rank, size)
@@ -129,7 +133,7 @@ def test_each_rank_holds_its_slices_of_what_the_file_stands_for(folder, size):
 
 
 def in_codes(path: Path, rank: int = 0, size: int = 1) -> Transformer:
-    """Loaded as a build does on the CPU where nothing else is asked for."""
+    """Load in codes, as a build on the CPU does by default."""
     found = replace(find(path), in_codes=True)
     parallel = ModelParallel(Placement(rank=rank, size=size))
     model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
@@ -138,7 +142,7 @@ def in_codes(path: Path, rank: int = 0, size: int = 1) -> Transformer:
 
 
 def expect_exact(model: Transformer, state: dict[str, torch.Tensor], params: dict) -> set[str]:
-    """Every matrix holds its rank's numbers, in float32; returns the classes of all."""
+    """Check that every matrix has its rank's values in float32; return the classes of all."""
     rank, size, kinds = model.parallel.rank, model.parallel.size, set()
     for module in model.modules():
         if isinstance(module, Matrix):
@@ -155,7 +159,10 @@ needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AV
 @needs_kernels
 @pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
 def test_scales_of_blocks_of_256_are_held_in_ten_bits(name):
-    """Those of Q6_K go from -128 to 127, times a number of either sign."""
+    """Ten bits suffice for the scales of blocks of 256.
+
+    Scales of Q6_K range from -128 to 127 and are multiplied by a number of either sign.
+    """
     matrix = matrix_of(name, random_blocks(name, 64, 512, std=0.02), 512)
     coded = matrix.read(slice(0, 64), slice(0, 512), CPU)
     weight = cast(GroupedWeight, packed(coded))
@@ -166,7 +173,10 @@ def test_scales_of_blocks_of_256_are_held_in_ten_bits(name):
 @needs_kernels
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_the_cpu_matrices_stay_as_the_file_has_them(folder, size):
-    """4 bits in 4, 8 in 8, the rest in 6: wqkv too, whose parts are of two kinds."""
+    """On the CPU matrices keep the precision of the file: 4 bits in 4, 8 in 8, the rest in 6.
+
+    This includes wqkv, whose parts have different block types.
+    """
     state = torch.load(folder / "meta" / "consolidated.00.pth", weights_only=True)
     for rank in range(size):
         model = in_codes(folder / "one.gguf", rank, size)
@@ -177,7 +187,7 @@ def test_on_the_cpu_matrices_stay_as_the_file_has_them(folder, size):
         }
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         found = replace(find(folder / "one.gguf"), in_codes=True)
-        cpu, gpu = torch.device("cpu"), torch.device("cuda")  # which takes six bits as bytes
+        cpu, gpu = torch.device("cpu"), torch.device("cuda")  # a GPU takes six bits as bytes
         assert bytes_of(found, Placement(size=size), torch.bfloat16, None, cpu) == held
         more = sum(
             x.weight.values.nbytes // 3
@@ -194,7 +204,11 @@ def test_on_the_cpu_matrices_stay_as_the_file_has_them(folder, size):
 @needs_kernels
 @pytest.mark.parametrize("name", SCALES)
 def test_blocks_go_from_a_file_into_a_weight(name, tmp_path):
-    """All of a matrix, and some rows and columns; in bytes, where other kinds stand beside them."""
+    """Blocks go from a file into a weight.
+
+    Whole matrices and some of their rows and columns are read; they are stored in bytes where the
+    matrix has parts of other types.
+    """
     data, path = random_blocks(name, 96, 1024, std=0.02), tmp_path / "blocks"
     path.write_bytes(b"head" + data.tobytes())
     matrix = matrix_of(name, data, 1024, path, offset=4)
@@ -207,7 +221,8 @@ def test_blocks_go_from_a_file_into_a_weight(name, tmp_path):
             fill = functools.partial(pack_into, matrix, rows, columns)
             weight = packed(CodedRows(len(rows), like, lambda: pytest.fail("slow"), fill))
             assert torch.equal(cast(GroupedWeight, weight).exact(), exact)
-    assert not fill(like, 1, torch.empty(2, 1, dtype=torch.uint8), torch.empty(2, 1))  # of float32
+    # a float32 weight
+    assert not fill(like, 1, torch.empty(2, 1, dtype=torch.uint8), torch.empty(2, 1))
     path.write_bytes(data.tobytes()[: data.nbytes // 2])
     with pytest.raises(ValueError, match=r"blocks .* became shorter while it was read"):
         packed(CodedRows(len(rows), like, lambda: like, fill))
@@ -215,7 +230,9 @@ def test_blocks_go_from_a_file_into_a_weight(name, tmp_path):
 
 @needs_kernels
 def test_a_load_unpacks_the_first_rows_alone(folder, monkeypatch):
-    """The codes of a layer are more than its weights."""
+    """A load unpacks the first rows alone, because the codes of a layer are larger than its
+    weights.
+    """
     seen, unpack = [0], gguf_blocks._unpack
 
     def unpack_and_count(rows: torch.Tensor, tensor_type: TensorType) -> Coded:
@@ -255,7 +272,9 @@ def test_a_tied_matrix_is_held_once_and_a_part_in_floats_makes_a_matrix_bf16(tmp
 
 @needs_kernels
 def test_an_output_as_large_as_wo_is_cut_in_its_own_way(tmp_path):
-    """One along its rows, the other along its columns, and both of one kind."""
+    """lm_head is cut along its rows although wo, of the same size and type, is cut along its
+    columns.
+    """
     square = PARAMS | {"vocab_size": PARAMS["dim"], "n_layers": 1}
     state = write_gguf(tmp_path / "model.gguf", square, "Q4_0")
     for rank in range(2):
@@ -283,7 +302,7 @@ def test_files_of_one_kind_load(tmp_path, kind):
 
 
 def test_a_build_reads_the_header_once(folder, monkeypatch):
-    """A file of Llama 3 has 400,000 strings there."""
+    """A build reads the header once; that of Llama 3 has 400,000 strings."""
     seen, strings = [], _HeaderReader.strings
 
     def watched(reader: _HeaderReader, count: int) -> list[str]:
@@ -317,7 +336,10 @@ def test_a_build_says_what_the_file_is_and_reads_its_tokenizer(folder, tmp_path,
 
 
 def test_a_tied_model_with_scaled_rope(tmp_path):
-    """transformers knows llama3's frequencies; output.weight is left out."""
+    """A tied model with scaled RoPE is read.
+
+    transformers provides llama3's frequencies; output.weight is left out.
+    """
     path, sizes = tmp_path / "model.gguf", {"hidden_size": 256, "num_attention_heads": 8}
     plain, scaled = hf_model(**sizes), hf_model(**sizes, **scaled_rope(32.0))
     turns = [x.model.rotary_emb.inv_freq for x in (plain, scaled)]
@@ -347,14 +369,17 @@ def test_the_tokenizer_is_that_of_tokenizer_model(tmp_path, source):
 
 
 def test_convert_writes_hugging_faces_layout(folder, tmp_path):
-    """And from there Meta's: the values are the file's, rounded to bf16."""
+    """A GGUF file converts to Hugging Face's layout, and from there to Meta's.
+
+    The values are the file's, rounded to bf16.
+    """
     convert(folder / "one.gguf", tmp_path / "hf")
     from_hf(tmp_path / "hf")
     state = torch.load(folder / "meta" / "consolidated.00.pth", weights_only=True)
     rounded = {n: t.bfloat16() if t.dim() == 2 else t for n, t in state.items()}
     expect_shards(loaded(find(tmp_path / "hf")), rounded, PARAMS)
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
-    assert not (tmp_path / "hf" / "original").exists()  # the GGUF file is no tokenizer.model
+    assert not (tmp_path / "hf" / "original").exists()  # the GGUF file is not a tokenizer.model
     convert(tmp_path / "hf", tmp_path / "meta")
     expect_shards(loaded(find(tmp_path / "meta")), rounded, PARAMS)
     with pytest.raises(ValueError, match=r"one\.gguf is not in Meta's layout: convert it first"):
@@ -377,7 +402,7 @@ def test_a_missing_part_is_named(folder, tmp_path):
     shutil.copyfile(folder / name, tmp_path / name)
     with pytest.raises(FileNotFoundError, match=r"parts-00002-of-00003\.gguf and 1 more missing"):
         find(tmp_path)
-    for i in (2, 3):  # parts that were renamed
+    for i in (2, 3):  # renamed parts
         shutil.copyfile(folder / name, tmp_path / f"parts-0000{i}-of-00003.gguf")
     with pytest.raises(
         ValueError, match=r"parts-00002-of-00003\.gguf says that it is part 0 .from 0. of 3"
@@ -423,7 +448,7 @@ def test_another_tokenizer_is_refused(folder, tmp_path, key, value, message):
 
 
 def test_merges_in_another_order_are_another_tokenizer(tmp_path):
-    """Its ranks are not its ids."""
+    """Merges in another order make another tokenizer, whose ranks are not its ids."""
     path = tmp_path / "model.gguf"
     write_gguf(path, PARAMS, tokenizer=DEMO / "tokenizer.model")
     merges = read_header(path).metadata["tokenizer.ggml.merges"]
@@ -435,7 +460,9 @@ def test_merges_in_another_order_are_another_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_scale_that_is_no_number_is_named(tmp_path, at):
-    """In the last block: all are looked at."""
+    """A scale that is not a number is reported with its tensor; all blocks are checked, to the
+    last.
+    """
     path = tmp_path / "model.gguf"
     write_gguf(path, PARAMS, "Q4_1")
     info = read_header(path).tensors["blk.1.ffn_up.weight"]
@@ -466,15 +493,15 @@ MANY = (2**31).to_bytes(8, "little")
 @pytest.mark.parametrize(
     ("before", "skip"),
     [
-        (b"GGUF", 4),  # of tensors
-        (b"GGUF", 12),  # of pairs
-        (b"llama.block_count", -25),  # the length of a key
-        (b"tokenizer.ggml.model", 4),  # the length of a text
-        (b"tokenizer.ggml.tokens", 8),  # of an array of texts
-        (b"tokenizer.ggml.tokens", 16),  # the length of its first
-        (b"tokenizer.ggml.token_type", 8),  # of an array of numbers
-        (b"token_embd.weight", 4),  # of the columns of a tensor
-        (b"token_embd.weight", 24),  # where it begins
+        (b"GGUF", 4),  # number of tensors
+        (b"GGUF", 12),  # number of key-value pairs
+        (b"llama.block_count", -25),  # length of a key
+        (b"tokenizer.ggml.model", 4),  # length of a string
+        (b"tokenizer.ggml.tokens", 8),  # number of strings in an array
+        (b"tokenizer.ggml.tokens", 16),  # length of the array's first string
+        (b"tokenizer.ggml.token_type", 8),  # number of integers in an array
+        (b"token_embd.weight", 4),  # number of columns of a tensor
+        (b"token_embd.weight", 24),  # offset of a tensor
     ],
 )
 def test_a_number_beyond_the_file_is_an_error_at_once(copy, before, skip, number):
@@ -494,7 +521,10 @@ def test_a_file_type_that_is_no_number_is_that_of_the_tensors(tmp_path):
 
 
 def test_whatever_a_header_says_is_read_or_refused_with_the_file_s_name(copy):
-    """Cut at any byte, or some bytes changed, in the header of a good file."""
+    """A damaged header is read or refused with an error that names the file.
+
+    A good file is cut at any byte of its header, or some of the bytes there are changed.
+    """
     draw, good = random.Random(0), copy.read_bytes()
     length = min(info.offset for info in read_header(copy).tensors.values())
     refused = 0

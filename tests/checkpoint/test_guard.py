@@ -1,4 +1,4 @@
-"""Llama Guard is known by what lies beside its weights."""
+"""Llama Guard is recognized by the files beside its weights."""
 
 import json
 import os

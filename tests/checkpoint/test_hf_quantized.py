@@ -1,5 +1,8 @@
-"""Hugging Face's quantized weights, written by compressed-tensors and bitsandbytes, and those of
-AWQ, GPTQ, modelopt and fbgemm by packers of this file, whose words are compared with known ones."""
+"""Hugging Face's quantized weights of several libraries.
+
+compressed-tensors and bitsandbytes write theirs. Those of AWQ, GPTQ, modelopt and fbgemm come from
+packers in this file, whose packed words are compared with known ones.
+"""
 
 import functools
 import random
@@ -38,12 +41,13 @@ from llama.weights.coded import Coded
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 PARAMS = {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 128}
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ's: the neighbour that each four bits hold
+# AutoAWQ's order: the column offset that each group of four bits stores
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 Tensors = dict[str, Tensor]
 
 
 def words(codes: Tensor, bits: int, order: list[int] | None = None) -> Tensor:
-    """(M, L) codes -> (M, L * bits / 32) int32, the first in the lowest bits."""
+    """Pack codes (M, L) into int32 words (M, L * bits / 32), the first code in the lowest bits."""
     each = 32 // bits
     some = codes.long().unflatten(1, (-1, each))[..., order or list(range(each))]
     return (some << torch.arange(each) * bits).sum(-1).to(torch.int32)
@@ -58,7 +62,7 @@ def scales(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def fp8(weight: Tensor, blocks: tuple[int, int]) -> tuple[Tensors, Tensor]:
-    """blocks: how many scales along N and K."""
+    """Quantize to fp8, with `blocks` scales along N and K."""
     codes = (weight * 100).to(torch.float8_e4m3fn)
     unit = scales(*blocks)
     n, k = (size // count for size, count in zip(weight.shape, blocks, strict=True))
@@ -94,7 +98,7 @@ def by_compressed_tensors(weight: Tensor, form: str, **asked: Any) -> tuple[Tens
     scale, zero = calculate_qparams(groups.amin((1, 3)), groups.amax((1, 3)), args)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     library = BaseCompressor.get_value_from_registry(form)
-    scale = scale.bfloat16().float()  # as files have them: each product is exact
+    scale = scale.bfloat16().float()  # the type in files, so that each product is exact
     plain = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
     tensors = library.compress(plain, scheme)
     numbers = library.decompress(tensors, scheme)["weight"]
@@ -138,7 +142,7 @@ def gptq(
     group_of = torch.arange(k) // group
     group_of = group_of[torch.randperm(k)] if shuffled else group_of
     stored = words(zero.t(), bits)
-    if kind != "v2":  # GPTQ's own way: one is taken from each, over the whole word
+    if kind != "v2":  # GPTQ v1 stores zero points minus one, subtracted over the whole word
         stored = stored - sum(1 << i for i in range(0, 32, bits))
     tensors = {
         "qweight": words(q.t().reshape(k, n).t(), bits).t(),
@@ -190,11 +194,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "nf4 nested": (lambda w: nf4(w, nested=True), {"quant_method": "bitsandbytes"}),
 }
 EIGHT_BITS = {x for x in CASES if x.startswith(("fp8", "w8"))} | {"bnb int8", "gptq 8 bits"}
-IN_FLOATS = {"w4a16 act-order", "gptq v2 act-order"}  # their groups are not neighbours
+IN_FLOATS = {"w4a16 act-order", "gptq v2 act-order"}  # act-order groups are not contiguous
 
 
 def write(folder: Path, case: str) -> Tensors:
-    """A model in a quantized format; the numbers that it stands for, under Meta's names."""
+    """Write a model in a quantized format; return its values under Meta's names."""
     quantize, config = CASES[case]
     model, tensors = hf_model(**SIZES), {}
     for name, weight in model.state_dict().items():
@@ -217,18 +221,21 @@ def test_words_are_those_that_the_libraries_write():
         "0x76543210",
         "0x75316420",
     ]
-    half = torch.full((1, 8), 8)  # GPTQ's zero of a symmetric file
+    half = torch.full((1, 8), 8)  # the zero point of GPTQ's symmetric files
     assert hex(words(half, 4) - 0x11111111 & 0xFFFFFFFF) == "0x77777777"
 
 
 def int32(rows: str) -> Tensor:
-    """Words of eight hexadecimal digits, a row a line."""
+    """Parse words of eight hexadecimal digits, one row per line."""
     words = [[int(word, 16) for word in row.split()] for row in rows.splitlines()]
     return torch.tensor(words).to(torch.int32)
 
 
 def test_words_that_autoawq_has_packed():
-    """By version 0.2.9, which asks for another torch: (5 n + 3 k) % 16 over (7 n + 2 g) % 16."""
+    """The AWQ packer writes the words of AutoAWQ 0.2.9, which needs another version of torch.
+
+    The codes are (5 n + 3 k) % 16 and the zero points (7 n + 2 g) % 16.
+    """
     n, k = torch.arange(8)[:, None], torch.arange(4)
     parts = {
         "qweight": int32("39f5e4a0\n6c2817d3\n9f5b4a06\nc28e7d39"),
@@ -259,7 +266,10 @@ def test_words_that_autoawq_has_packed():
     ],
 )
 def test_words_that_gptqmodel_has_packed(bits, qweight, v1, v2):
-    """By version 7.7.0: (5 n + 3 k) % 2**bits over 1 + (7 n + 2 g) % (2**bits - 1)."""
+    """The GPTQ packer writes the words of GPTQModel 7.7.0.
+
+    The codes are (5 n + 3 k) % 2**bits and the zero points 1 + (7 n + 2 g) % (2**bits - 1).
+    """
     each, most = 32 // bits, 2**bits
     n, k = torch.arange(each)[:, None], torch.arange(2 * each)
     zero = 1 + (7 * n + 2 * (k // each)) % (most - 1)
@@ -286,7 +296,7 @@ def test_words_are_those_of_compressed_tensors(bits):
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_rank_holds_its_slices_of_what_the_files_stand_for(tmp_path, case):
-    """In float32, exactly; and on the CPU in their codes."""
+    """Each rank loads its slices of the matrices: exactly in float32, and as codes on the CPU."""
     state = write(tmp_path, case)
     found = find(tmp_path)
     for rank, size in ((0, 1), (1, 2), (3, 4)):
@@ -360,7 +370,8 @@ def test_what_does_not_fit_is_named(tmp_path, own, tensor, message):
                 {"weight_scale": torch.full((512, 8), 127, dtype=torch.uint8)},  # MXFP8
             ],
         ),
-        ("bnb int8", [{"weight_format": torch.tensor(2, dtype=torch.uint8)}]),  # of a GPU's tiles
+        # a tile layout for GPUs
+        ("bnb int8", [{"weight_format": torch.tensor(2, dtype=torch.uint8)}]),
         (
             "nf4 nested",
             [
@@ -396,7 +407,7 @@ def test_numbers_of_another_kind_are_refused_and_not_taken_for_those_that_are_kn
         with pytest.raises(ValueError, match=r"model\.safetensors: model\..*_proj has .*cannot be"):
             CheckpointReader(find(tmp_path))
         (tmp_path / "model.safetensors").write_bytes(content)
-    if case == "gptq":  # said to be of no version, it is of the first
+    if case == "gptq":  # a file without a version is taken as version 1
         config = config | {"checkpoint_format": None}
         change_json(tmp_path / "config.json", quantization_config=config)
         expect_shards(loaded(find(tmp_path)), state, PARAMS)
@@ -435,7 +446,11 @@ def test_another_variant_is_named_with_what_to_take(tmp_path, case, changes, mes
 
 
 def test_what_files_say_of_the_cache_and_of_single_modules_is_read(tmp_path):
-    """Scales of the KV cache stand beside the matrices; bits may differ from module to module."""
+    """Settings for the KV cache and for single modules are read.
+
+    Scales of the KV cache stand beside the matrices, and the number of bits may differ between
+    modules.
+    """
     state, names = write(tmp_path, "w4a16"), ("q_scale", "k_scale", "v_scale", "k_zero_point")
     for own in names:
         change_safetensors(tmp_path, f"model.layers.0.self_attn.{own}", torch.ones(1))
@@ -465,7 +480,10 @@ def test_a_rank_unpacks_its_share_alone(tmp_path, case, monkeypatch):
 
 
 def test_whatever_a_header_says_is_read_or_refused_with_the_files_name(tmp_path):
-    """Some bytes changed, among them those of shapes, types and offsets."""
+    """A damaged header is read or refused with an error that names the file.
+
+    Some bytes are changed, among them those of shapes, dtypes and offsets.
+    """
     write(tmp_path, "nf4 nested")
     path, draw, refused = tmp_path / "model.safetensors", random.Random(0), 0
     good = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Hugging Face's layout: transformers writes it, and its logits say whether it was read right."""
+"""Hugging Face's layout: transformers writes it, and its logits show that it was read correctly."""
 
 import os
 import shutil
@@ -64,7 +64,11 @@ def test_each_rank_gets_its_heads_of_several_safetensors(tmp_path, size):
 
 
 def test_the_config_of_transformers_4_is_read_alike(hugging):
-    """rope_theta and rope_scaling at the top level, and "type" for "rope_type" in the oldest."""
+    """The config of transformers 4 is read alike.
+
+    rope_theta and rope_scaling are at the top level, and the oldest files have "type" for
+    "rope_type".
+    """
     rope = {"type": "llama3", "factor": 32.0, **hf.ROPE_SCALING}
     change_json(
         hugging / "config.json", rope_parameters=None, rope_scaling=rope, rope_theta=400000.0

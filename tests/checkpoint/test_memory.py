@@ -1,4 +1,4 @@
-"""Loading and converting take little memory beside the weights, measured in a process alone."""
+"""Loading and converting need little memory beside the weights, measured in a fresh process."""
 
 import sys
 from pathlib import Path
@@ -62,7 +62,9 @@ for what, layout in (("load", "meta"), ("load", "hf"), ("reshard", "meta"), ("co
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
-    """185 MB in one float32 shard, in Meta's layout, and the same in Hugging Face's beside it."""
+    """A model of 185 MB in one float32 shard, in Meta's layout, and the same in Hugging Face's
+    layout.
+    """
     params = PARAMS | {
         "dim": 1024, "n_heads": 8, "vocab_size": 8192, "multiple_of": 4096,
         "ffn_dim_multiplier": None,
@@ -76,7 +78,10 @@ def large(tmp_path_factory) -> Path:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
 def test_private_memory_is_the_rank_s_own_weights_and_one_tensor(large, tmp_path):
-    """torch.load without mmap takes the file's size on every rank: 8 x 141 GB for a 70B."""
+    """Private memory is bounded by the rank's own weights and one tensor.
+
+    torch.load without mmap takes the size of the file on every rank: 8 x 141 GB for a 70B model.
+    """
     (tmp_path / "measure.py").write_text(MEASURE)
     program = [sys.executable, str(tmp_path / "measure.py"), str(large), str(tmp_path)]
     run = warm.run(program, env=environment(OMP_NUM_THREADS="1"))

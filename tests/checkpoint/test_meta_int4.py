@@ -1,4 +1,4 @@
-"""Meta's INT4_EO8 files (QLoRA, SpinQuant): what llama-models' loader makes of them."""
+"""Meta's INT4_EO8 files (QLoRA, SpinQuant) are read as llama-models' loader reads them."""
 
 import contextlib
 import importlib
@@ -55,7 +55,7 @@ needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AV
 
 
 class FourBits(nn.Module):
-    """In place of torchao's Int8DynActInt4WeightLinear: its numbers, and x as it is."""
+    """A replacement for torchao's Int8DynActInt4WeightLinear that does not quantize x."""
 
     weight: Tensor
     scales: Tensor
@@ -74,7 +74,7 @@ class FourBits(nn.Module):
 
 
 class Rotated(nn.Module):
-    """Sylvester's matrix, as SpinQuant's helpers in llama-stack put it before w2."""
+    """Sylvester's matrix before w2, as SpinQuant's helpers in llama-stack insert it."""
 
     def __init__(self, inner: nn.Module, size: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Rotated(nn.Module):
 
 
 def write(folder: Path, kind: str, *, zeros: bool = False) -> Path:
-    """A checkpoint in Meta's form."""
+    """Write a checkpoint in Meta's format."""
     lora, draw = KINDS[kind], torch.Generator().manual_seed(5)
     state = {name: x.bfloat16() for name, x in random_state(PARAMS).items()}
     for name, x in list(state.items()):
@@ -112,7 +112,7 @@ def write(folder: Path, kind: str, *, zeros: bool = False) -> Path:
 
 
 def oracle(folder: Path, kind: str, loader: Any) -> nn.Module:
-    """llama-models' Transformer with the weights of the folder, in float32."""
+    """Return llama-models' Transformer with the weights of the folder, in float32."""
     args = importlib.import_module("llama_models.llama3.args")
     model = importlib.import_module("llama_models.llama3.model")
     extra = {"quantization_args": ARGS} | ({"lora_args": LORA} if KINDS[kind] else {})
@@ -126,7 +126,7 @@ def oracle(folder: Path, kind: str, loader: Any) -> nn.Module:
 
 
 def state_of(built: Any) -> dict[str, Tensor]:
-    """What each of its modules does to an identity, and its norms."""
+    """Return the matrix of each module, found by applying it to an identity, and its norms."""
     names = [f"layers.{i}.{x}" for i in range(2) for x in
              ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w1",
               "feed_forward.w2", "feed_forward.w3")]  # fmt: skip
@@ -160,7 +160,7 @@ class Threads(ModelParallel):
 
 
 def logits(found: Checkpoint, size: int, dtype: torch.dtype) -> Tensor:
-    """Of rank 0 of so many."""
+    """Return the logits of rank 0 of a group of this size."""
     parts: list[Tensor] = []
     barrier, out = threading.Barrier(size, timeout=60), {}
 
@@ -180,7 +180,7 @@ def logits(found: Checkpoint, size: int, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def llama_models() -> Iterator[Any]:
-    """Its loader, whose files ask for kernels that no CPU has, for torchvision and torchao."""
+    """Import llama-models' loader with stand-ins for GPU kernels, torchvision and torchao."""
     vision = "llama_models.llama3.multimodal"
     stubs: dict[str, dict[str, Any]] = {
         "fbgemm_gpu": {}, "fbgemm_gpu.experimental": {}, "fbgemm_gpu.experimental.gen_ai": {},
@@ -207,7 +207,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def said(folders) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
-    """By llama-models: logits, and the numbers of each matrix."""
+    """Return llama-models' logits, and the values of each matrix."""
     with llama_models() as loader, torch.inference_mode():
         built = {kind: oracle(folder, kind, loader) for kind, folder in folders.items()}
         return {kind: (model(TOKENS, 0), state_of(model)) for kind, model in built.items()}
@@ -215,7 +215,11 @@ def said(folders) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_logits_are_those_of_llama_models(folders, said, kind):
-    """In float32, where all is merged; and on the CPU in 4 bits, where x is bf16 between layers."""
+    """The logits equal llama-models'.
+
+    They are compared in float32, where adapters and rotations are merged, and on the CPU in 4 bits,
+    where x is bf16 between layers.
+    """
     found, (expected, state) = find(folders[kind]), said[kind]
     assert found.is_quantized and found.file_type == kind
     for rank, size in ((0, 1), (1, 2), (3, 4)):
@@ -235,7 +239,10 @@ def test_the_logits_are_those_of_llama_models(folders, said, kind):
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_the_cpu_nothing_is_merged(folders, said, kind):
-    """One native call runs all layers; the bytes are those of the modules, alone as in a batch."""
+    """On the CPU nothing is merged, and one native call runs all layers.
+
+    The result has the bytes that the modules give, for a sequence alone and in a batch.
+    """
     found = replace(find(folders[kind]), in_codes=True)
     model = Transformer(found.params, dtype=torch.bfloat16)
     load(found, model, filled=model.pack)
@@ -292,7 +299,7 @@ def test_packed_weights_are_mapped_as_they_are(folders, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_converted_and_resharded_merged(folders, said, tmp_path, kind):
-    """For transformers and for Meta's layout it is a Llama in bf16."""
+    """A conversion or resharding merges the weights: the result is a plain bf16 Llama."""
     convert(folders[kind], tmp_path / "hf")
     reshard(folders[kind], tmp_path / "two", 2)
     for folder in ("hf", "two"):
@@ -312,7 +319,7 @@ def test_the_same_codes_with_other_scales_are_not_tied(folders, tmp_path):
     change_shard(path, output__scales=shard["tok_embeddings.scales"].clone())
     convert(tmp_path / "in", tmp_path / "one")
     assert [find(tmp_path / x).params.tied_output for x in ("apart", "one")] == [False, True]
-    weight = shard["tok_embeddings.weight"]  # once in the file, by two names
+    weight = shard["tok_embeddings.weight"]  # stored once in the file, under two names
     change_shard(path, tok_embeddings__weight=weight, output__weight=weight)
     assert loaded(find(tmp_path / "in")).params.tied_output is False
 

@@ -1,4 +1,4 @@
-"""Meta's FP8 files: what llama-models reads from them, on any number of ranks."""
+"""Meta's FP8 files are read as llama-models reads them, on any number of ranks."""
 
 import importlib
 import sys
@@ -34,7 +34,7 @@ SHARDS = 4
 
 @pytest.fixture(autouse=True, scope="module")
 def load_fp8():
-    """llama-models' function, which is torch alone; its file asks for kernels that no CPU has."""
+    """Return llama-models' function; it uses PyTorch alone, but its file imports GPU kernels."""
     names = ["fbgemm_gpu", "fbgemm_gpu.experimental", "fbgemm_gpu.experimental.gen_ai"]
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
@@ -43,10 +43,12 @@ def load_fp8():
 
 
 def write_fp8(folder: Path, load_fp8: Any, *, is_column: bool = False) -> dict[str, Tensor]:
-    """A checkpoint of four shards; the whole numbers that llama-models multiplies with."""
+    """Write a checkpoint of four shards; return the full matrices that llama-models multiplies
+    with.
+    """
     state = {name: x.bfloat16() for name, x in random_state(PARAMS).items()}
     write_meta(folder, PARAMS, state, SHARDS, torch.bfloat16)
-    for w in ("w1", "w2", "w3"):  # of layer 1 alone: the first and the last stay in bf16
+    for w in ("w1", "w2", "w3"):  # layer 1 alone: the first and the last layer stay in bf16
         name, parts = f"layers.1.feed_forward.{w}.weight", []
         for rank in range(SHARDS):
             path, key = folder / f"consolidated.{rank:02d}.pth", f"1_feed_forward.{w}_{rank}"

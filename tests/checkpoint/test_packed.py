@@ -1,5 +1,7 @@
-"""Packed weights in files: the same bytes as packed at load, shared, and refused where they do not
-fit. The files are read by safetensors, which this project did not write."""
+"""Packed weights in files: the same bytes as packed at load, shared, and refused where unsuitable.
+
+The files are read by safetensors, which is independent of this project.
+"""
 
 import json
 import os
@@ -34,12 +36,13 @@ from llama.weights.blocks import BlockedWeight, workspace
 from llama.weights.groups import GroupedWeight
 
 pytestmark = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
-ODD = PARAMS | {"dim": 40, "n_heads": 4, "multiple_of": 8}  # few matrices can be packed
+# sizes for which few matrices can be packed
+ODD = PARAMS | {"dim": 40, "n_heads": 4, "multiple_of": 8}
 
 
 @pytest.fixture
 def made(tmp_path) -> Path:
-    """One file, of bf16."""
+    """A packed folder of one bf16 file."""
     source = write_meta(tmp_path / "meta", PARAMS, random_state(PARAMS))
     write_byte_tokenizer(source)
     pack(source, tmp_path / "packed")
@@ -101,15 +104,15 @@ def test_the_mapped_weights_are_those_that_are_packed_at_load(params, quantize, 
             dim, held = shares.share(part.params, name, Placement(rank=rank, size=size))
             assert torch.equal(share, numbers[name].narrow(dim, held.start, len(held))), name
         check_products(part, found.shards[0], size == 2 and params is not ODD)
-    if quantize != "int4":  # which rounds again
-        part.load_state_dict(part.state_dict())  # into memory of its own
+    if quantize != "int4":  # int4 would round a second time
+        part.load_state_dict(part.state_dict())  # copies into separate memory
         check_products(part, found.shards[0], False)
         model.load_state_dict(numbers)
         assert torch.equal(model.forward(tokens_of(), 0), logits)
 
 
 def check_products(model: Transformer, file: Path, is_mapped: bool) -> None:
-    """Parts that lie apart give the bits of the same numbers in one piece."""
+    """Check that parts at separate addresses give the bits of the same values in one piece."""
     for module in model.modules():
         if not isinstance(module, Linear) or module.weight.native_matrix() is None:
             continue
@@ -134,7 +137,7 @@ def lies_in(file: Path, x: torch.Tensor) -> bool:
 
 
 def test_codes_of_a_gguf_file_stay_codes(tmp_path):
-    """The tokenizer comes out of the file, too."""
+    """The codes of a GGUF file stay codes in a packed folder, and its tokenizer is written too."""
     write_byte_tokenizer(tmp_path)
     write_gguf(tmp_path / "q.gguf", PARAMS, MIXED, tokenizer=tmp_path / "tokenizer.model",
                metadata={"general.file_type": 15})  # fmt: skip
@@ -157,7 +160,10 @@ def test_codes_of_a_gguf_file_stay_codes(tmp_path):
 
 
 def test_a_build_maps_the_file_and_leaves_it_as_it_is(made, capsys):
-    """What is written to a weight is a copy: the file may be read-only, and is."""
+    """A build maps the file and does not change it.
+
+    Writing to a weight changes a private copy, so the file may be read-only, as it is here.
+    """
     file = made / "packed.safetensors"
     before = file.read_bytes()
     os.chmod(file, 0o444)
@@ -183,7 +189,7 @@ def test_verify_compares_the_bytes(made):
 
 
 def change_metadata(file: Path, **changes: str) -> None:
-    """In the room that the header has."""
+    """Replace the metadata within the space of the header."""
     data = file.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
@@ -192,7 +198,7 @@ def change_metadata(file: Path, **changes: str) -> None:
 
 
 def take_all_groups(made: Path) -> None:
-    """Of a matrix that is said to be in int8 then, with no scale."""
+    """Remove all groups of a matrix, which is then declared as int8 but has no scale."""
     file = made / "packed.safetensors"
     with safe_open(file, "pt") as content:
         metadata = content.metadata()
@@ -251,7 +257,7 @@ def test_the_command_writes_all_or_nothing(made, tmp_path, capsys, monkeypatch):
 
 
 def test_a_slow_load_names_the_command(made, tmp_path, capsys, monkeypatch):
-    """It is that of the folder's own weights; of packed ones nothing is said."""
+    """A slow load of plain weights suggests the packing command; one of packed weights does not."""
     monkeypatch.setattr(generation, "_SLOW_LOAD_S", 0.0)
     monkeypatch.setattr(loading, "_LARGE", 0)
     source = tmp_path / "meta"

@@ -1,4 +1,4 @@
-"""Checkpoints written in fewer bits: what the files hold, by rules that are not ours."""
+"""Quantized checkpoints: what the files contain, checked by independent rules."""
 
 import json
 
@@ -24,7 +24,7 @@ PARAMS = {
     "multiple_of": 32, "norm_eps": 1e-5, "rope_theta": 500000.0, "use_scaled_rope": True,
 }  # fmt: skip
 STATE = {name: x.bfloat16().float() for name, x in random_state(PARAMS).items()}
-for i, factor in enumerate([0, 2**-90, 4]):  # of a group: nothing, almost nothing, and more
+for i, factor in enumerate([0, 2**-90, 4]):  # groups of zeros, of almost zero and of larger values
     STATE["layers.0.attention.wq.weight"][i, :32] *= factor
 MATRICES = [name for name in STATE if name.startswith("layers.") and "norm" not in name]
 
@@ -37,7 +37,10 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
 def test_a_folder_has_the_numbers_that_quantize_gives_at_load(folder, tmp_path, monkeypatch, name):
-    """int8 and fp8 to the bit; int4 those nearest to the matrix that its scales allow."""
+    """A written folder has the same values that `quantize` gives at load.
+
+    int8 and fp8 are equal bit for bit; int4 values are the nearest that the scales allow.
+    """
     monkeypatch.setattr(module, "_FILE_BYTES", 60_000)
     monkeypatch.setattr(quantize, "_CHUNK_ELEMENTS", 128 * 48)
     lines = convert(folder, tmp_path / "out", quantize=name)
@@ -63,7 +66,7 @@ def test_a_folder_has_the_numbers_that_quantize_gives_at_load(folder, tmp_path, 
     expect_shards(model, expected, PARAMS)
     assert verify(tmp_path / "out")
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    theirs(torch.tensor([[3]]))  # numbers are made of the codes when they are needed
+    theirs(torch.tensor([[3]]))  # values are computed from the codes on demand
     expect_shards(model, metas_state(theirs), PARAMS)
 
 

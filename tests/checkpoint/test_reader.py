@@ -1,6 +1,6 @@
-"""Any shard count on any number of ranks, and every name and shape checked before a copy.
+"""Any shard count loads on any number of ranks, and names and shapes are checked before copying.
 
-`checkpoints.py` cuts the shards on its own: it is what the loader is compared with.
+`checkpoints.py` cuts the shards by its own rules: the loader is compared with it.
 """
 
 import itertools
@@ -31,7 +31,10 @@ SIZES = (1, 2, 4, 8, 16)
 
 @pytest.mark.parametrize("num_shards", SIZES)
 def test_any_number_of_shards_loads_on_any_number_of_ranks(tmp_path, num_shards):
-    """The reference needs as many ranks as shards, and with 4 kv heads no more than 4 of either."""
+    """Any number of shards loads on any number of ranks.
+
+    The reference needs as many ranks as shards, and with 4 kv heads at most 4 of either.
+    """
     found = find(write_meta(tmp_path, PARAMS, STATE, num_shards))
     assert len(found.shards) == num_shards and found.layout == "meta"
     for size in SIZES:
@@ -40,12 +43,15 @@ def test_any_number_of_shards_loads_on_any_number_of_ranks(tmp_path, num_shards)
 
 
 def test_kv_heads_are_replicated_in_order(tmp_path):
-    """llama-models hands heads 0..3, 0..3 to eight ranks, whose queries want 0, 0, 1, 1, ..."""
+    """KV heads are replicated in order.
+
+    llama-models gives eight ranks heads 0..3, 0..3, although their queries need 0, 0, 1, 1, ...
+    """
     found = find(write_meta(tmp_path, PARAMS, STATE))
     heads = STATE["layers.1.attention.wk.weight"].chunk(4)
     for rank in range(8):
         shard = loaded(found, rank, 8).named_shards()["layers.1.attention.wk.weight"]
-        assert torch.equal(shard, heads[rank // 2])  # copied
+        assert torch.equal(shard, heads[rank // 2])  # each head has copies
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
@@ -60,7 +66,7 @@ def test_types_are_converted(tmp_path, stored):
 
 @pytest.fixture
 def pieces(monkeypatch) -> list[int]:
-    """The size of each piece that is read."""
+    """A list of the size of each piece that is read."""
     read, sizes = FileReader.read, []
 
     def watched(self: FileReader, into: Tensor, file: Path, offset: int) -> None:
@@ -74,7 +80,7 @@ def pieces(monkeypatch) -> list[int]:
 def test_weights_of_the_model_s_type_are_read_and_not_faulted_in(tmp_path, pieces):
     found = find(write_meta(tmp_path, PARAMS, STATE, 2))
     expect_shards(loaded(found), STATE, PARAMS)
-    by_column = ("wo.weight", "w2.weight")  # of two shards: their rows are in two files
+    by_column = ("wo.weight", "w2.weight")  # split over two shards: their rows are in two files
     assert sum(pieces) == sum(t.nbytes for n, t in STATE.items() if not n.endswith(by_column))
     pieces.clear()
     loaded(found, dtype=torch.bfloat16)
@@ -83,7 +89,7 @@ def test_weights_of_the_model_s_type_are_read_and_not_faulted_in(tmp_path, piece
 
 @pytest.fixture
 def staged(monkeypatch) -> None:
-    """Weights are loaded as for a GPU: their bytes go through buffers, here of 1,000 bytes."""
+    """Load weights as for a GPU: their bytes go through staging buffers, here of 1,000 bytes."""
     start = FileReader.__init__
     monkeypatch.setattr(files, "_BUFFER", 1000)
     monkeypatch.setattr(FileReader, "__init__", lambda self, _: start(self, torch.device("mps")))
@@ -91,7 +97,11 @@ def staged(monkeypatch) -> None:
 
 @pytest.mark.parametrize("layout", ["meta", "hf"])
 def test_through_the_buffers_of_a_gpu_come_the_same_bytes(tmp_path, staged, pieces, layout):
-    """Whole tensors, rows and columns of shards, other types, Hugging Face's order of q and k."""
+    """Staging buffers for a GPU deliver the same bytes.
+
+    The cases are whole tensors, rows and columns of shards, other dtypes, and Hugging Face's order
+    of q and k.
+    """
     found = find(write_meta(tmp_path / "meta", PARAMS, STATE, 2))
     if layout == "hf":
         convert.convert(tmp_path / "meta", tmp_path / "hf")
@@ -108,8 +118,11 @@ def test_through_the_buffers_of_a_gpu_come_the_same_bytes(tmp_path, staged, piec
 def test_each_byte_of_a_rank_is_taken_once_by_the_threads(
     tmp_path, monkeypatch, pieces, num_shards, device
 ):
-    """From Hugging Face's files (0 shards) as from Meta's: parts of the rows of wo and w2 had been
-    copied by one thread."""
+    """The threads of a rank copy each byte exactly once.
+
+    It holds for Hugging Face's files (0 shards) and Meta's. A past fault: one thread copied parts
+    of the rows of wo and w2 alone.
+    """
     write_meta(tmp_path / "meta", PARAMS, STATE, num_shards or 1)
     if not num_shards:
         convert.convert(tmp_path / "meta", tmp_path / "hf")
@@ -139,9 +152,10 @@ def test_each_byte_of_a_rank_is_taken_once_by_the_threads(
 
     turned = size("wq.weight", "wk.weight") if (num_shards, device) == (0, "cpu") else 0
     assert sum(pieces) + sum(by_row) == size("weight") - turned
-    are_whole = (num_shards, device) == (8, "mps")  # in their file, and beside each other here
+    # contiguous in their file, and adjacent in the loaded weight
+    are_whole = (num_shards, device) == (8, "mps")
     assert sum(by_row) == (0 if are_whole else size("wo.weight", "w2.weight"))
-    # As many calls as whole tensors would take, and one for each that is smaller than a piece.
+    # At most one call for each whole tensor, and one for each tensor that is smaller than a piece.
     assert len(calls) <= 1.3 * (size("weight") - turned) / 64 + len(shards)
 
 
@@ -156,7 +170,10 @@ def test_bytes_of_one_rank_are_told_before_loading(tmp_path, size, dtype):
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"] if KERNELS_RUN else ["int8"])
 def test_bytes_of_quantized_weights_are_what_packing_leaves(tmp_path, quantize):
-    """Norms and the embedding stay in bf16; while a part is packed, the next one alone is read."""
+    """Loading a quantized model accounts for the bytes that remain after packing.
+
+    Norms and the embedding stay in bf16; while one part is packed, only the next one is read.
+    """
     params = PARAMS | {"dim": 128, "vocab_size": 256}
     found = find(write_meta(tmp_path, params, random_state(params), 2))
     model = Transformer(found.params, dtype=torch.bfloat16)
@@ -171,7 +188,7 @@ def test_bytes_of_quantized_weights_are_what_packing_leaves(tmp_path, quantize):
 
     load(found, model, filled=filled)
     counts = [len(names) for names in loaded_so_far]
-    through = [1, 10, 19, 20, 21, 21]  # the embedding, 2 layers of 9, the norm, the output
+    through = [1, 10, 19, 20, 21, 21]  # the embedding, 2 layers of 9, the norm, lm_head
     limits = itertools.pairwise(through)
     assert all(a <= n <= b for n, (a, b) in zip(counts, limits, strict=True)), counts
     assert loaded_so_far[-1] == list(whole)
@@ -188,7 +205,7 @@ def test_the_bar_is_drawn_only_where_it_is_asked_for(meta, capsys):
 
 
 def test_rope_freqs_are_passed_over(meta):
-    """Meta's conversion of the first Llamas left this buffer in the files."""
+    """The buffer rope.freqs, which Meta's files of the first Llamas contain, is ignored."""
     change_shard(meta / "consolidated.01.pth", rope__freqs=torch.ones(2))
     expect_shards(loaded(find(meta)), STATE, PARAMS)
 
@@ -231,7 +248,10 @@ def test_every_shard_is_checked_before_anything_is_copied(meta, changes, message
 
 
 def test_llama_2_s_shards_are_refused(meta):
-    """They cut the embedding along dim 1: read as Llama 3's, each row would be nonsense."""
+    """Llama 2's shards are refused.
+
+    They cut the embedding along dim 1: read as Llama 3's, each row would be wrong.
+    """
     for i in range(2):
         half = STATE["tok_embeddings.weight"].chunk(2, dim=1)[i].clone()
         change_shard(meta / f"consolidated.{i:02d}.pth", tok_embeddings__weight=half)
@@ -257,7 +277,7 @@ def test_params_of_another_model_do_not_fit(meta):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_shapes_need_no_model(size, tied):
-    """They follow from params.json; the Transformer is what they are compared with."""
+    """Shapes follow from params.json without a model; they are compared with the Transformer's."""
     args = ModelArgs.from_params(PARAMS | {"tied_output": tied}, "params")
     model = Transformer(args, parallel=ModelParallel(Placement(size=size)), device="meta")
     expected = {name: shard.shape for name, shard in model.named_shards().items()}

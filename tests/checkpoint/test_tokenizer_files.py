@@ -1,7 +1,7 @@
 """A converted folder in transformers: the ids are Meta's, and the answers are ours.
 
-The oracles are llama-models' Tokenizer and ChatFormat with the real Llama 3 vocabulary, and what
-the demo model answers here.
+The oracles are llama-models' Tokenizer and ChatFormat with the real Llama 3 vocabulary, and the
+demo model's answers in this package.
 """
 
 import json
@@ -36,7 +36,7 @@ TEXTS = [
     "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHi<|eom_id|>",
     "<|begin_of_text|> <|python_tag|><|reserved_special_token_7|><|finetune_right_pad_id|>",
 ]  # fmt: skip
-# Few characters each: the same neighbours can be joined in several ways.
+# Alphabets of few characters, so that the same neighbours can be merged in several ways.
 ALPHABETS = ["ab", "  a\n", "\t \n", "=-", "aA'sS", "0123 ", "çé ", "的是 ", "xyx", "/*\\ ", "<>|_"]
 DIALOGS: list[Dialog] = [
     [user("Hi")],
@@ -54,7 +54,7 @@ def oracle() -> tokenizer.Tokenizer:
 
 @pytest.fixture(scope="module")
 def metas(tmp_path_factory) -> Path:
-    """Llama 3.1's vocabulary, converted, with hardly any model."""
+    """Llama 3.1's vocabulary, converted with a minimal model."""
     params = PARAMS | {
         "dim": 8, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 128256,
         "use_scaled_rope": True,
@@ -107,7 +107,7 @@ def test_special_tokens_are_metas(metas, metas_tokenizer, oracle):
 @pytest.mark.parametrize("dialog", DIALOGS)
 def test_the_chat_template_is_chat_format(metas_tokenizer, oracle, dialog):
     formatted = chat_format.ChatFormat(oracle)
-    meta_role = {"ipython": "tool"}  # llama-models' name for it
+    meta_role = {"ipython": "tool"}  # llama-models' name for the role
     messages = [
         RawMessage(role=meta_role.get(m["role"], m["role"]), content=m["content"].strip())
         for m in dialog
@@ -138,7 +138,10 @@ def test_the_chat_template_refuses_what_it_would_lose(metas_tokenizer, message, 
 
 
 def test_the_demo_answers_in_transformers_as_here(converted, demo):
-    """It stops by itself: `generate` gets the stop tokens from the folder alone."""
+    """The demo model gives the same answers in transformers.
+
+    It stops by itself: `generate` gets the stop tokens from the folder alone.
+    """
     theirs: Any = transformers.AutoTokenizer.from_pretrained(converted)
     names = demo.tokenizer.special_tokens
     assert theirs.convert_tokens_to_ids(list(names)) == list(names.values())
@@ -152,7 +155,7 @@ def test_the_demo_answers_in_transformers_as_here(converted, demo):
     assert ids[-1] == demo.tokenizer.eot_id
     (answer,) = demo.chat_completion([[user(FRANCE)]], temperature=0.0)
     assert theirs.decode(ids[len(prompt) : -1]) == answer["generation"]["content"]
-    # A batch needs a token to pad with.
+    # A batch needs a padding token.
     prompts = ["Once upon a time", "The opposite of hot is"]
     batch = theirs(prompts, return_tensors="pt", padding=True, padding_side="left")
     texts = theirs.batch_decode(

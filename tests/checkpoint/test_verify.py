@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: each file's checksum, and the error for one that is damaged."""
+"""Verification of a checkpoint: each file's checksum, and the error for a damaged file."""
 
 import hashlib
 import os
@@ -41,7 +41,9 @@ def test_verify_reports_each_file(meta):
 
 
 def test_verify_names_the_file_whose_checksum_differs(meta):
-    """One flipped bit in a weight: nothing but the checksum can tell."""
+    """`verify` names the file whose checksum differs; one flipped bit in a weight shows nowhere
+    else.
+    """
     write_checklist(meta)
     norm = torch.load(meta / "consolidated.01.pth", weights_only=True)["norm.weight"]
     norm[3] += 1e-3
@@ -65,7 +67,10 @@ def test_verify_checks_hugging_face_s_layout_too(hugging):
 
 
 def test_a_pth_with_half_its_bytes_zero_is_not_complete(meta):
-    """An interrupted download that was resumed: sizes, names and shapes are right."""
+    """A .pth with half of its bytes zero is reported as incomplete.
+
+    An interrupted download that was resumed leaves such a file: sizes, names and shapes are right.
+    """
     path = meta / "consolidated.01.pth"
     content = bytearray(path.read_bytes())
     quarter = len(content) // 4
@@ -97,7 +102,7 @@ def test_a_pth_written_without_checksums_is_said_to_have_none(meta):
     assert lines[1].endswith("records matches")
 
 
-@pytest.mark.timeout(60)  # to open a pipe waits for a writer
+@pytest.mark.timeout(60)  # opening a pipe waits for a writer
 def test_a_pipe_in_the_checklist_is_not_waited_for(meta):
     os.mkfifo(meta / "tokenizer.model")
     (meta / "checklist.chk").write_text("0" * 32 + "  tokenizer.model\n")
@@ -126,7 +131,7 @@ def test_a_damaged_weight_is_not_loaded_by_who_verifies(checkpoint_dir, tmp_path
     def build(**settings) -> None:
         Llama.build(str(folder), None, 64, 1, device="cpu", dtype="fp32", **settings)
 
-    if name == "norm.weight":  # once for all
+    if name == "norm.weight":  # once for all parameters
         with warnings.catch_warnings(action="error"):
             build(verify=True)
     flip_a_bit(folder / "consolidated.00.pth", name)
@@ -136,7 +141,10 @@ def test_a_damaged_weight_is_not_loaded_by_who_verifies(checkpoint_dir, tmp_path
 
 
 def test_each_byte_is_checked_once_and_before_it_is_copied(meta, monkeypatch):
-    """By all ranks of a machine together, whatever parts of it each of them copies."""
+    """Each byte is checked once, before it is copied.
+
+    The ranks of a machine share the work, whatever parts of a file each of them copies.
+    """
     done: list[tuple[str, str]] = []
 
     def note(path, archive, record):

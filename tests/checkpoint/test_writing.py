@@ -1,4 +1,4 @@
-"""Folders of weights as they are written: permissions, a full disk, a process that is killed."""
+"""Writing folders of weights: permissions, a full disk, and a process that is killed."""
 
 import os
 import resource
@@ -23,14 +23,17 @@ def umask(request) -> Iterator[int]:
 
 @pytest.fixture
 def limit_files() -> Iterator[Callable[[int], None]]:
-    """Call it with the size beyond which no file grows: EFBIG comes as ENOSPC does."""
+    """Return a function that limits the size of files: EFBIG is raised in place of ENOSPC."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_permissions_are_those_of_new_files(umask, tmp_path):
-    """safetensors makes its files readable by their owner alone, whatever the umask."""
+    """Permissions are those of new files.
+
+    safetensors makes its files readable by their owner alone, whatever the umask.
+    """
     convert(DEMO, tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "meta")
     reshard(DEMO, tmp_path / "two", 2)
@@ -53,13 +56,13 @@ def test_permissions_are_those_of_new_files(umask, tmp_path):
         pytest.param(
             lambda out: pack(DEMO, out),
             2_555_914,
-            "packed.safetensors",  # in a norm, of 512 bytes
+            "packed.safetensors",  # fails in a norm of 512 bytes
             marks=pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++"),
         ),
     ],
 )
 def test_a_disk_that_fills_up_is_one_line(tmp_path, limit_files, write, limit, file):
-    limit_files(limit)  # 8 MB of tensors: they fit where their file, with its header, does not
+    limit_files(limit)  # 8 MB of tensors fit, but not their file with its header
     with pytest.raises(OSError, match=rf"{file} could not be written \(.*[Ff]ile too large") as e:
         write(tmp_path / "out")
     assert "\n" not in str(e.value) and "free some space" in str(e.value)
@@ -67,7 +70,10 @@ def test_a_disk_that_fills_up_is_one_line(tmp_path, limit_files, write, limit, f
 
 
 def test_torch_s_own_error_for_a_full_disk_is_not_shown(tmp_path, limit_files):
-    """A large write fails, then torch.save ends the file and says "unexpected pos 640 vs 598"."""
+    """torch's own error for a full disk is not shown.
+
+    A large write fails, then torch.save closes the file and reports "unexpected pos 640 vs 598".
+    """
     limit_files(2_000_000)
     tensors = {"a": torch.zeros(1_000_000)}
     with pytest.raises(OSError, match=r"a\.pth could not be written \(File too large\)"):
@@ -82,7 +88,10 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 @pytest.mark.parametrize("write", [convert, lambda a, b: reshard(a, b, 2)])
 def test_the_folder_appears_when_its_last_file_is_there(tmp_path, monkeypatch, write):
-    """So a process that is killed leaves no folder that looks whole."""
+    """The folder appears only when its last file is complete.
+
+    A process that is killed thus leaves no folder that looks complete.
+    """
     steps: list[list[str]] = []
 
     def watch(real: Callable[..., None]) -> Callable[..., None]:

@@ -1,8 +1,9 @@
-"""Steps on a GPU that is not there: torch's fake tensors have its device, shapes and types, and no
-numbers. It needs a torch built for CUDA, and no GPU; elsewhere these tests are skipped.
+"""Steps on a GPU that is absent: fake tensors of PyTorch have its device, shapes and dtypes, no
+values.
 
-They show that a step runs on one device without reading a value, for every kind of step and for a
-rank of several, and that what a graph captures can be captured.
+The tests need a PyTorch built for CUDA, but no GPU; otherwise they are skipped. They show that a
+step runs on one device without reading a value, for every kind of step and for one rank of several,
+and that a graph can capture the step.
 """
 
 import contextlib
@@ -48,12 +49,12 @@ ARGS_70B = dataclasses.replace(ARGS_8B, dim=8192, n_heads=64, multiple_of=4096)
 
 @pytest.fixture(autouse=True)
 def _no_constants(monkeypatch):
-    """Fake tensors remember the values of small ones; a GPU would have to be asked for them."""
+    """Disable constants: fake tensors know small values, which a GPU would have to transfer."""
     monkeypatch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0)
 
 
 class EightRanks(ModelParallel):
-    """A rank of eight, whose sums stay where they are."""
+    """One rank of eight, whose collectives do nothing."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -63,7 +64,9 @@ class EightRanks(ModelParallel):
 
 
 def fake_batch(starts: list[int], counts: list[int]) -> tuple[Tensor, Batch]:
-    """A batch as the runner packs it, its tensors on the GPU. Within FakeTensorMode."""
+    """Return a batch as the runner packs it, with its tensors on the GPU; call it in
+    FakeTensorMode.
+    """
     n = sum(counts)
     width = max(-(-(s + c) // PAGE) for s, c in zip(starts, counts, strict=True))
     shapes = {
@@ -122,8 +125,10 @@ def same_on_gpu(x: Tensor) -> Tensor:
 
 @pytest.fixture
 def driver(monkeypatch):
-    """What a runner asks of a driver: memory from which a GPU copies, its bytes, and results, which
-    are always token 65."""
+    """Replace what a runner needs from a driver: pinned memory, its bytes, and sampled results.
+
+    Every sampled token is 65.
+    """
 
     def pack(*args: Any) -> tuple[Tensor, Batch]:
         with fake_tensor.unset_fake_temporarily():
@@ -155,12 +160,12 @@ def driver(monkeypatch):
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 @pytest.mark.parametrize("in_graphs", [True, False], ids=["graphs", "eager"])
 def test_a_draft_model_guesses_on_its_gpu(driver, monkeypatch, in_graphs):
-    """Prompts that are read, guesses, and steps that verify them, with graphs and without."""
+    """A draft model stays on its GPU: prefill, drafts and verification, with or without graphs."""
     args = ModelArgs(
         dim=256, n_layers=2, n_heads=8, n_kv_heads=2, vocab_size=512, multiple_of=32,
         max_seq_len=256, max_batch_size=8,
     )  # fmt: skip
-    greedy = TokenParams(temperature=0.0)  # torch's draw reads the device
+    greedy = TokenParams(temperature=0.0)  # drawing in torch reads the device
     adjusted = dataclasses.replace(greedy, repetition_penalty=1.3, logit_bias=((5, 1.0),))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, draft_model = (fake_model(args, torch.bfloat16) for _ in range(2))
@@ -179,7 +184,7 @@ def test_a_draft_model_guesses_on_its_gpu(driver, monkeypatch, in_graphs):
 
 
 class Only65:
-    """A constraint: this token alone, which all tokens are here."""
+    """A constraint that allows this token alone, which all tokens are here."""
 
     failure: str | None = None
 
@@ -205,7 +210,7 @@ ASKED = {
 
 @pytest.fixture
 def kernels_of_a_gpu(monkeypatch) -> KernelSet:
-    """Those of sampling and of products with quantized weights, without their numbers."""
+    """Replace the GPU kernels for sampling and quantized products by ones that compute nothing."""
 
     def product(x: Tensor, weight: Any, tile: Any, dtype: torch.dtype | None = None) -> Tensor:
         return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype or x.dtype)
@@ -244,7 +249,11 @@ def on_gpu(weight: GroupedWeight) -> GroupedWeight:
 def test_answers_of_every_kind_stay_on_their_gpu(
     driver, kernels_of_a_gpu, asked, held, cache, in_graphs
 ):
-    """Prompts beside answers, step after step, ahead of the host; weights and cache in few bits."""
+    """Answers of every kind stay on their GPU.
+
+    Prompts and answers mix in each step, with async scheduling, and with quantized weights and
+    cache.
+    """
     args = dataclasses.replace(
         ARGS_8B, dim=512, n_heads=8, n_kv_heads=2, vocab_size=512, multiple_of=128
     )

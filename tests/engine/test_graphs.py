@@ -1,5 +1,8 @@
-"""Steps of fixed shape, without a GPU: a tape replays what a CUDA graph would, and the answers are
-those of the steps that run operator by operator; what a graph cannot capture is found."""
+"""Steps of fixed shape, without a GPU: a tape replays what a CUDA graph would.
+
+The answers are those of steps that run operator by operator, and operators that a graph cannot
+capture are detected.
+"""
 
 import itertools
 import json
@@ -45,7 +48,7 @@ PAGE = 4
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    """fp32, so that no native kernel is used, which a tape would not see."""
+    """A float32 model, so that no native kernel runs, which a tape would not record."""
     args = ModelArgs(
         dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=512, multiple_of=32,
         max_seq_len=512, max_batch_size=7,
@@ -67,7 +70,9 @@ def core_of(
 
 
 def random_sequences(rng: random.Random) -> list[tuple[int, Sequence]]:
-    """(step of arrival, sequence), with parameters of every kind and prompts that share a start."""
+    """Return (step of arrival, sequence) with parameters of every kind and prompts with shared
+    starts.
+    """
     found = []
     for i in range(14):
         start = [7] * rng.choice((0, 0, 9))
@@ -123,8 +128,11 @@ def plain(model) -> Callable[[int, int], list]:
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_the_answers_do_not_depend_on_how_steps_run(model, plain, graphs, ahead):
-    """Random arrivals, lengths and parameters, on a cache with room and on one where sequences
-    are preempted: ids are equal, log-probabilities to the sixth digit."""
+    """The answers do not depend on how steps run.
+
+    Arrivals, lengths and parameters are random, on a cache that is large enough and on one where
+    sequences are preempted: ids are equal, log probabilities to the sixth digit.
+    """
     if not (graphs or ahead):
         return
     preempted = 0
@@ -146,7 +154,7 @@ def test_the_answers_do_not_depend_on_how_steps_run(model, plain, graphs, ahead)
 
 
 class MostlyRight(Drafter):
-    """Guesses up to five tokens of what each sequence comes to: by its seed, its tokens."""
+    """A drafter of up to five mostly right tokens; it knows each sequence's result by its seed."""
 
     def __init__(self, model: Transformer, wanted: dict[int, list[int]]) -> None:
         super().__init__(5, model.parallel, [])
@@ -161,7 +169,7 @@ class MostlyRight(Drafter):
 
 
 def test_drafts_are_verified_in_graphs(model, plain, monkeypatch):
-    """Each as a row of its own, of steps that do not overlap."""
+    """Drafts are verified in graphs, each token in a row of its own, without overlapping steps."""
     wanted, _ = plain(1, 200)
     arriving = sorted(random_sequences(random.Random(1)), key=lambda pair: pair[0])
     seeds = [seq.seed for _, seq in arriving]
@@ -187,8 +195,11 @@ def test_drafts_are_verified_in_graphs(model, plain, monkeypatch):
 
 
 def test_a_draft_model_guesses_in_graphs(model, plain, monkeypatch):
-    """All of its passes but those that read a prompt, also where two tokens are new to it, as both
-    a guess and what came behind it were right. Its graphs and its cache are its own."""
+    """A draft model drafts in graphs.
+
+    All of its passes use graphs, except those that read a prompt. That includes passes over two new
+    tokens, after a fully accepted draft. Its graphs and its cache are separate.
+    """
     wanted, _ = plain(1, 200)
     core = core_of(model, 200, graphs=True, ahead=True, draft_model=model)
     core.speculate(5)
@@ -220,7 +231,10 @@ def test_a_draft_model_guesses_in_graphs(model, plain, monkeypatch):
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_a_row_of_nan_ends_alone_though_the_next_step_has_begun(model, monkeypatch, graphs):
-    """That step begins with its id, -1: a GPU that looks it up is of no use to the process."""
+    """A row of NaN fails alone although the next step has begun.
+
+    That step begins with its id, -1; looking up this index on a GPU would break the process.
+    """
     alone = core_of(model, 20, graphs=graphs, ahead=True)
     good, bad = (Sequence([i + 1] * 5, TokenParams(temperature=0.0), 12, i) for i in range(2))
     alone.add(wanted := Sequence(good.tokens[:], good.params, 12))
@@ -246,14 +260,14 @@ def test_a_row_of_nan_ends_alone_though_the_next_step_has_begun(model, monkeypat
 
 @pytest.fixture
 def with_kernel(model):
-    """As on a GPU whose attention kernel passed; torch does the work."""
+    """Pretend that the GPU's attention kernel passed its check; PyTorch does the work."""
     model.use_kernels(KernelSet(frozenset({"attention"}), frozenset()))
     yield model
     model.use_kernels(TORCH_ONLY)
 
 
 class Counting(TapeRecorder):
-    """A device of `free` bytes, of which the first graph takes 50 and each later one 10."""
+    """A device of `free` bytes: the first graph takes 50 of them and each later one 10."""
 
     free, rows = 1000, list[int]()
 
@@ -271,7 +285,10 @@ class Counting(TapeRecorder):
 
 
 def test_all_shapes_are_recorded_before_the_first_step(with_kernel, plain):
-    """The largest first, whose memory the others share; and one buffer has the logits of all."""
+    """All shapes are recorded before the first step.
+
+    The largest is first, and the others share its memory; one buffer has the logits of all.
+    """
     recorder = Counting([*with_kernel.parameters(), with_kernel.freqs_cis])
     core = EngineCore.for_model(
         with_kernel, num_pages=26, page_size=PAGE, token_budget=24, async_scheduling=True,
@@ -290,7 +307,7 @@ def test_all_shapes_are_recorded_before_the_first_step(with_kernel, plain):
 
 @pytest.mark.parametrize(("room", "pages"), [(10_000, 200), (150, 150), (3, 128)])
 def test_the_cache_has_what_graphs_and_a_step_leave(with_kernel, monkeypatch, room, pages):
-    """But no less than one sequence needs."""
+    """The cache gets the memory that graphs and a step leave, but enough for one sequence."""
     recorder = Counting([*with_kernel.parameters(), with_kernel.freqs_cis])
     page, logits = 2 * 2 * PAGE * 2 * 16 * 4, 64 * 512 * 4
     free = (room + 1) * page + (50 + 3 * 10 + logits) + 7000
@@ -306,9 +323,13 @@ def test_the_cache_has_what_graphs_and_a_step_leave(with_kernel, monkeypatch, ro
 
 
 def test_the_cache_has_what_a_draft_model_leaves(with_kernel, monkeypatch):
-    """That has its graphs and a cache of all pages before, and can guess for each page there is."""
+    """The cache gets the memory that a draft model leaves.
+
+    The draft model allocates its graphs and a cache of all pages first, and can draft for every
+    page.
+    """
     page, graphs = 2 * 2 * PAGE * 2 * 16 * 4, 50 + 3 * 10
-    free = (201 + 151) * page + graphs + 64 * 512 * 4  # the two graphs that are tried are freed
+    free = (201 + 151) * page + graphs + 64 * 512 * 4  # the two trial graphs are freed
     made, new_kv_cache = [0], with_kernel.new_kv_cache
 
     def counted(num_pages: int, page_size: int) -> torch.Tensor:
@@ -327,7 +348,10 @@ def test_the_cache_has_what_a_draft_model_leaves(with_kernel, monkeypatch):
 
 
 def test_of_the_page_tables_what_has_changed_is_sent(monkeypatch):
-    """Not all of them: for 256 sequences of 131,072 tokens they are 16 MB."""
+    """Only changed entries of the page tables are sent.
+
+    Whole tables of 256 sequences of 131,072 tokens have 16 MB.
+    """
     sent: list[int] = []
     pinned = graphs_module.pinned
 
@@ -351,7 +375,7 @@ def test_of_the_page_tables_what_has_changed_is_sent(monkeypatch):
 
 
 class Even:
-    """Tokens whose number is as even or odd as the one before is not: it must know that one."""
+    """A constraint that alternates even and odd tokens: it must know the previous token."""
 
     failure: str | None = None
 
@@ -368,8 +392,11 @@ class Even:
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_rows_that_need_the_token_before_wait_for_it_and_for_no_step(model, graphs):
-    """A constraint, bad words and penalties: the next step has begun when their tokens are read,
-    and they get what they get when each step is read at once."""
+    """Rows that need the previous token wait for it alone, not for a whole step.
+
+    With a constraint, bad words or penalties, the next step has begun when their tokens are read,
+    and the results equal those of steps that are read at once.
+    """
     kinds = [
         TokenParams(temperature=0.0),
         TokenParams(temperature=0.0, bad_words=((1, 2), *(((i, i + 1)) for i in range(0, 500, 2)))),
@@ -393,7 +420,7 @@ def test_rows_that_need_the_token_before_wait_for_it_and_for_no_step(model, grap
 
 
 class FailingKernel:
-    """A kernel whose launch raises an error: kernel[grid](...)."""
+    """A kernel whose launch, kernel[grid](...), raises an error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -409,7 +436,10 @@ class FailingKernel:
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("name", ["out of resources", "driver", "disk", "C compiler"])
 def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, name, graphs):
-    """One that the check did not meet: torch's body does its work from then on."""
+    """A kernel that cannot be launched is replaced by PyTorch from then on.
+
+    The self-check did not meet this failure.
+    """
     triton_errors = pytest.importorskip("triton.runtime.errors")
     error = {
         "out of resources": triton_errors.OutOfResources(300_000, 232_448, "shared memory"),
@@ -437,7 +467,10 @@ def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, name, gr
 
 
 def test_a_batch_is_filled_up_with_rows_that_touch_nobodys_pages(model):
-    """Three sequences in a graph of four rows: the fourth writes to the page behind the last."""
+    """A batch is padded with rows that touch no sequence's pages.
+
+    Three sequences run in a graph of four rows: the fourth writes to the page behind the last.
+    """
     core = core_of(model, 12, graphs=True, ahead=False)
     for i in range(3):
         core.add(Sequence([i + 1] * 5, TokenParams(temperature=0.0), 12, i))
@@ -455,8 +488,10 @@ def test_a_batch_is_filled_up_with_rows_that_touch_nobodys_pages(model):
 
 
 def test_the_page_table_on_the_device_is_that_of_the_sequences():
-    """Rows come, go, move and grow; a table that is kept from step to step shows what one made
-    anew shows."""
+    """The page table on the device is that of the sequences.
+
+    Rows come, go, move and grow; a table that is updated from step to step equals one built anew.
+    """
     rng = random.Random(5)
     inputs = DecodeInputs(8, 16, page_size=PAGE, null_page=99, device=torch.device("cpu"))
     live: list[Sequence] = []
@@ -468,7 +503,7 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
             rng.shuffle(live)
         scheduled = []
         for seq in live:
-            if rng.random() < 0.05:  # preempted and back
+            if rng.random() < 0.05:  # preempted and resumed
                 seq.pages = seq.pages[:0]
             seq.pages.append(rng.randrange(90))
             if len(seq.pages) > 16:
@@ -508,8 +543,11 @@ def test_what_a_graph_cannot_capture_is_named(step, named):
 
 
 def test_a_replay_repeats_the_recording_and_nothing_else():
-    """As a graph does: it reads its inputs where they are, its numbers are those of the recording,
-    what it made is made again, and its outputs stay where they were."""
+    """A replay repeats the recorded operators and nothing else.
+
+    Like a graph, it reads its inputs in place, keeps its numbers as recorded, recomputes its own
+    tensors, and leaves its outputs in place.
+    """
     x, offset = torch.zeros(2), [1.0]
 
     def step() -> tuple[torch.Tensor]:
@@ -539,7 +577,7 @@ def test_memory_that_nobody_wrote_shows():
 
 
 def test_shapes_are_few():
-    """So are the recordings: a batch of any size up to 256 runs in one of 12."""
+    """There are few shapes and recordings: a batch of any size up to 256 runs in one of 12."""
     assert {bucket_of(n) for n in range(1, 257)} == {
         1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 192, 256
     }  # fmt: skip
@@ -558,7 +596,10 @@ def test_only_steps_of_single_tokens_that_sample_are_recorded():
 
 
 def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):
-    """One warning; the answers are those of steps without graphs."""
+    """A step that cannot be recorded still runs.
+
+    There is one warning, and the answers are those of steps without graphs.
+    """
 
     class NoRoom(TapeRecorder):
         def record(self, function, inputs):
@@ -586,8 +627,11 @@ def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):
 
 @pytest.mark.parametrize("fault", [None, "ids", "logits", "cache"])
 def test_the_check_tells_right_replays_from_wrong_ones(model, fault):
-    """What is tried before graphs are used on a GPU, with a tape that is right and three that are
-    not: each of these fails."""
+    """The check tells right replays from wrong ones.
+
+    It is the check before graphs are used on a GPU, run with a tape that is right and three that
+    are wrong: each of the three fails.
+    """
 
     class Tape(TapeRecorder):
         def record(self, function, inputs):
@@ -614,8 +658,7 @@ def test_the_check_tells_right_replays_from_wrong_ones(model, fault):
 
 
 def in_format(name: str) -> Transformer:
-    """A model with weights of a format, or a cache of one; in float32, which no native kernel
-    takes."""
+    """Return a float32 model, which no native kernel takes, with quantized weights or cache."""
     args = ModelArgs(
         dim=128, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=512, multiple_of=128,
         max_seq_len=64, max_batch_size=7,
@@ -631,7 +674,7 @@ def in_format(name: str) -> Transformer:
 
 
 class NotLaunched:
-    """In place of a kernel of Triton's: the tape sees torch's operators round it."""
+    """A replacement for a Triton kernel: the tape records PyTorch's operators around it."""
 
     def __init__(self, name: str, names: set[str]) -> None:
         self.name, self.names = name, names
@@ -643,8 +686,11 @@ class NotLaunched:
 @pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
 @pytest.mark.parametrize("name", ["fp8", "int4", "cache"])
 def test_a_format_is_recorded_and_replayed(monkeypatch, name):
-    """With torch's bodies a replay gives what operators give, one by one; and what runs round the
-    kernels of a GPU can be captured, with tiles and without."""
+    """A format is recorded and replayed.
+
+    With PyTorch's implementation a replay equals the operators run one by one; and the code around
+    the GPU kernels can be captured, with tiles and without.
+    """
     pytest.importorskip("triton")
     from llama.ops.triton import attention, elementwise, linear
 
@@ -663,7 +709,7 @@ def test_a_format_is_recorded_and_replayed(monkeypatch, name):
     for held in (tiles, {}):
         launched.clear()
         made.use_kernels(KernelSet(names, frozenset({torch.float32}), held))
-        core_of(made, 16, graphs=True, ahead=True)  # which records
+        core_of(made, 16, graphs=True, ahead=True)  # records all shapes
         assert launched >= {"norm_kernel", "rope_kernel", "decode_kernel", "silu_mul_kernel"}
         assert ("product_kernel" in launched) == bool(held)
         assert ("plain_kernel" in launched) == (not held and name != "cache")
@@ -689,21 +735,27 @@ def test_the_program_tries_the_sizes_and_kernels_of_its_job(monkeypatch, capsys)
 
 
 def test_a_hook_that_comes_later_is_called(model):
-    """A replay would call none: from then on steps run module by module, until it is gone."""
+    """A hook that is added later is called.
+
+    A replay would call none: from then on steps run module by module, until the hook is removed.
+    """
     core = core_of(model, 20, graphs=True, ahead=False)
     core.add(Sequence([1, 2], TokenParams(temperature=0.0), 60))
     for _ in range(3):
         core.step()
     seen: list[int] = []
     handle = model.norm.register_forward_hook(lambda module, args, out: seen.append(len(out)))
-    core.runner._graphs._path = object()  # type: ignore[union-attr]  # of a GPU: not None
+    core.runner._graphs._path = object()  # a compiled stack, as on a GPU: not None
     core.step()
     assert seen == [1]
     handle.remove()
 
 
 def test_no_rank_leaves_the_graphs_alone(model, monkeypatch):
-    """One that runs a sum by itself, where the others replay one, might wait for ever."""
+    """No rank leaves the graphs alone.
+
+    A rank that ran a collective eagerly, while the others replay one, might wait forever.
+    """
     core = core_of(model, 20, graphs=True, ahead=False)
     seq = Sequence([1, 2], TokenParams(temperature=0.0), 60)
     core.add(seq)
@@ -718,7 +770,11 @@ def test_no_rank_leaves_the_graphs_alone(model, monkeypatch):
 
 
 def test_the_way_of_a_model_changes_with_its_hooks_and_weights(model):
-    """A stack of ops, as on a GPU: found again and again, None while a module is watched."""
+    """The execution path of a model follows its hooks and weights.
+
+    A compiled stack of ops, as on a GPU, is looked up at each step; it is None while a module is
+    hooked.
+    """
     model.use_kernels(KernelSet(frozenset({"sample"}), frozenset()))
     try:
         way = model.execution_path()

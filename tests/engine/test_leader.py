@@ -1,6 +1,6 @@
-"""Rank 0 leads: two cores, one of which hears of its sequences by messages alone.
+"""Rank 0 leads: of two cores, one learns about its sequences through messages alone.
 
-The ranks are two threads with a queue between them; test_parallel.py has real ones.
+The ranks are two threads with a queue between them; test_parallel.py has real processes.
 """
 
 import queue
@@ -22,7 +22,7 @@ from llama.ranks.placement import Placement
 
 @dataclass(frozen=True)
 class Wire(ModelParallel):
-    """Two ranks in one process: what rank 0 broadcasts goes through a queue."""
+    """Two ranks in one process: rank 0 broadcasts through a queue."""
 
     messages: "queue.Queue[bytes]" = field(default_factory=queue.Queue)
 
@@ -34,7 +34,7 @@ class Wire(ModelParallel):
 
 
 class Ranks:
-    """A core that leads, and a thread that makes another one follow it."""
+    """A core that leads, and a thread in which another one follows it."""
 
     def __init__(self, timeout_s: float = 600.0, **settings: int) -> None:
         messages: queue.Queue[bytes] = queue.Queue()
@@ -44,7 +44,8 @@ class Ranks:
         )
         self.core, self.messages = engine(**settings), messages
         self.follower = engine(**settings)
-        self.steps: list[list[int]] = []  # of the follower: the tokens of each sequence that moved
+        # of the follower: the tokens of each sequence that advanced
+        self.steps: list[list[int]] = []
         self.leader = Leader(self.core, here)
         self.following = Follower(self.follower, there)
         self.num_calls: list[int] = []
@@ -63,14 +64,17 @@ class Ranks:
 
 
 def known(core: EngineCore) -> list[tuple[list[int], int, list[int]]]:
-    """All that a rank decides by."""
+    """Return everything on which a rank's decisions depend."""
     return [(s.tokens, s.num_computed, list(s.pages)) for s in core.scheduler.live()]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_follower_holds_what_the_leader_holds_after_each_step(ahead: bool) -> None:
-    """Sequences come, end and are aborted at random, on a cache so small that some are preempted.
-    Whatever rank 0 decides, the follower has the same tokens, counts and pages after the step."""
+    """The follower has the leader's state after each step.
+
+    Sequences come, end and are aborted at random, on a cache so small that some are preempted.
+    Whatever rank 0 decides, the follower has the same tokens, counts and pages after the step.
+    """
     rng = random.Random(3)
     ranks = Ranks(num_pages=9, max_batch_size=3, budget=7, async_scheduling=ahead)
     ranks.thread.start()
@@ -156,7 +160,10 @@ def test_after_a_failed_step_the_ranks_do_not_meet_again(monkeypatch) -> None:
 
 
 def test_a_step_in_flight_is_read_by_the_first_step_that_is_led() -> None:
-    """Its sequence was aborted before rank 0 led: both ranks still have it to read."""
+    """A step in flight is read by the first step that is led.
+
+    Its sequence was aborted before rank 0 led, but both ranks still have to read it.
+    """
     ranks = Ranks(async_scheduling=True)
     for core in (ranks.core, ranks.follower):
         seq = sequence([1, 2, 3], 5)
@@ -175,7 +182,10 @@ def test_a_step_in_flight_is_read_by_the_first_step_that_is_led() -> None:
 
 
 def test_the_others_hear_from_rank_0_while_it_has_nothing_to_do() -> None:
-    """Each message restarts their timeout; the last one ends their work."""
+    """The other ranks receive messages from rank 0 while it is idle.
+
+    Each message restarts their timeout; the last one ends their work.
+    """
     ranks = Ranks(timeout_s=0.04)
     messages = ranks.messages
     kinds = [MESSAGE.validate_json(messages.get(timeout=60)).kind for _ in range(3)]

@@ -1,6 +1,6 @@
-"""Sampling against transformers' processors, against a naive row in float64, and against chance.
+"""Sampling against transformers' processors, a naive float64 computation of one row, and chance.
 
-Over 400 lines, since each step of the pipeline has its own oracle here.
+The file has over 400 lines because each step of the pipeline has its own oracle here.
 """
 
 import random
@@ -55,17 +55,18 @@ def sequence(
 
 
 def many(count: int, **params) -> list[Sequence]:
-    """Sequences that differ in their seeds alone."""
+    """Return sequences that differ in their seeds alone."""
     shared = TokenParams(**params)
     return [Sequence(tokens=[1], params=shared, max_len=10, seed=i) for i in range(count)]
 
 
 @pytest.fixture
 def distribution(monkeypatch) -> Callable[[Tensor, Sequence], Tensor]:
-    """distribution(logits (V), sequence) -> (V): shares of 4,096 draws with evenly spread numbers.
+    """A function distribution(logits (V), sequence) -> (V), the shares of 4,096 evenly spread
+    draws.
 
-    Each share is within 1 / 4,096 of its probability: a histogram without chance. What races is
-    torch's; who wins is found by inverse transform.
+    Each share is within 1 / 4,096 of its probability: a histogram without chance. The weights that
+    race are computed by torch; the winner is found by inverse transform.
     """
     n = 4096
     numbers = (torch.arange(n, dtype=torch.float64)[:, None] + 0.5) / n
@@ -90,7 +91,7 @@ def assert_same(shares: Tensor, probs: Tensor) -> None:
 
 
 def naive(logits: Tensor, seq: Sequence) -> Tensor:
-    """One row, step by step in float64 -> (V) probabilities: the definition."""
+    """Return the probabilities (V) of one row, computed step by step in float64 by definition."""
     p, x = seq.params, logits.double().clone()
     for token, bias in dict(p.logit_bias or ()).items():
         x[token] += bias
@@ -122,7 +123,9 @@ def naive_id(logits: Tensor, seq: Sequence) -> int:
 
 
 def random_sequence(rng: random.Random, vocab: int) -> Sequence:
-    """Any mixture of settings, each on about as often as off."""
+    """Return a sequence with a random mixture of settings, each of them on in about half of the
+    cases.
+    """
 
     def maybe(value, default):
         return value if rng.random() < 0.5 else default
@@ -214,7 +217,10 @@ def test_a_bad_word_may_begin_in_the_prompt(distribution) -> None:
 
 
 def test_presence_and_frequency_count_the_output_only(distribution) -> None:
-    """3 came once and 4 twice in the output; 1 and 2 are in the prompt alone."""
+    """Presence and frequency penalties count the output only.
+
+    Token 3 occurs once and 4 twice in the output; 1 and 2 occur in the prompt alone.
+    """
     seq = sequence(presence_penalty=0.5, frequency_penalty=0.75)
     expected = LOGITS.clone()
     expected[3] -= 0.5 + 0.75
@@ -233,14 +239,20 @@ def test_repetition_comes_before_presence_and_after_bias(distribution) -> None:
 
 
 def test_min_p_comes_before_top_p(distribution) -> None:
-    """0.5 and 0.25 pass min_p; of their mass, 0.667 is the first's, and top_p 0.65 ends there."""
+    """min_p is applied before top_p.
+
+    0.5 and 0.25 pass min_p; the first has 0.667 of their mass, so top_p = 0.65 ends there.
+    """
     probs = torch.tensor([0.05] * 5 + [0.5, 0.25])
     seq = sequence([1], [], min_p=0.3, top_p=0.65)
     assert_same(distribution(probs.log(), seq), torch.tensor([0.0] * 5 + [1.0, 0.0]))
 
 
 def test_top_p_counts_the_mass_after_top_k(distribution) -> None:
-    """Of 3 of 8 equal tokens, lifted by a bias, 0.5 keeps 2; of all the mass it would keep 3."""
+    """top_p counts the mass after top_k.
+
+    Of 3 of 8 equal tokens, raised by a bias, 0.5 keeps 2; of the whole mass it would keep 3.
+    """
     seq = sequence([1], [], logit_bias=dict.fromkeys((2, 4, 6), 1.0), top_k=3, top_p=0.5)
     assert_same(distribution(torch.zeros(8), seq), torch.tensor([0, 0, 0.5, 0, 0.5, 0, 0, 0]))
 
@@ -249,7 +261,10 @@ def test_top_p_counts_the_mass_after_top_k(distribution) -> None:
     ("top_p", "kept"), [(0.0, 1), (0.1, 1), (0.25, 3), (0.3, 3), (0.5, 5), (0.99, 8), (1.0, 8)]
 )
 def test_metas_rule_keeps_while_the_mass_before_is_at_most_p(distribution, top_p, kept) -> None:
-    """Eight equal tokens: the third has 0.25 before it, and stays with p = 0.25."""
+    """Meta's rule keeps a token while the mass before it is at most p.
+
+    Of eight equal tokens, the third has 0.25 before it, and stays with p = 0.25.
+    """
     expected = torch.zeros(8)
     expected[:kept] = 1 / kept
     assert_same(distribution(torch.zeros(8), sequence([1], [], top_p=top_p)), expected)
@@ -275,7 +290,10 @@ def test_a_mixed_batch_draws_what_the_definition_does(seed, vocab) -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 8.0])
 def test_a_nucleus_of_any_size_is_exact(spread) -> None:
-    """From one token to nine tenths of 20,000, with the ties that 16-bit logits bring."""
+    """A nucleus of any size is exact, from one token to nine tenths of 20,000.
+
+    The logits have the ties that 16 bits bring.
+    """
     torch.manual_seed(0)
     logits = (torch.randn(16, 20_000) * spread).bfloat16().float()
     params: list[dict[str, Any]] = [
@@ -294,10 +312,11 @@ def test_a_nucleus_of_any_size_is_exact(spread) -> None:
 @pytest.mark.parametrize(("top_p", "num_kept", "limit"), [(0.9, 13, 32.9), (1.0, 50, 85.4)])
 @pytest.mark.parametrize("positions", [1, 1000])
 def test_frequencies_are_those_of_the_distribution(positions, top_p, num_kept, limit) -> None:
-    """Chi-square of 20,000 draws, by seed alone and by 20 seeds x 1,000 positions.
+    """Sampled frequencies follow the distribution.
 
-    Of 50 tokens in three groups 13 are kept; with 12 degrees of freedom, chance goes over 32.9 once
-    in 1,000, with 49 over 85.4.
+    Chi-square of 20,000 draws, by seed alone and by 20 seeds x 1,000 positions. Of 50 tokens in
+    three groups 13 are kept; with 12 degrees of freedom, chance exceeds 32.9 once in 1,000 cases,
+    with 49 it exceeds 85.4.
     """
     logits, n = torch.full((541,), -INF), 20_000
     logits[::11] = torch.tensor([i * 37 % 50 for i in range(50)]) * 0.15
@@ -321,7 +340,10 @@ def test_frequencies_are_those_of_the_distribution(positions, top_p, num_kept, l
     ],
 )
 def test_philox_gives_its_authors_known_answers(counter, key, words) -> None:
-    """Of Random123's table for philox2x32-10. A word's lowest bit is not used."""
+    """Philox gives the known answers of its authors.
+
+    They are from Random123's table for philox2x32-10. The lowest bit of a word is not used.
+    """
     seed = torch.tensor([counter[1] << 32 | key], dtype=torch.uint64).view(torch.int64)
     found = uniform(seed, torch.tensor([counter[0]]))
     assert found.tolist() == [(words[0] >> 1 << 31) + (words[1] >> 1)]
@@ -340,8 +362,11 @@ def test_numbers_differ_by_seed_by_position_and_by_both_words_of_the_seed() -> N
 
 
 def test_a_draw_depends_on_its_row_its_seed_and_its_position_alone() -> None:
-    """Not on neighbours, row order, batch size, or how the tokens before are divided. The ids are
-    exact, as a row's weights are whole numbers; log-probabilities are torch's."""
+    """A draw depends on its row, its seed and its position alone.
+
+    It does not depend on neighbours, row order, batch size, or how earlier tokens were divided into
+    steps. The ids are exact, as a row's weights are integers; log probabilities are torch's.
+    """
     torch.manual_seed(2)
     vocab, rng = 3000, random.Random(2)
     logits = (torch.randn(32, vocab) * 3).bfloat16().float()
@@ -383,7 +408,10 @@ def test_nothing_filtered_is_ever_drawn(params) -> None:
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.99}, {"top_k": 3}, {"temperature": 1e-4}])
 @pytest.mark.parametrize("number", [0, 2**62 - 1])
 def test_the_least_and_the_greatest_number_stay_inside(monkeypatch, params, number) -> None:
-    """The ends of the vocabulary have no probability, and rounding must not give them any."""
+    """The smallest and the largest random number give a token with a probability.
+
+    The ends of the vocabulary have none, and rounding must not give them any.
+    """
     monkeypatch.setattr(op, "uniform", lambda seeds, _: torch.full((len(seeds),), number))
     logits = torch.cat((torch.full((9,), -INF), torch.zeros(700), torch.full((9,), -INF)))
     assert naive(logits, sequence(**params))[sample(logits[None], [sequence(**params)]).ids] > 0
@@ -403,7 +431,11 @@ def test_greedy_takes_the_first_of_the_top_ones_whatever_the_filters() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_the_tops_of_shares_are_what_the_whole_row_gives(num_ranks) -> None:
-    """Ties within a share and between shares, rows that hold NaN or infinities, or nothing else."""
+    """Merging the top values of vocabulary shares gives the result of the whole row.
+
+    The cases are ties within a share and between shares, and rows with NaN or infinities, some or
+    only.
+    """
     rng = random.Random(num_ranks)
     for _ in range(200):
         vocab = num_ranks * rng.choice([1, 3, 40, 256])
@@ -494,7 +526,10 @@ def test_logits_are_left_as_they_are() -> None:
 
 
 def test_logprobs_are_the_models_own() -> None:
-    """Whatever bias, penalty, temperature and filter made of the row that was drawn from."""
+    """Reported log probabilities are the model's own.
+
+    Bias, penalty, temperature and filters change only the row that was drawn from.
+    """
     changed = sequence(
         logprobs=2, temperature=0.3, top_k=2, logit_bias={5: 9.0}, repetition_penalty=2.0
     )
@@ -533,7 +568,11 @@ def test_score_gives_each_targets_logprob_and_the_likeliest() -> None:
 
 
 def test_sample_top_p_follows_metas_rule() -> None:
-    """The reference's steps, written out: drop where the mass before is over p, renormalise."""
+    """sample_top_p follows Meta's rule.
+
+    The reference's steps, written out: drop tokens where the mass before exceeds p, then
+    renormalise.
+    """
     torch.manual_seed(6)
     probs = (torch.randn(64, 200) * 3).softmax(-1)
     for p in (0.0, 0.3, 0.9, 1.0):
@@ -549,7 +588,10 @@ def test_sample_top_p_follows_metas_rule() -> None:
 
 
 def test_what_is_counted_on_the_device_is_what_the_sequences_have() -> None:
-    """Rows come, go, move, pause and take drafts; the same ids as of sequences looked at anew."""
+    """Token counts on the device equal those of the sequences.
+
+    Rows come, go, move, pause and take drafts; the ids are those of sequences counted anew.
+    """
     rng, kept = random.Random(4), LogitsProcessors()
     draw = torch.Generator().manual_seed(4)
     settings: list[dict[str, Any]] = [
@@ -573,12 +615,12 @@ def test_what_is_counted_on_the_device_is_what_the_sequences_have() -> None:
         assert found.equal(sample(logits, now).ids)
         for seq, token in zip(now, found.tolist(), strict=True):
             seq.tokens.append(token)
-            if rng.random() < 0.1:  # drafts behind it were right
+            if rng.random() < 0.1:  # the drafts behind it were accepted
                 seq.tokens += [rng.randrange(12) for _ in range(2)]
 
 
 def test_no_token_is_looked_at_twice(monkeypatch) -> None:
-    """A step costs the host no more the longer its sequences are."""
+    """No token is read twice: the host's cost of a step does not grow with the sequences."""
     params = TokenParams(repetition_penalty=1.2, frequency_penalty=0.1, logit_bias=((3, 1.0),))
     rows = [Sequence([i, 5, 6], params, 99, i) for i in range(3)]
     kept, logits = LogitsProcessors(), torch.zeros(3, 12)

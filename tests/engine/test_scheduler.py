@@ -1,4 +1,4 @@
-"""The page pool and the scheduler, without a model: nothing is lost, repeated, or left behind."""
+"""The page pool and the scheduler, without a model: no token is lost or repeated, no page leaks."""
 
 import random
 from dataclasses import replace
@@ -22,7 +22,7 @@ from llama.engine.rows import Step, StepResults
 
 
 def alone(prompt: list[int], count: int, stop_ids: frozenset[int]) -> list[int]:
-    """What a sequence must come to, by definition."""
+    """Return what a sequence must produce, computed by definition."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:
         token = next_token(tokens)
@@ -33,7 +33,7 @@ def alone(prompt: list[int], count: int, stop_ids: frozenset[int]) -> list[int]:
 
 
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)
-# Of each the prompt, the count, when it arrives, and the call.
+# For each sequence: the prompt, the number of tokens, the step of arrival, and the call.
 requests = st.tuples(prompts, st.integers(0, 12), st.integers(0, 10), st.integers(0, 3))
 
 
@@ -49,9 +49,13 @@ requests = st.tuples(prompts, st.integers(0, 12), st.integers(0, 10), st.integer
     st.one_of(st.none(), st.randoms(use_true_random=False)),
 )
 def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse, ahead, stops, rng):
-    """Random arrivals, lengths, budgets and page counts, preemption included: each sequence comes
-    to exactly what it would alone, and the pool ends as it began. Ahead of the device too, where a
-    step is scheduled before the tokens of the last one are known; or else with random drafts."""
+    """No token is lost or repeated.
+
+    Arrivals, lengths, budgets and page counts are random, with preemption: each sequence produces
+    exactly what it would alone, and the pool ends as it began. The same holds with async
+    scheduling, where a step is scheduled before the tokens of the last one are known, and with
+    random drafts.
+    """
     tried = engine(num_pages, 4, batch, max(budget, batch), reuse, ahead and rng is None)
     tried.drafter = rng and RandomDrafts(rng)
     stop_ids = frozenset(stops)
@@ -84,7 +88,7 @@ def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse,
     st.lists(requests, min_size=1, max_size=12), st.booleans(), st.randoms(use_true_random=False)
 )
 def test_aborts_leave_the_pool_as_it_was(arrivals, ahead: bool, rng: random.Random):
-    """Sequences aborted at random moments, waiting or running, give back every page."""
+    """Sequences aborted at random moments, waiting or running, return every page."""
     tried = engine(num_pages=9, async_scheduling=ahead)
     sequences = [sequence(prompt, count) for prompt, count, *_ in arrivals]
     for seq in sequences:
@@ -103,8 +107,11 @@ def test_aborts_leave_the_pool_as_it_was(arrivals, ahead: bool, rng: random.Rand
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_call_that_has_no_place_gets_one_of_the_call_that_has_most(ahead):
-    """Three of one call and one of another run when two more calls come: both run in the next step,
-    for the newest of the first call, which waits to be the first to come back."""
+    """A waiting call takes a slot of the call that has the most.
+
+    Three sequences of one call and one of another run when two more calls arrive. Both run in the
+    next step, in place of the newest of the first call, which are the first in line to resume.
+    """
     tried = engine(num_pages=99, max_batch_size=4, async_scheduling=ahead)
     sequences = [sequence([i], 20, call=n) for i, n in enumerate([1, 2, 1, 1, 3, 3, 4, 2])]
     for seq in sequences[:4]:
@@ -124,8 +131,11 @@ def test_a_call_that_has_no_place_gets_one_of_the_call_that_has_most(ahead):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_call_gets_pages_of_the_call_that_has_most(ahead):
-    """The pages ran out: of eight of one call two run, and six wait to come back. A small call runs
-    in the next step, and until its end, which comes before that of any of the others."""
+    """A call takes pages of the call that has the most.
+
+    The pages are used up: of eight sequences of one call two run, and six wait to resume. A small
+    call runs in the next step and until its end, which comes before that of any of the others.
+    """
     tried = engine(num_pages=20, budget=16, max_batch_size=8, async_scheduling=ahead)
     large = [sequence([i], 40, call=1) for i in range(8)]
     for seq in large:
@@ -145,7 +155,10 @@ def test_a_call_gets_pages_of_the_call_that_has_most(ahead):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_preemption_happens_and_is_invisible(monkeypatch, ahead):
-    """Six sequences that all grow to 7 of 9 pages: some must give up their pages and come back."""
+    """Preemption happens and is invisible in the results.
+
+    Six sequences each grow to 7 of 9 pages: some must release their pages and resume later.
+    """
     tried = engine(num_pages=9, max_batch_size=6, async_scheduling=ahead)
     given_up = watch_releases(tried.scheduler, monkeypatch)
     sequences = [sequence([i], 27) for i in range(6)]
@@ -158,7 +171,10 @@ def test_preemption_happens_and_is_invisible(monkeypatch, ahead):
 
 
 def test_who_gave_up_its_pages_comes_before_who_never_had_any(monkeypatch):
-    """Three sequences that cannot all run to their end, and a fourth that waits behind them."""
+    """A preempted sequence comes before one that never had pages.
+
+    Three sequences cannot all run to their end together, and a fourth waits behind them.
+    """
     tried = engine(num_pages=8, max_batch_size=3)
     sequences = [sequence([i], 15) for i in range(4)]
     for seq in sequences:
@@ -183,7 +199,10 @@ def test_more_prompts_than_the_batch_holds_queue_in_order():
 
 
 def test_long_prompts_are_taken_in_chunks_beside_running_ones():
-    """With 8 tokens a step, a prompt of 21 takes three steps; the running one moves in each."""
+    """Long prompts are prefilled in chunks beside running sequences.
+
+    With 8 tokens a step, a prompt of 21 takes three steps; the running sequence advances in each.
+    """
     tried = engine(num_pages=40)
     first, second = sequence([1], 10), sequence([2] * 21, 1)
     tried.add(first)
@@ -207,7 +226,7 @@ def test_a_shared_prefix_is_computed_once():
             tried.step()
     assert seq.num_cached == 8
     assert tried.runner.computed == (10 + 2) + (2 + 2)
-    other = sequence([6] + prompt[1:], 1)  # the same second page after another first one
+    other = sequence([6] + prompt[1:], 1)  # the same second page behind another first one
     tried.add(other)
     while tried.has_unfinished():
         tried.step()
@@ -215,7 +234,10 @@ def test_a_shared_prefix_is_computed_once():
 
 
 def test_the_last_prompt_token_is_always_computed():
-    """A prompt of exactly two known pages still needs logits: its second page is done again."""
+    """The last prompt token is always computed.
+
+    A prompt of exactly two cached pages still needs logits: its second page is computed again.
+    """
     tried = engine(num_pages=40)
     for _ in range(2):
         seq = sequence([1, 2, 3, 4, 5, 6, 0, 1], 2)
@@ -233,7 +255,7 @@ def test_least_recently_freed_pages_are_evicted_first():
     for page, name in zip(pages, names, strict=True):
         pool.cache(page, name)
     pool.release([pages[1]])
-    pool.release([pages[2], pages[0]])  # the last page of a run goes first: 0, then 2
+    pool.release([pages[2], pages[0]])  # the last page of a run is reused first: 0, then 2
     pool.check()
     assert pool.allocate() == pages[1]
     assert pool.match_prefix([names[1]]) == []
@@ -253,7 +275,10 @@ def test_a_page_freed_twice_is_caught():
 
 @pytest.mark.parametrize("moment", ["start", "read", "read, ahead"])
 def test_a_failing_runner_leaves_an_empty_engine(monkeypatch, moment):
-    """The error reaches the caller, every request is aborted, and the next one is served."""
+    """A failing runner leaves an empty engine.
+
+    The error reaches the caller, every request is aborted, and the next one is served.
+    """
     tried = engine(async_scheduling="ahead" in moment)
 
     def fail() -> NoReturn:
@@ -292,8 +317,11 @@ def test_what_can_never_run_is_refused():
 
 
 def test_a_step_is_started_before_the_last_one_is_read():
-    """Ahead, the runner has two steps at a time, whatever the sequences ask for: it is the runner
-    that waits where a row's sampling needs the token before it."""
+    """With async scheduling, a step starts before the last one is read.
+
+    The runner has two steps in flight, whatever the sequences ask for: it is the runner that waits
+    where a row's sampling needs the previous token.
+    """
     tried = engine(num_pages=20, async_scheduling=True)
     started: list[int] = []
     read: list[int] = []
@@ -327,7 +355,10 @@ def test_a_step_is_started_before_the_last_one_is_read():
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_pages_that_sampled_tokens_fill_are_found(ahead):
-    """A page has a hash once all its tokens are known: ahead, a step later, and no less surely."""
+    """Pages that sampled tokens fill are found in the prefix cache.
+
+    A page gets a hash once all its tokens are known: one step later with async scheduling.
+    """
     tried = engine(num_pages=20, async_scheduling=ahead)
     first = sequence([1, 2], 13)
     tried.add(first)

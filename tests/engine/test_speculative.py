@@ -1,4 +1,4 @@
-"""Speculation changes no bit: runs with drafts against runs without, on the CPU."""
+"""Speculation changes no bit: runs with drafts are compared with runs without, on the CPU."""
 
 import itertools
 import random
@@ -35,11 +35,15 @@ needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AV
     ("quantize", "num_kv_heads"),
     [
         *itertools.product([None, "KV cache"], [8, 2, 1]),
-        *((name, 2) for name in ("int8", "fp8", "int4")),  # attention does not know of them
+        # attention does not depend on the format of the weights
+        *((name, 2) for name in ("int8", "fp8", "int4")),
     ],
 )
 def test_a_row_of_a_chunk_has_the_bits_of_a_single_step(num_kv_heads, quantize, kernels):
-    """Around the edge of a part of the context (256 keys), for every length of a draft."""
+    """A row of a chunk has the bits of a single decode step.
+
+    The contexts lie around the edge of a chunk of 256 keys, and drafts have every length.
+    """
     sizes = {"dim": 256, "n_layers": 2, "n_heads": 8, "n_kv_heads": num_kv_heads}
     args = ModelArgs(**sizes, vocab_size=128, multiple_of=32, max_seq_len=320)
     in_8_bits = quantize == "KV cache"
@@ -53,7 +57,9 @@ def test_a_row_of_a_chunk_has_the_bits_of_a_single_step(num_kv_heads, quantize, 
     cache = model.new_kv_cache(20, 16)
 
     def logits(start: int, count: int) -> torch.Tensor:
-        """(count, V), of tokens behind `start` others whose keys and values are in the cache."""
+        """Return logits (count, V) of tokens behind `start` others whose keys and values are
+        cached.
+        """
         new = tokens[start : start + count]
         ids, batch = Batch.pack(
             new, [start], [count], [range(20)], 16, range(count), torch.device("cpu")
@@ -71,7 +77,7 @@ def test_a_row_of_a_chunk_has_the_bits_of_a_single_step(num_kv_heads, quantize, 
 
 
 class SomeGuesses(ModelDrafter):
-    """Of 0 to `most` tokens, by no clock."""
+    """A drafter of 0 to `most` tokens, independent of measured times."""
 
     def _draft(self, guesses: list[SequenceDraft], seconds: float) -> list[list[int]]:
         self.rng = random.Random(sum(len(x.seq.tokens) for x in guesses))
@@ -99,8 +105,8 @@ def in_8_bits(make_checkpoint) -> Plain:
 
 
 def built(make_checkpoint, **options) -> Plain:
-    """A model in bf16, what it answers without drafts, and the tokens of each sequence."""
-    folder, _, _ = make_checkpoint(seed=24, dim=128)  # heads of 32: what the kernels take
+    """A bf16 model, its answers without drafts, and the tokens of each sequence."""
+    folder, _, _ = make_checkpoint(seed=24, dim=128)  # heads of 32, which the kernels support
     llama = Llama.build(str(folder), None, 128, 8, device="cpu", dtype="bf16", **options)
     return llama, *without_drafts(llama)
 
@@ -111,8 +117,10 @@ def built(make_checkpoint, **options) -> Plain:
     "kind", ["oracle", "wrong", "some", "stop_ids", "too_long", "lookup", "shared", "model"]
 )
 def test_drafts_change_no_answer(kind, num_pages, plain, monkeypatch):
-    """Text, ids, the bits of log-probabilities, reasons, usage: in a batch that the pages hold, and
-    in one that they do not hold."""
+    """Drafts change no answer: text, ids, bits of log probabilities, finish reasons and usage.
+
+    The pages suffice for the whole batch, or they do not, and sequences are preempted.
+    """
     model, found, truth = plain
     llama = Llama(model.model, model.tokenizer, num_pages=num_pages)
     core = llama.engine
@@ -129,7 +137,8 @@ def test_drafts_change_no_answer(kind, num_pages, plain, monkeypatch):
         sequences = [answer.sequence for request in requests for answer in request.answers]
         free = [seq for seq in sequences if not seq.is_constrained]
         assert sum(seq.num_drafted for seq in free) > 100
-        assert all(seq.num_accepted == seq.num_drafted for seq in free)  # it is the same model
+        # the draft model is the model itself
+        assert all(seq.num_accepted == seq.num_drafted for seq in free)
     if kind in ("oracle", "wrong") and num_pages > 99:
         assert core.stats.steps < 40 if kind == "oracle" else core.stats.accepted_tokens == 0
     assert core.scheduler.pool.num_free == num_pages
@@ -137,7 +146,11 @@ def test_drafts_change_no_answer(kind, num_pages, plain, monkeypatch):
 
 @needs_kernels
 def test_an_abort_among_drafts_frees_its_pages(plain):
-    """Every third sequence, after some steps; what it had is right, and the others go on."""
+    """Aborting sequences among drafts frees their pages.
+
+    Every third sequence is aborted after some steps; its tokens so far are right, and the others go
+    on.
+    """
     model, _, truth = plain
     llama = Llama(model.model, model.tokenizer, num_pages=300)
     core = llama.engine
@@ -152,7 +165,8 @@ def test_an_abort_among_drafts_frees_its_pages(plain):
         core.scheduler.check()
         core.step()
     for seq in added:
-        pairs = zip(seq.tokens, truth[key(seq)], strict=False)  # there, stop strings ended some
+        # in the reference run, stop strings ended some sequences
+        pairs = zip(seq.tokens, truth[key(seq)], strict=False)
         assert all(token == wanted for token, wanted in pairs)
         assert (seq.finish_reason == "abort") == (seq in live[::3])
     assert core.scheduler.pool.num_free == 300 and len(live) > 6
@@ -160,14 +174,18 @@ def test_an_abort_among_drafts_frees_its_pages(plain):
 
 @needs_kernels
 def test_beam_search_is_not_drafted_for(plain):
-    """A round asks each beam for one token: nothing could be gained, so nothing is looked up."""
+    """Beam search is not drafted for.
+
+    Each round asks each beam for one token, so drafts could save nothing, and none are looked up.
+    """
     model = plain[0]
     found = []
     for most in (0, 7):
         llama = Llama(model.model, model.tokenizer, num_pages=100)
         if most:
             llama.engine.speculate(most)
-        found.append(llama.beam_search(["abab" * 9], 3, 20))  # one needs a new page, and one token
+        # one beam needs a new page, and one token is left
+        found.append(llama.beam_search(["abab" * 9], 3, 20))
     assert found[0] == found[1]
     drafter = llama.engine.drafter
     assert isinstance(drafter, Speculator) and drafter._guesses
@@ -177,8 +195,12 @@ def test_beam_search_is_not_drafted_for(plain):
 
 @needs_kernels
 def test_a_draft_model_computes_what_it_has_not_had(plain, monkeypatch):
-    """The pages of a prompt are found by their hashes. The draft model has computed them where it
-    guessed for that text before, and else does so; its guesses are right in both cases."""
+    """A draft model computes the keys and values that it lacks.
+
+    The pages of a prompt are found by their hashes. The draft model has computed them only if it
+    drafted for that text before; otherwise it computes them now. Its drafts are right in both
+    cases.
+    """
     model = plain[0]
     llama = Llama(model.model, model.tokenizer, num_pages=40)
     core = llama.engine
@@ -210,7 +232,10 @@ def test_a_draft_model_computes_what_it_has_not_had(plain, monkeypatch):
 def test_drafts_change_no_answer_with_a_cache_in_8_bits(
     kind, num_pages, in_8_bits, plain, monkeypatch
 ):
-    """Nor do prefixes that were cached, and preemption. The answers are this cache's own."""
+    """Drafts change no answer with an int8 cache, a warm prefix cache or preemption.
+
+    The answers are compared with those of the same kind of cache.
+    """
     test_drafts_change_no_answer(kind, num_pages, in_8_bits, monkeypatch)
     assert in_8_bits[1] != plain[1]
 
@@ -218,7 +243,10 @@ def test_drafts_change_no_answer_with_a_cache_in_8_bits(
 @needs_kernels
 @pytest.mark.parametrize("kind", ["plain", "in_8_bits"])
 def test_drafts_leave_the_cache_as_it_would_be(kind, request):
-    """The bytes of all keys and values that count, and the pages that a later prompt finds."""
+    """Drafts leave the cache as it would be without them.
+
+    The bytes of all valid keys and values, and the pages that a later prompt finds, are equal.
+    """
     model, truth = request.getfixturevalue(kind)[0], dict[tuple, list[int]]()
     found = [cached(model, kind, truth) for kind in (None, "some", "oracle")]
     (slots, tokens, hashes, steps), *with_drafts = found
@@ -229,12 +257,17 @@ def test_drafts_leave_the_cache_as_it_would_be(kind, request):
 
 @needs_kernels
 def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch):
-    """Answers are those without it, its guesses, keys and values those of one that sees each text
-    anew, and these count as memory. A pair that does not fit is an error before weights."""
+    """A model is built with a draft model.
+
+    The answers are those without it; its drafts, keys and values are those of a model that reads
+    each text anew; and its memory is counted. A pair that does not match is an error before weights
+    load.
+    """
     folder, _, _ = make_checkpoint(seed=24, dim=128)
     small, _, _ = make_checkpoint(seed=25, dim=128, n_layers=1)
     common: dict[str, Any] = {"device": "cpu", "dtype": "bf16", "max_seq_len": 128}
-    own = {n: KernelSet(tiles={(0, n, n, 1): Tile(n, n, 1, 1)}) for n in (1, 2)}  # by n_layers
+    # keyed by n_layers
+    own = {n: KernelSet(tiles={(0, n, n, 1): Tile(n, n, 1, 1)}) for n in (1, 2)}
     monkeypatch.setattr("llama.gpu.selection.kernels_for", lambda params, *_: own[params.n_layers])
     asked = list[Transformer]()
     monkeypatch.setattr("llama.generation.recorder_for", asked.append)
@@ -245,7 +278,7 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
     core = llama.engine
     drafter = core.drafter
     assert isinstance(drafter, ModelDrafter)
-    assert asked == [drafter._runner.model, llama.model]  # for graphs of each
+    assert asked == [drafter._runner.model, llama.model]  # graphs of each model
     assert [model.kernels for model in asked] == [own[1], own[2]]
     compared, num_pages = [0], core.scheduler.pool.num_pages
 
@@ -266,7 +299,7 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
     monkeypatch.setattr(drafter, "draft", draft)
     assert answers(llama, list(requests_of(llama))) == plain[1]
     assert compared[0] > 100 and 0 < core.stats.accepted_tokens < core.stats.draft_tokens / 2
-    per_token = 2 * 2 * 64 * 3  # bytes, keys and values, of 2 heads, in 2 layers and 1
+    per_token = 2 * 2 * 64 * 3  # bytes of keys and values of 2 heads of 64, in 2 + 1 layers
     bounded = Llama.build(
         str(folder), speculate=str(small), kv_cache_memory_bytes=per_token * 16 * 9, **common
     )
@@ -277,7 +310,7 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
 
 
 def longest_match(text: list[int]) -> int:
-    """By definition: the most tokens at the end that also occur somewhere before, 16 at most."""
+    """The longest match is the longest suffix, at most 16 tokens, that also occurs earlier."""
     for length in range(min(16, len(text) - 1), 0, -1):
         ends = range(length, len(text))
         if any(text[end - length : end] == text[-length:] for end in ends):
@@ -304,12 +337,15 @@ def test_look_up_finds_where_the_end_of_a_text_occurred(vocab):
             assert text[source - length : source] == text[-length:] and len(guess) == 5
             followed = text[source:] + guess
             assert guess == followed[:5]
-    assert num_longest > 140 or vocab < 3000  # where no token has many places
+    assert num_longest > 140 or vocab < 3000  # no token of the largest vocabulary occurs often
 
 
 def drafted(costs: float, batch: int, repeats: float) -> list[int]:
-    """How many tokens a Speculator drafts in the first, second and third 100 steps. One more row
-    adds so much to a step of one; so much of the texts repeats what was before, the rest is new."""
+    """Return how many tokens a Speculator drafts in the first, second and third 100 steps.
+
+    One more row adds the given share to the cost of a step; the given share of the texts repeats
+    earlier text, and the rest is new.
+    """
     rng, speculator, seconds, counts = (
         random.Random(1),
         Speculator(7, ModelParallel()),
@@ -331,19 +367,23 @@ def drafted(costs: float, batch: int, repeats: float) -> list[int]:
 
 
 def test_a_draft_is_as_long_as_it_pays(monkeypatch):
-    """Where rows are nearly free a text that repeats itself gets the most, and one that repeats
-    itself less gets some; where they cost a step each it gets none. Drafting takes no time."""
+    """A draft is as long as it pays, when drafting itself takes no time.
+
+    Where rows are nearly free, a repetitive text gets the longest drafts and a less repetitive one
+    gets some; where a row costs a whole step, no text gets any.
+    """
     monkeypatch.setattr("llama.engine.speculative.time.perf_counter", float)
     assert drafted(0.01, 1, repeats=1.0)[2] > 650 and drafted(0.01, 8, repeats=1.0)[2] > 5000
     assert drafted(0.01, 1, repeats=0.6)[2] > 100 and drafted(10.0, 1, repeats=0.6)[2] < 60
     assert max(drafted(1.0, 32, repeats=0.3)) < 50
     drafter = Drafts("", {})
-    assert drafter.choose([[0.9] * 3, [0.001] * 3], 0.0) == [0, 0]  # what a step takes is not known
+    # the duration of a step is unknown
+    assert drafter.choose([[0.9] * 3, [0.001] * 3], 0.0) == [0, 0]
     assert drafter.choose([[0.9] * 3, [0.001] * 3], 0.01) == [3, 0]
 
 
 class Passes(ModelDrafter):
-    """One whose model is not there: a pass takes so many seconds."""
+    """A draft model that is not loaded, whose forward pass takes a given number of seconds."""
 
     def __init__(self, seconds: float) -> None:
         Drafter.__init__(self, 4, ModelParallel(), [0.7] * 4)
@@ -358,8 +398,11 @@ class Passes(ModelDrafter):
 
 
 def guessed(pass_cost: float, chance: float, batch: int = 1) -> list[int]:
-    """How many tokens a draft model is asked for in the first and the second 300 steps. A pass of
-    it costs so much of a step, a row a hundredth; so many of its guesses are right."""
+    """Return how many tokens a draft model is asked for in the first and the second 300 steps.
+
+    Its pass costs the given share of a step, and a row a hundredth; the given share of drafts is
+    right.
+    """
     rng, drafter, seconds, counts = random.Random(1), Passes(0.01 * pass_cost), 0.0, list[int]()
     sequences = [Sequence([0] * 9, TokenParams(), 10**6) for _ in range(batch)]
     guesses = [drafter._begin(seq) for seq in sequences]
@@ -374,8 +417,11 @@ def guessed(pass_cost: float, chance: float, batch: int = 1) -> list[int]:
 
 
 def test_a_draft_model_is_asked_for_as_much_as_pays():
-    """A cheap one that is mostly right: for nearly all; a dear one, or one that is mostly wrong:
-    for nearly nothing, but it is tried again."""
+    """A draft model is used as far as it pays.
+
+    A cheap and mostly right one drafts for nearly all steps; an expensive or mostly wrong one for
+    nearly none, but it is tried again.
+    """
     assert guessed(0.1, 0.95)[1] > 1100 and guessed(0.1, 0.95, batch=8)[1] > 8 * 1000
     assert 250 < guessed(0.2, 0.6)[1] < 900
     for pass_cost, chance in [(1.2, 0.95), (0.3, 0.1)]:
@@ -383,7 +429,9 @@ def test_a_draft_model_is_asked_for_as_much_as_pays():
 
 
 def test_what_has_ended_is_forgotten():
-    """Outputs hold their sequences for as long as their reader likes."""
+    """Finished sequences are forgotten, although outputs keep them for as long as their reader
+    likes.
+    """
     speculator, ended = Speculator(7, ModelParallel()), []
     for i in range(100):
         seq = Sequence([i] * 9, TokenParams(), 50)
@@ -396,8 +444,11 @@ def test_what_has_ended_is_forgotten():
 @needs_kernels
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_texts_of_others_are_looked_up_where_that_is_asked_for(is_shared, plain, monkeypatch):
-    """A request, another one, and the first one again: the same bits, in far fewer steps where the
-    texts are shared. What is kept of them has a bound."""
+    """Texts of other requests are searched for drafts where that is enabled.
+
+    A request, another one, and the first one again have the same bits, in far fewer steps where
+    texts are shared. The amount of text that is kept is bounded.
+    """
     model, drafted, found = plain[0], list[int](), list[list[int]]()
     llama = Llama(model.model, model.tokenizer, num_pages=40)
     llama.engine.speculate(7, is_shared=is_shared)
@@ -428,7 +479,10 @@ def test_texts_of_others_are_looked_up_where_that_is_asked_for(is_shared, plain,
 
 @needs_kernels
 def test_a_prediction_is_where_guesses_come_from(plain):
-    """The prompt has nothing of the answer; the prediction has all of it but two tokens."""
+    """Drafts come from a prediction that the request brings.
+
+    The prompt contains nothing of the answer; the prediction contains all of it but two tokens.
+    """
     model, found = plain[0], list[tuple[list[int], int]]()
     for kind in ("without", "wrong", "right"):
         llama = Llama(model.model, model.tokenizer, num_pages=40)
@@ -443,13 +497,17 @@ def test_a_prediction_is_where_guesses_come_from(plain):
         found.append((output.outputs[0].token_ids, llama.engine.stats.steps))
     assert found[0][0] == found[1][0] == found[2][0]
     assert found[2][1] < 25 < 45 < found[1][1], found
-    assert output.outputs[0].num_predicted() == (57, 3)  # two are wrong, and one ends the search
+    # two tokens are wrong, and one ends the search
+    assert output.outputs[0].num_predicted() == (57, 3)
 
 
 @needs_kernels
 def test_a_model_is_built_to_speculate(plain, make_checkpoint, caplog):
-    """The answers are those of a model that does not, and come in fewer steps; the log, /metrics
-    and the lines of figures say how many tokens were guessed, and how many were right."""
+    """A model is built with speculation.
+
+    Its answers equal those of a model without it, in fewer steps; the log, /metrics and the figures
+    report how many tokens were drafted and how many were accepted.
+    """
     folder, _, _ = make_checkpoint(seed=24, dim=128)
     options = read("llama", COMMANDS["chat"], [str(folder), "--max_seq_len", "128"], {
         "LLAMA_SPECULATE": "lookup", "LLAMA_DEVICE": "cpu", "LLAMA_DTYPE": "bf16",

@@ -1,1 +1,1 @@
-"""What tests share: oracles, random checkpoints, prompts, and the launch of real processes."""
+"""What tests share: oracles, random checkpoints, prompts, and starting real processes."""

@@ -1,8 +1,8 @@
 """The bodies of the table of bad requests: for each route, its faults.
 
-A fault is (the fields that are wrong, `param` of the error or None, words of its message), beside
-the good fields of `bad_requests.py`; None takes a good field away. `param` is None for Anthropic's
-routes, whose errors have none: there the words name the field.
+A fault is (the wrong fields, `param` of the error or None, words of its message). The other fields
+are the good ones of `bad_requests.py`; a value of None removes a good field. `param` is None for
+Anthropic's routes, whose errors have no such field: there the message names the field.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 SAID: Any = [{"role": "user", "content": "x"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
-# Sixty objects at once, none of whose properties are the others': there is no small grammar.
+# Sixty alternative objects that share no property name, so that no small grammar exists.
 BOMB = {
     "anyOf": [
         {"type": "object", "properties": {f"{name}{i}": {"type": "string"} for name in "abcdefghij"

@@ -1,8 +1,9 @@
 """The table of bad requests: what is wrong with each, and what its answer must be.
 
-One fault in each row. Read by test_bad_requests.py, and by loop_times.py, which measures how long
-each of them holds the event loop up. The server has the demo model, a context of 512 tokens, the
-key "k", and tools in the format of Llama 3.1, but where a row says that its model has none.
+Each row has one fault. test_bad_requests.py reads the table, and so does loop_times.py, which
+measures how long each row blocks the event loop. The server has the demo model, a context of 512
+tokens, the key "k", and tools in the format of Llama 3.1, unless a row says that its model has
+none.
 """
 
 from typing import Any, NamedTuple
@@ -34,9 +35,18 @@ KEY = {"Authorization": "Bearer k"}
 
 
 class BadRequest(NamedTuple):
-    """param: of the error object, which Anthropic's has not. words: of its message. body: JSON, or
-    bytes as they are. headers: beside the key and the content type, or in their place. has_tools:
-    whether the model has tools."""
+    """One request and its expected answer.
+
+    Attributes:
+        path: the route.
+        body: JSON, or bytes that are sent unchanged.
+        status: the expected status code.
+        param: of the error object; None for Anthropic's errors, which have none.
+        words: text that the error message contains.
+        headers: additions to the key and the content type, or replacements for them.
+        method: the HTTP method.
+        has_tools: whether the model has a tool format.
+    """
 
     path: str
     body: Any
@@ -54,7 +64,7 @@ class BadRequest(NamedTuple):
 
 
 def rows(path: str, good: dict[str, Any], faults: Faults) -> list[BadRequest]:
-    """A body for each fault, which has the good fields, too."""
+    """Return a request for each fault, with the good fields beside the faulty ones."""
     return [BadRequest(path, good | fields, 400, param, words) for fields, param, words in faults]
 
 

@@ -1,4 +1,4 @@
-"""Batch jobs for tests: lines to a file's bytes, and the records that come of them."""
+"""Batch jobs for tests: build the input file from lines, and return the resulting records."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from llama.cli.batch.job import run_batch
 
 
 def written(lines: list[Any]) -> bytes:
-    """A file's bytes: bytes as they are, strings as text, all else as JSON, each with its end."""
+    """Return the bytes of a file: bytes unchanged, strings as text, all else as JSON lines."""
     parts = [
         x if isinstance(x, bytes) else (x if isinstance(x, str) else json.dumps(x)).encode()
         for x in lines
@@ -18,7 +18,7 @@ def written(lines: list[Any]) -> bytes:
 
 
 def answers(llama: Llama, folder: Path, lines: list[Any], *args, **kwargs) -> list[dict[str, Any]]:
-    """The records of these lines, in the order of the lines."""
+    """Return the records for these lines, in the order of the lines."""
     (folder / "in").write_bytes(written(lines))
     (folder / "out").unlink(missing_ok=True)
     run_batch(llama, str(folder / "in"), str(folder / "out"), *args, **kwargs)

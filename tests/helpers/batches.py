@@ -1,4 +1,4 @@
-"""A `Batch` for attention alone: of tokens that go nowhere and want no logits; and a KV cache."""
+"""A `Batch` for attention alone, whose tokens are not stored and need no logits; a KV cache."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,10 @@ def batch_of(
     query_lens_cpu: Sequence[int],
     seq_lens_cpu: Sequence[int],
 ) -> Batch:
-    """page_table (B, M); the lengths on the host may be limits, as those of a static batch are."""
+    """Make a batch from page_table (B, M).
+
+    The host's lengths may be upper bounds, as those of a static batch are.
+    """
     device = page_table.device
     none = torch.empty(0, dtype=torch.int64, device=device)
     starts, lens = (torch.tensor(list(x), device=device) for x in (query_starts, seq_lens))
@@ -26,7 +29,7 @@ def batch_of(
 
 
 def in_8_bits(kv_cache: Tensor) -> Tensor:
-    """A cache (..., P, S, K, D) of plain numbers -> (..., P, S, K, W) of those in 8 bits."""
+    """Quantize a cache (..., P, S, K, D) of floats to the 8-bit format (..., P, S, K, W)."""
     *sizes, p, s, k, d = kv_cache.shape
     width, dtype = FORMATS["int8"].row(d, kv_cache.dtype)
     packed = torch.zeros(*sizes, p, s, k, width, dtype=dtype)

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-DONE = "article.assistant.done"  # an answer that is complete
-# The luminance of the page's background, and its contrast with other colours, as WCAG 2.2 has them.
+DONE = "article.assistant.done"  # a complete answer
+# The luminance of the page's background and its contrast with other colours, as WCAG 2.2 defines
+# them.
 CONTRAST = """(names) => {
     const parse = (css) => {
         const canvas = new OffscreenCanvas(1, 1).getContext("2d");
@@ -42,19 +43,19 @@ def send(page: Any, text: str) -> None:
 
 
 def answer_of(page: Any) -> str:
-    """The text of the last answer, once it is complete."""
+    """Return the text of the last answer, once it is complete."""
     page.wait_for_selector(f"{DONE}:last-child")
     return page.text_content(f"{DONE}:last-child .answer")
 
 
 def show_tokens(page: Any) -> None:
-    """In place of the Markdown of the last answer, once it is complete."""
+    """Switch the last answer from Markdown to its tokens, once it is complete."""
     page.click(f"{DONE}:last-child [data-action=tokens][aria-pressed=false]")
 
 
 @contextmanager
 def bodies_of(page: Any) -> Iterator[list[dict[str, Any]]]:
-    """The bodies of the requests that the page sends meanwhile."""
+    """Yield a list of the bodies of the requests that the page sends inside the block."""
     bodies: list[dict[str, Any]] = []
 
     def note(request: Any) -> None:
@@ -67,8 +68,10 @@ def bodies_of(page: Any) -> Iterator[list[dict[str, Any]]]:
 
 
 def script(page: Any, *answers: list[dict[str, Any]] | str, last: Any = None) -> None:
-    """The next answers of the server: the deltas of a chat, or the whole stream as text. last: the
-    chunk after each."""
+    """Script the next answers of the server: the deltas of a chat, or the whole stream as text.
+
+    `last` is the chunk that follows each answer.
+    """
     rest = iter(answers)
 
     def reply(route: Any) -> None:

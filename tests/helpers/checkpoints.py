@@ -1,8 +1,8 @@
 """Random tiny checkpoints in Meta's layout, for tests.
 
-`random_state` makes the whole tensors of a model that params.json's contents describe; `write_meta`
-writes them as a folder of shards. The sharding here is written from Meta's rules on its own, and
-imports nothing from `llama`: it is what the loader is tested against.
+`random_state` makes the whole tensors of a model described by the contents of params.json;
+`write_meta` writes them as a folder of shards. The sharding here is written independently from
+Meta's rules, and imports nothing from `llama`: the loader is tested against it.
 """
 
 import base64
@@ -23,7 +23,7 @@ def ffn_dim(params: dict) -> int:
 
 
 def random_state(params: dict, seed: int = 0) -> dict[str, Tensor]:
-    """Meta's name -> whole float32 tensor, scaled so that logits spread by about 3."""
+    """Return Meta's name -> whole float32 tensor, scaled to logits with a deviation of about 3."""
     dim, vocab, ffn = params["dim"], params["vocab_size"], ffn_dim(params)
     kv = (params.get("n_kv_heads") or params["n_heads"]) * (dim // params["n_heads"])
     matrices = {
@@ -48,7 +48,7 @@ def random_state(params: dict, seed: int = 0) -> dict[str, Tensor]:
 
 
 def shard_of(name: str, whole: Tensor, params: dict, index: int, count: int) -> Tensor:
-    """What shard `index` of `count` holds of a tensor, in memory of its own."""
+    """Return the part of a tensor in shard `index` of `count`, in memory of its own."""
     if whole.dim() == 1:
         return whole.clone()
     kv_heads = params.get("n_kv_heads") or params["n_heads"]
@@ -66,7 +66,7 @@ def write_meta(
     dtype: torch.dtype = torch.float32,
     tokenizer: Path | None = None,
 ) -> Path:
-    """Write consolidated.NN.pth, params.json and a copy of `tokenizer`; returns the folder."""
+    """Write consolidated.NN.pth, params.json and a copy of `tokenizer`; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "params.json").write_text(json.dumps(params))
     if tokenizer is not None:
@@ -81,13 +81,13 @@ def write_meta(
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """A tokenizer.model of the 256 bytes; with the 256 special tokens, a vocabulary of 512."""
+    """Write a tokenizer.model of the 256 bytes; the 256 special tokens make a vocabulary of 512."""
     lines = [f"{base64.b64encode(bytes([i])).decode()} {i}" for i in range(256)]
     (folder / "tokenizer.model").write_text("\n".join(lines) + "\n")
 
 
 def change_params(folder: Path, **changes) -> None:
-    """Rewrite params.json; a value of None takes the key out."""
+    """Rewrite params.json; a value of None removes the key."""
     path = folder / "params.json"
     params = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({k: v for k, v in params.items() if v is not None}))

@@ -1,6 +1,6 @@
-"""Runs with drafts beside runs without: requests of all kinds, drafters, and what a client sees.
+"""Runs with drafts beside runs without: requests of all kinds, drafters, and the visible results.
 
-Used by tests of one process, and by programs/ranks.py on many.
+Used by tests in one process, and by programs/ranks.py on many ranks.
 """
 
 import random
@@ -15,7 +15,8 @@ from llama.gpu.cases import numbers_of
 from llama.ranks.collectives import ModelParallel
 from llama.requests.request import Request
 
-KINDS = "oracle", "wrong", "some", "stop_ids", "too_long"  # of drafts
+# methods of `Drafts`, one per kind of draft
+KINDS = "oracle", "wrong", "some", "stop_ids", "too_long"
 SCHEMA = {"type": "object", "properties": {"identifier_of_it": {"type": "integer"}},
           "required": ["identifier_of_it"]}  # fmt: skip
 SETTINGS: list[dict[str, Any]] = [
@@ -39,7 +40,7 @@ PROMPTS = prompts_of([5 + 3 * i for i in range(len(SETTINGS))], seed=30)
 
 
 class Drafts(Drafter):
-    """Guesses of a kind, from what each sequence came to without any."""
+    """A drafter of one kind, which knows each sequence's tokens of a run without drafts."""
 
     def __init__(self, kind: str, truth: dict[tuple, list[int]]) -> None:
         super().__init__(7, ModelParallel(), [])
@@ -82,7 +83,7 @@ def requests_of(llama: Llama) -> Iterator[Request]:
 
 
 def answers(llama: Llama, requests: list[Request]) -> list[tuple]:
-    """All that a client can see of each."""
+    """Return everything that a client can see of each request."""
     joined: dict[tuple[int, int], str] = {}
     last = {}
     for output in llama.llm_engine.stream(requests):
@@ -106,7 +107,7 @@ def answers_of(llama: Llama) -> list[tuple]:
 
 
 def without_drafts(llama: Llama) -> tuple[list[tuple], dict[tuple, list[int]]]:
-    """What it answers, and the tokens of each sequence, with what stopped it."""
+    """Return the answers of a run without drafts, and each sequence's tokens with its stop id."""
     requests = list(requests_of(llama))
     found = answers(llama, requests)
     sequences = [answer.sequence for request in requests for answer in request.answers]
@@ -116,12 +117,16 @@ def without_drafts(llama: Llama) -> tuple[list[tuple], dict[tuple, list[int]]]:
 
 
 def cached(llama: Llama, kind: str | None, truth: dict[tuple, list[int]]) -> tuple:
-    """A sequence's keys and values that count, in the midst of it; then its tokens, the hashes of
-    its pages, and how many steps it took. Without drafts (None) it is put into `truth`."""
+    """Return the valid keys and values of a sequence in progress, and the state that goes with
+    them.
+
+    The state is its tokens, the hashes of its pages, and the number of steps. Without drafts
+    (`kind` is None) the tokens are also added to `truth`.
+    """
     llama = Llama(llama.model, llama.tokenizer, num_pages=40)
     core = llama.engine
     core.drafter = None if kind is None else Drafts(kind, truth)
-    core.scheduler.token_budget = 8  # or drafts that are too long would end it at once
+    core.scheduler.token_budget = 8  # otherwise long drafts would end the sequence at once
     seq = Sequence(list(PROMPTS[0]), TokenParams(temperature=0.7), 100, seed=1)
     core.add(seq)
     while len(seq.tokens) < 80:

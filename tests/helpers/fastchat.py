@@ -1,4 +1,4 @@
-"""Dialogs that FastChat may send, for the tests with FastChat and without."""
+"""Dialogs that FastChat may send, for the tests with and without FastChat."""
 
 NO_SYSTEM = "<|start_header_id|>assistant<|end_header_id|>\n\n"
 

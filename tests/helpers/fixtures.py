@@ -1,6 +1,6 @@
 """Shared fixtures: a tokenizer, a small random checkpoint, a loaded `Llama`, the CPU kernels.
 
-A plugin of pytest, which conftest.py loads where tests run: it imports torch.
+It is a pytest plugin that conftest.py loads only where tests run, because it imports torch.
 """
 
 import os
@@ -29,7 +29,7 @@ PARAMS = {
 
 
 class _Guesses(Drafter):
-    """Of each text what it repeats, and a wrong token behind it."""
+    """A drafter that repeats earlier text and appends a wrong token."""
 
     def _begin(self, seq: Sequence) -> Guess:
         return Guess(seq, [])
@@ -41,7 +41,10 @@ class _Guesses(Drafter):
 
 @pytest.fixture(autouse=True, scope="session")
 def _guess(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]]:
-    """With --guess: the engines that did. A program in another process does not."""
+    """With --guess, use drafts in every engine of this process; yield the engines that did.
+
+    A program in another process is not affected.
+    """
     cores: list[EngineCore] = []
     with pytest.MonkeyPatch.context() as patched:
         if pytestconfig.option.guess:
@@ -62,7 +65,7 @@ def _guess(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]]:
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory) -> Callable[..., tuple[Path, dict, dict]]:
-    """make_checkpoint(num_shards=1, seed=0, **params) -> (folder, state, params)."""
+    """A function make_checkpoint(num_shards=1, seed=0, **params) -> (folder, state, params)."""
 
     def make(num_shards: int = 1, seed: int = 0, **changes) -> tuple[Path, dict, dict]:
         params = {**PARAMS, **changes}
@@ -94,8 +97,10 @@ def demo() -> Llama:
 
 @pytest.fixture(autouse=True)
 def single_thread() -> Iterator[None]:
-    """Tiny models run fastest on one thread, and two-core machines stay quiet. OMP_NUM_THREADS
-    stands for another number: no test may depend on it."""
+    """Run tests with one thread: tiny models are fastest so, and two-core machines stay quiet.
+
+    OMP_NUM_THREADS overrides the number: no test may depend on it.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     yield
@@ -104,7 +109,7 @@ def single_thread() -> Iterator[None]:
 
 @pytest.fixture(params=BODIES)
 def kernels(request, monkeypatch) -> str:
-    """An op with its kernel, in each body that runs here: the body's name."""
+    """Run a test with each compiled variant of the kernels; the value is the variant's name."""
     if not HAS_KERNELS:
         pytest.skip("needs x86-64 with AVX2, and g++")
     if not native.cpu_flags() >= BODIES[request.param].needs:
@@ -116,7 +121,7 @@ def kernels(request, monkeypatch) -> str:
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request) -> torch.device:
-    """Where a torch body runs: the CPU always, a GPU where there is one."""
+    """A device for the PyTorch implementation: always the CPU, and a GPU where there is one."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA GPU")
     return torch.device(request.param)

@@ -1,4 +1,4 @@
-"""Ranks without torchrun, for tests: processes that each run one function and send its result."""
+"""Ranks without torchrun: processes that each run one function and send its result."""
 
 import contextlib
 import multiprocessing
@@ -10,17 +10,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 45  # tells a hang from an end
+LIMIT_S = 45  # distinguishes a hang from a slow end
 
 
 class Ranks:
     """Processes that run one function of a program; all are gone at the end of the block.
 
-    main: of the program; it is called with (pipe, do, folder, rank, size, args).
+    `main` of the program is called with (pipe, do, folder, rank, size, args).
     """
 
     def __init__(self, main: Callable, folder: Path, size: int, do: str, *args: Any) -> None:
-        # Its processes are forks of one that has imported torch, and that has no thread.
+        # The processes are forks of a single-threaded process that has imported torch.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed", "llama.ranks.shared_memory"])
         self.folder = folder
@@ -55,10 +55,10 @@ class Ranks:
     def send_signal(self, rank: int, number: signal.Signals) -> None:
         pid = self.processes[rank].pid
         assert pid is not None
-        with contextlib.suppress(ProcessLookupError):  # it has sent its result and ended
+        with contextlib.suppress(ProcessLookupError):  # it has already sent its result and exited
             os.kill(pid, number)
 
 
 def close() -> None:
-    """End the process that forks, if there is one; it would outlive this one unseen."""
+    """End the process that forks, if there is one; it would otherwise outlive this process."""
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""GGUF files for tests, written by llama.cpp's package `gguf`, which also says what is in them."""
+"""GGUF files for tests, written and read back by llama.cpp's package `gguf`."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from helpers.checkpoints import ffn_dim, random_state
 from llama import Tokenizer
 
-# Where the float16 numbers of a block lie, by ggml-common.h.
+# Offsets of the float16 numbers in a block, from ggml-common.h.
 SCALES = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82],
     "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0],
@@ -27,7 +27,7 @@ MIXED = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "output": "Q6_K", "token_embd": "
 
 
 def random_blocks(kind: str, n: int, k: int, std: float, seed: int = 0) -> np.ndarray:
-    """(n, bytes of a row): any bits, with scales for which numbers spread by about `std`."""
+    """Return (n, bytes per row) random blocks, with scales that give a deviation of about `std`."""
     block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (n * k // block, size), dtype=np.uint8)
@@ -52,10 +52,13 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     **tensors: np.ndarray,
 ) -> dict[str, Tensor]:
-    """Write a model of random numbers; returns them whole under Meta's names, as gguf reads them.
+    """Write a model of random numbers; return its tensors under Meta's names, as gguf reads them.
 
-    kinds: of the matrices by llama.cpp's name, the others are `default`; or of all. `metadata` is
-    put in the place of what a converter writes, and `tensors` (`__` for `.`) to the model's.
+    Args:
+        kinds: the block type of each matrix by llama.cpp's name, where `default` names that of all
+            others; or one type for all of them.
+        metadata: values that replace what a converter writes.
+        tensors: tensors that are added or replaced (`__` stands for `.`).
     """
     state = random_state(params)
     if params.get("tied_output"):
@@ -105,7 +108,7 @@ def write_gguf(
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, of: Tokenizer) -> None:
-    """As llama.cpp's converter writes Llama 3's: each token's id is its rank."""
+    """Add Llama 3's vocabulary as llama.cpp's converter does: the id of each token is its rank."""
     letter_of = bytes_to_unicode()
     ranked = [
         of.model.decode_single_token_bytes(i) for i in range(len(of.model.token_byte_values()))

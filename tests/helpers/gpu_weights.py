@@ -1,4 +1,4 @@
-"""Quantized matrices (64, 512) in the forms that files have, by name."""
+"""Quantized matrices (64, 512) in the formats that files have, by name."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def _codes(count: int) -> Tensor:
 
 
 def _in_units(groups: int) -> Tensor:
-    """Scales as the k-quants have them: six bits and a float16 for eight groups."""
+    """Return scales as the k-quants store them: six bits each, and a float16 for eight groups."""
     counts = torch.randint(1, 64, (N, groups // 8, 8), generator=_draw)
     return (counts * _numbers(N, groups // 8, 1).half().float()).flatten(1)
 

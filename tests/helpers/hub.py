@@ -1,7 +1,7 @@
-"""A hub of models on loopback: the routes of huggingface.co that huggingface_hub asks for files.
+"""A hub of models on loopback: the routes that huggingface_hub uses to fetch files.
 
-In: the files of one repository. Out: its address. It can be gated, refuse a token, and cut a
-connection once, or hold it. What was asked is kept.
+Input: the files of one repository. Output: its address. The hub can be gated, refuse a token, and
+cut a connection once or stall it. It records the requests.
 """
 
 import contextlib
@@ -19,11 +19,14 @@ COMMIT = "c0ffee" * 6 + "c0ff"
 class Hub:
     repo: str
     files: dict[str, bytes]
-    token: str | None = None  # what its files need
-    cut: dict[str, int] = field(default_factory=dict)  # file -> bytes before the connection ends
-    held: dict[str, int] = field(default_factory=dict)  # file -> bytes before nothing more comes
+    token: str | None = None  # the token that its files require
+    # file -> bytes sent before the connection is closed
+    cut: dict[str, int] = field(default_factory=dict)
+    # file -> bytes sent before the connection stalls
+    held: dict[str, int] = field(default_factory=dict)
     ended: threading.Event = field(default_factory=threading.Event)
-    sent: list[tuple[str, int]] = field(default_factory=list)  # file, its first byte
+    # file and the offset of the first byte sent
+    sent: list[tuple[str, int]] = field(default_factory=list)
     url: str = ""
 
 

@@ -1,5 +1,7 @@
-"""Whether the CPU kernels can be compiled and run here, and which bodies of them there are; and the
-GPU's, for Triton's interpreter."""
+"""Which variants of the CPU kernels can be compiled and run here, and the same for the GPU kernels.
+
+The GPU kernels run in Triton's interpreter.
+"""
 
 import ctypes
 import functools
@@ -17,15 +19,16 @@ SUPPORTED = [x for x in build.INSTRUCTION_SETS if native.cpu_flags() >= x.needs]
 INTERPRETED = KernelSet(frozenset(NAMES), frozenset({torch.float16, torch.float32}))
 
 HAS_KERNELS = bool(SUPPORTED) and build.find_compiler() is not None
-KERNELS_RUN = HAS_KERNELS and os.environ.get(native.VARIABLE) != "none"  # nobody turned them off
+# the environment does not disable them
+KERNELS_RUN = HAS_KERNELS and os.environ.get(native.VARIABLE) != "none"
 
-_HEADER = Path(__file__).resolve().parent / "amx_emulated.h"  # in place of AMX's tiles
-# g++ looks for it here. Its path among the flags would be part of the name that the cache goes by,
-# and every checkout would compile for half a minute.
+_HEADER = Path(__file__).resolve().parent / "amx_emulated.h"  # a replacement for AMX's tiles
+# g++ searches this path for the header. As a compiler flag, the path would be part of the cache's
+# key, and every checkout would compile for half a minute.
 _USERS = [os.environ["CPATH"]] if os.environ.get("CPATH") else []
 os.environ["CPATH"] = os.pathsep.join([str(_HEADER.parent), *_USERS])
 _AVX512_BF16 = next(x for x in INSTRUCTION_SETS if x.name == "avx512_bf16")
-EMULATED_AMX = InstructionSet(  # no variable of it is shared between libraries
+EMULATED_AMX = InstructionSet(  # a copy, so that libraries share no variable of it
     "amx_emulated",
     (*_AVX512_BF16.flags, "-D__AMX_TILE__", "-D__AMX_BF16__", "-fno-gnu-unique",
      "-include", _HEADER.name),
@@ -35,8 +38,11 @@ BODIES = {x.name: x for x in (*INSTRUCTION_SETS, EMULATED_AMX)}
 
 
 def folder_of(body: InstructionSet) -> Path:
-    """The user's cache. Where a header stands for AMX's tiles, a folder of that header's contents,
-    which are not in the name that the cache goes by."""
+    """Return the folder of the compiled library: normally the user's cache.
+
+    Where a header replaces AMX's tiles, it is a folder named after the contents of that header,
+    because the contents are not part of the cache's key.
+    """
     if body is not EMULATED_AMX:
         return native.cache_folder()
     return (
@@ -46,5 +52,5 @@ def folder_of(body: InstructionSet) -> Path:
 
 @functools.cache
 def library(name: str) -> ctypes.CDLL:
-    """A body, compiled once."""
+    """Return the library of an instruction set, compiled once."""
     return native.load(folder_of(BODIES[name]), BODIES[name])

@@ -1,4 +1,4 @@
-"""Processes for tests: the environment they get, and ranks under torchrun.
+"""Processes for tests: their environment, and ranks under torchrun.
 
 A job is {"do": name, ...}, a function of programs/ranks.py; each rank writes its results as JSON.
 """
@@ -17,28 +17,30 @@ WORKER = str(PROGRAMS / "ranks.py")
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """With one thread, unless this process was told otherwise."""
+    """Return the environment of a program: with one thread, unless this process sets another
+    number.
+    """
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPO), **extra}
 
 
 def torchrun_groups(
     world: int, groups: dict[str, list[dict]], folder: Path
 ) -> dict[str, list[list[dict]]]:
-    """One launch for the jobs of many tests: {test: results}, one list for each rank.
+    """Run the jobs of many tests in one launch; return {test: results}, one list for each rank.
 
     Each group starts with no model loaded, as in a launch of its own.
     """
     jobs = [job for own in groups.values() for job in ({"do": "forget"}, *own)]
     ranks, found, start = torchrun(world, jobs, folder), {}, 0
     for name, own in groups.items():
-        start += 1  # "forget"
+        start += 1  # skip the results of "forget"
         found[name] = [rank[start : start + len(own)] for rank in ranks]
         start += len(own)
     return found
 
 
 def torchrun(world: int, jobs: list[dict], folder: Path) -> list[list[dict]]:
-    """The results of the jobs, one list for each rank."""
+    """Run the jobs under torchrun and return the results, one list for each rank."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -53,7 +55,7 @@ def torchrun(world: int, jobs: list[dict], folder: Path) -> list[list[dict]]:
 
 
 def _num_builds(jobs: list[dict]) -> int:
-    """How many models the jobs load: one per folder, until they are forgotten."""
+    """Return how many models the jobs load: one per folder, until they are forgotten."""
     builds = 0
     loaded: set[str] = set()
     for job in jobs:

@@ -1,7 +1,7 @@
-"""A virtual environment without the extra `test`: what a user's installation has, and no more.
+"""A virtual environment without the extra `test`, as a user's installation has it.
 
-In: a folder, and the extras to install. Out: an environment there. Its packages are links to those
-of the environment that runs the tests, so that nothing is downloaded.
+Input: a folder, and the extras to install. Output: an environment there. Its packages are links to
+those of the environment that runs the tests, so that nothing is downloaded.
 """
 
 import os
@@ -17,14 +17,14 @@ from helpers.launch import REPO
 
 
 def _requirements(wanted: Requirement) -> list[Requirement]:
-    """Return what a distribution with these extras asks for on this machine."""
+    """Return what a distribution with these extras requires on this machine."""
     needed = map(Requirement, distribution(wanted.name).requires or [])
     extras = [{"extra": name} for name in ("", *wanted.extras)]
     return [x for x in needed if x.marker is None or any(map(x.marker.evaluate, extras))]
 
 
 def _closure(extras: str) -> list[Distribution]:
-    """Return the distributions that `pip install llama[EXTRAS]` would bring, without llama."""
+    """Return the distributions that `pip install llama[EXTRAS]` would install, without llama."""
     todo = [Requirement(f"llama[{extras}]" if extras else "llama")]
     seen: set[str] = set()
     found: dict[str, Distribution] = {}
@@ -43,7 +43,7 @@ def _closure(extras: str) -> list[Distribution]:
 
 
 def lean_environment(folder: Path, extras: str = "") -> None:
-    """Make an environment in `folder` that has the package in this checkout with `extras`."""
+    """Make an environment in `folder` that has the package of this checkout with `extras`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
     for package in _closure(extras):

@@ -1,4 +1,4 @@
-"""Machines for tests: torchrun agents on loopback, each of which passes for one; and namespaces.
+"""Simulated machines: torchrun agents on loopback, each acting as one machine; and namespaces.
 
 A job is {"do": name, ...}, a function of programs/ranks.py, as in launch.py.
 """
@@ -24,11 +24,14 @@ def agent(
     machine: int, of: int, ranks: int, address: str, port: int, program: Sequence[str],
     *, static: bool = False, within: Sequence[str] = (), **variables: str,
 ) -> subprocess.Popen[str]:  # fmt: skip
-    """One torchrun agent, which is one machine of `of`; `within` is a command that runs another."""
+    """Start one torchrun agent, which acts as one machine of `of`.
+
+    `within` is a command that runs another, such as `ip netns exec`.
+    """
     if static:
         where = [f"--master_addr={address}", f"--master_port={port}", f"--node_rank={machine}"]
     else:
-        # Without is_host both agents on loopback take themselves for the store's host.
+        # Without is_host both agents on loopback would take themselves for the host of the store.
         where = [
             "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", "--rdzv-id=test",
             f"--rdzv-conf=is_host={int(machine == 0)}", f"--local-addr={address}",
@@ -43,8 +46,10 @@ def agent(
 def two_machines(
     ranks: list[int], jobs: list[dict], folder: Path, *, static: bool = False
 ) -> tuple[list[list[dict]], str]:
-    """The jobs on two agents of loopback, of so many ranks each: results, one list for each rank,
-    and all of stderr."""
+    """Run the jobs on two agents on loopback, with this many ranks each.
+
+    Returns the results, one list for each rank, and the whole of stderr.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     port = free_port()

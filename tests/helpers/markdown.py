@@ -1,7 +1,7 @@
-"""What Markdown means, by markdown-it-py, an implementation of CommonMark that we did not write.
+"""The expected meaning of Markdown, from markdown-it-py, an independent CommonMark implementation.
 
-In: texts. Out: trees of [tag, attributes, children], of the oracle and of the page's renderer, in
-one form: pictures are links, a code block is its text.
+Input: texts. Output: trees of [tag, attributes, children], from the oracle and from the page's
+renderer, in one normal form: pictures are links, and a code block is its text.
 """
 
 from html.parser import HTMLParser
@@ -12,7 +12,8 @@ from markdown_it import MarkdownIt
 _EMPTY = {"br", "hr", "img"}
 _KEPT = ("href", "start", "class")
 _BLOCKS = {"ul", "ol", "blockquote", "table", "thead", "tbody", "tr", "pre", ""}
-# The tree of a node of the page. A block of code has a bar above it, and a table may scroll.
+# Return the tree of a node of the page. A code block has a toolbar above it, and a table may
+# scroll.
 TREE = """(text) => {
     const box = document.createElement("div");
     new Markdown(box).show(text, false);
@@ -29,7 +30,7 @@ TREE = """(text) => {
 }"""
 
 TEXTS = [
-    # Paragraphs and breaks; what markdown-it-py is told to do with a line's end, chats want.
+    # Paragraphs and breaks. The options of markdown-it-py treat a line's end as chats expect.
     "one\ntwo  \nthree\\\nfour\n\n  five\n\n\n\nsix",
     "a * b and 2*3*4, snake_case_name, __init__, *a*b*c*",
     # Emphasis.
@@ -136,7 +137,7 @@ class _Tree(HTMLParser):
 
 
 def commonmark(text: str) -> list[Any]:
-    """The tree that markdown-it-py makes of a text, HTML being text."""
+    """Return the tree that markdown-it-py makes of a text, with HTML treated as text."""
     options = {"html": False, "breaks": True}
     parser = MarkdownIt("commonmark", options).enable(["table", "strikethrough"])
     tree = _Tree()
@@ -145,7 +146,7 @@ def commonmark(text: str) -> list[Any]:
 
 
 def in_one_form(nodes: list[Any], parent: str = "") -> list[Any]:
-    """Texts joined; without the white space that lies between blocks or after a line break."""
+    """Normalize a tree: join adjacent texts, and drop space between blocks and after breaks."""
     found: list[Any] = []
     for node in nodes:
         if not isinstance(node, str):

@@ -1,7 +1,7 @@
 """Meta's own model, from the PyPI package llama-models, behind three functions.
 
-In: a state dict under Meta's names and a params dict. Out: what Meta's Transformer says, in
-float32, one prompt at a time, through its own key-value cache.
+Input: a state dict under Meta's names and a params dict. Output: what Meta's Transformer computes
+in float32, one prompt at a time, with its own key-value cache.
 """
 
 import fairscale.nn.model_parallel.initialize as fs_init
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def join_a_world_of_one() -> None:
-    """Meta's layers need fairscale's groups, also for one process; a store in memory, no port."""
+    """Create the fairscale groups that Meta's layers need, with an in-memory store and no port."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if not fs_init.model_parallel_is_initialized():
@@ -32,7 +32,7 @@ def model(state: dict[str, Tensor], params: dict, max_seq_len: int = 128) -> Tra
 
 
 def greedy(built: Transformer, prompt: list[int], count: int, stop_ids: set[int]) -> list[int]:
-    """Up to `count` tokens after the prompt; a stop id ends it and is left out."""
+    """Return up to `count` tokens after the prompt; a stop id ends them and is left out."""
     out: list[int] = []
     logits = built.forward(torch.tensor([prompt]), 0)
     while len(out) < count:
@@ -45,6 +45,6 @@ def greedy(built: Transformer, prompt: list[int], count: int, stop_ids: set[int]
 
 
 def logprobs(built: Transformer, tokens: list[int]) -> list[float]:
-    """Of token i given the tokens before it; 0.0 for the first."""
+    """Return the log probability of each token given the tokens before it; 0.0 for the first."""
     scores = built.forward(torch.tensor([tokens]), 0)[0].log_softmax(-1)
     return [0.0] + [float(scores[i, token]) for i, token in enumerate(tokens[1:])]

@@ -1,4 +1,4 @@
-"""Read the pages of the repository: links, anchors, and the commands and Python in code blocks."""
+"""Read the repository's pages: links, anchors, and the commands and Python code in code blocks."""
 
 import re
 import shlex
@@ -50,7 +50,9 @@ def blocks(path: Path, language: str) -> list[str]:
 
 
 def commands(block: str) -> Iterator[list[str]]:
-    """Yield the simple commands of a shell block as words, without variables set in front."""
+    """Yield the simple commands of a shell block as word lists, without leading variable
+    assignments.
+    """
     block = re.sub(r"<<'(\w+)'\n.*?\n\1$", "", block, flags=re.DOTALL | re.MULTILINE)
     words: list[str] = []
     for match in _TOKEN.finditer(block.replace("\\\n", " ") + "\n"):

@@ -1,6 +1,7 @@
-"""What a first run of the tests compiles, before they run: python -m helpers.prepare, in tests/.
+"""Compile before the tests what their first run would compile: python -m helpers.prepare, in
+tests/.
 
-Out: on stderr a line for each thing that takes long, and how far it is; nothing the next time.
+It reports each slow step and its progress on stderr; nothing is compiled a second time.
 """
 
 import os
@@ -18,7 +19,7 @@ def say(text: str) -> None:
 
 
 def compile_for_the_cpu() -> None:
-    """Each body of the kernels that the compiler knows."""
+    """Compile each variant of the CPU kernels that the compiler supports."""
     compiler = build.find_compiler()
     assert compiler is not None
     known = [body for body in BODIES.values() if build.accepts(compiler, body)]
@@ -30,7 +31,7 @@ def compile_for_the_cpu() -> None:
 
 
 def compile_for_gpus() -> None:
-    """Triton's kernels, to machine code for GPUs that need not be there; it keeps them."""
+    """Compile Triton's kernels to machine code for GPUs that may be absent, and cache them."""
     clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     clean["PYTHONPATH"] = str(REPO)
     command = [sys.executable, str(PROGRAMS / "compiled_kernels.py")]

@@ -1,4 +1,4 @@
-"""Prompts that several tests use, and what the demo model answers to some of them."""
+"""Prompts that several tests use, and the demo model's answers to some of them."""
 
 import random
 
@@ -17,7 +17,7 @@ def user(text: str) -> Message:
 
 
 def replies(demo: Llama, *questions: str, **settings) -> list[str]:
-    """chat_completion's greedy answers to questions that follow each other."""
+    """Return chat_completion's greedy answers to successive questions of one dialog."""
     dialog: list[Message] = []
     found = []
     for question in questions:

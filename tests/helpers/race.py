@@ -1,4 +1,4 @@
-"""The race by which a token is drawn, worked out in Python's numbers and with a real logarithm."""
+"""The race that draws a token, computed with Python numbers and an exact logarithm."""
 
 import math
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ _GROUP = 256
 
 
 def split_mix(seed: int, n: int) -> int:
-    """The n-th number of Vigna's splitmix64.c, from 0, begun at a seed."""
+    """Return the n-th number, counted from 0, of Vigna's splitmix64.c for a seed."""
     z = (seed + (n + 1) * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
@@ -15,7 +15,7 @@ def split_mix(seed: int, n: int) -> int:
 
 
 def exponential(number: int) -> float:
-    """How often it halves, from its low 23 bits, and how much of the last half has gone."""
+    """Return an exponential variate: the number of halvings, plus a fraction from 23 bits."""
     halvings = 23 - (number % 2**23 | 1).bit_length()
     return halvings - math.log2(1 - (number >> 23 | 1) / 2**42)
 
@@ -29,8 +29,10 @@ def finish(uniform: int, token: int, weight: float) -> float:
 
 
 def winners(entries: Iterable[tuple[int, int]], uniform: int) -> set[int]:
-    """Which of these ids, with their weights, are first: more than one where a logarithm is not
-    exact enough to tell."""
+    """Return the ids that win the race with these weights.
+
+    There is more than one where a logarithm is not exact enough to decide.
+    """
     times = {i: finish(uniform, i, weight) for i, weight in entries if weight}
     limit = min(times.values()) * (1 + 1e-5)
     return {i for i, time in times.items() if time <= limit}

@@ -1,7 +1,7 @@
-"""A naive Llama 3 from the paper: no cache, no paging, no batch, no fusing. Slow and plain.
+"""A naive Llama 3 written from the paper: no cache, no paging, no batching, no fused operators.
 
-In: a state dict under Meta's names (whole, unsharded), a params dict and one prompt. Out: float32
-logits of every position, and greedy continuations. It shares no code with the package.
+Input: a state dict under Meta's names (whole, unsharded), a params dict and one prompt. Output:
+float32 logits of every position, and greedy continuations. It shares no code with the package.
 """
 
 import math
@@ -26,7 +26,7 @@ def rope_frequencies(params: dict) -> Tensor:
 
 
 def rotate(x: Tensor, freqs: Tensor) -> Tensor:
-    """x (S, H, D): the pair (2i, 2i + 1) at position p turns by p * freqs[i]."""
+    """Rotate the pair (2i, 2i + 1) at position p of x (S, H, D) by p * freqs[i]."""
     angles = torch.arange(x.shape[0])[:, None] * freqs  # (S, D/2)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     even, odd = x[..., 0::2], x[..., 1::2]
@@ -55,7 +55,7 @@ def attention(x: Tensor, w: dict[str, Tensor], params: dict) -> Tensor:
 
 
 def logits(state: dict[str, Tensor], params: dict, tokens: list[int]) -> Tensor:
-    """(S, V): the scores of what follows each token."""
+    """Return the logits (S, V) of the token after each position."""
     state = {name: tensor.float() for name, tensor in state.items()}
     eps = params.get("norm_eps", 1e-5)
     x = state["tok_embeddings.weight"][torch.tensor(tokens)]
@@ -76,7 +76,7 @@ def logits(state: dict[str, Tensor], params: dict, tokens: list[int]) -> Tensor:
 def greedy(
     state: dict[str, Tensor], params: dict, prompt: list[int], count: int, stop_ids: set[int]
 ) -> list[int]:
-    """Up to `count` tokens after the prompt; a stop id ends it and is left out."""
+    """Return up to `count` tokens after the prompt; a stop id ends them and is left out."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:
         token = int(logits(state, params, tokens)[-1].argmax())
@@ -87,6 +87,6 @@ def greedy(
 
 
 def logprobs(state: dict[str, Tensor], params: dict, tokens: list[int]) -> list[float]:
-    """Of token i given the tokens before it; 0.0 for the first."""
+    """Return the log probability of each token given the tokens before it; 0.0 for the first."""
     scores = logits(state, params, tokens).log_softmax(-1)
     return [0.0] + [float(scores[i, token]) for i, token in enumerate(tokens[1:])]

@@ -1,4 +1,4 @@
-"""An engine with a made-up model, and a look into the scheduler: who was preempted?"""
+"""An engine with an artificial model, and access to the scheduler's preemptions."""
 
 import random
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ VOCAB = 7  # small, so that prefixes often coincide
 
 
 def next_token(tokens: list[int]) -> int:
-    """A made-up model: the token depends on all that came before, and on nothing else."""
+    """Return the next token of an artificial model: a function of all earlier tokens alone."""
     return sum((i + 1) * (t + 3) for i, t in enumerate(tokens)) * 2654435761 % 1009 % VOCAB
 
 
@@ -32,9 +32,11 @@ class FakeStep:
 
 
 class FakeRunner:
-    """Holds what was written in each slot, as the page tensor would, and checks what is read.
+    """A runner that stores what was written in each slot, as the KV cache would, and checks each
+    read.
 
-    Like a device, it knows the token that it sampled last for each sequence, read or not.
+    Like a device, it has the last sampled token of each sequence, whether the host has read it or
+    not.
     """
 
     def __init__(self, page_size: int, *, async_scheduling: bool = False) -> None:
@@ -54,7 +56,7 @@ class FakeRunner:
             for p in range(item.start, item.start + item.count):
                 self.slots[self.slot(seq, p)] = tuple(tokens[: p + 1])
                 self.computed += 1
-        for item in step.items:  # after all writes: a page shared by mistake would show
+        for item in step.items:  # after all writes, so that a page shared by mistake is detected
             seq, tokens = item.sequence, self.known(item)
             for p in range(item.start + item.count):
                 assert self.slots[self.slot(seq, p)] == tuple(tokens[: p + 1]), "foreign page"
@@ -71,7 +73,7 @@ class FakeRunner:
         return FakeStep(lambda: results)
 
     def known(self, item: Scheduled) -> list[int]:
-        """A pending token is one that the step before this one sampled."""
+        """Return the tokens; a pending one is replaced by what the previous step sampled."""
         seq = item.sequence
         return [*seq.tokens, *([self.last[seq]] if seq.num_pending else []), *item.drafts]
 
@@ -83,7 +85,7 @@ class FakeRunner:
 
 
 class RandomDrafts(Drafter):
-    """Guesses of the made-up model's tokens, of any length; some are right."""
+    """A drafter of random length whose drafts are partly right."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(9, ModelParallel(), [])
@@ -108,7 +110,7 @@ class FakeEngine(EngineCore):
 
 
 def never_found(pool: PagePool) -> None:
-    """From now on no page of it is found by its hash, so that all tokens are computed."""
+    """Disable reuse: no page is found by its hash, so that all tokens are computed."""
     pool.cache = lambda page, content: None  # type: ignore[method-assign]
 
 
@@ -131,7 +133,7 @@ def sequence(
 
 
 def watch_releases(scheduler: Scheduler, monkeypatch) -> list[bool]:
-    """A list that gets, whenever a sequence gives its pages back, whether it had finished."""
+    """Return a list that records, for each release of pages, whether the sequence had finished."""
     finished: list[bool] = []
     release = scheduler._release
 

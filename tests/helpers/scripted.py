@@ -1,6 +1,6 @@
 """The server's app in this process, with a model that follows a script.
 
-The checkpoint, the engine and the app are real; only the ids that are sampled come from a script.
+The checkpoint, the engine and the app are real; only the sampled ids come from a script.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ def openai_client(connection: Any) -> openai.AsyncOpenAI:
 
 
 class Script:
-    """In place of the model's runner: each sequence gets the ids of `ids`, in order."""
+    """A replacement for the model's runner: each sequence gets the ids of `ids`, in order."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -44,7 +44,7 @@ class Script:
 
 
 class ScriptedServer:
-    """`url` is of no machine: the requests go to the app in this process."""
+    """A server whose `url` belongs to no machine: the requests go to the app in this process."""
 
     def __init__(self, llama: Llama) -> None:
         self.llama, self.script = llama, Script()
@@ -52,13 +52,13 @@ class ScriptedServer:
         llama.engine.runner = self.script  # type: ignore[assignment]
 
     def says(self, text: str) -> None:
-        """The next answers: special tokens by their names, and the end of the turn."""
+        """Set the next answers: special tokens by their names, and the end of the turn."""
         encode = self.llama.tokenizer.encode
         self.script.ids = encode(text + "<|eot_id|>", bos=False, eos=False, allowed_special="all")
 
     @contextlib.contextmanager
     def random_model(self) -> Iterator[None]:
-        """Inside, the model's own random weights answer."""
+        """Let the model's own random weights answer inside the block."""
         self.llama.engine.runner = self.runner
         try:
             yield
@@ -74,7 +74,7 @@ class ScriptedServer:
         http: Any = httpx,
         lenient: bool = False,
     ) -> Any:
-        """What `work(client)` returns. connect: makes the client of a client of this module."""
+        """Return the result of `work(client)`; `connect` wraps an HTTP client of this module."""
 
         async def run() -> Any:
             service = Service("tiny", Limits(), tool_format)

@@ -1,4 +1,4 @@
-"""A server in a process of its own: `llama serve` on a free port of this machine."""
+"""A server in a separate process: `llama serve` on a free port of this machine."""
 
 import contextlib
 import re
@@ -20,7 +20,7 @@ START_S = 60.0
 
 @dataclass
 class RunningServer:
-    """`log`: its stderr so far. `url`: without a path."""
+    """A running server: `log` is its stderr so far, `url` its address without a path."""
 
     process: subprocess.Popen
     log: list[str]
@@ -28,13 +28,13 @@ class RunningServer:
     reader: threading.Thread
 
     def ended(self) -> tuple[int, str]:
-        """Waits for its end; the exit code, and all that it wrote."""
+        """Wait for the server to exit; return the exit code and everything that it wrote."""
         code = self.process.wait(60)
         self.reader.join(60)
         return code, "".join(self.log)
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
@@ -46,10 +46,10 @@ def run_server(
     program: tuple[str, ...] = ("-m", "llama"),
     **popen,
 ) -> Iterator[RunningServer]:
-    """Start a server and wait until it is ready; at the end it is killed, if it still runs.
+    """Start a server and wait until it is ready; at the end kill it if it still runs.
 
-    It has one thread, unless `env` says otherwise: the demo model is faster so than on two. What
-    started ranks is asked to end them first.
+    It has one thread, unless `env` says otherwise: the demo model runs faster on one than on two. A
+    launcher of ranks is asked to end them first.
     """
     command = [sys.executable, *launcher, *program, "serve", "--port", "0", *flags]
     options: dict[str, Any] = {
@@ -93,7 +93,7 @@ def _wait_for(log: list[str], process: subprocess.Popen, pattern: str) -> str:
 
 
 def raw_events(url: str, body: dict) -> list[str]:
-    """The data of each server-sent event of a POST, in order."""
+    """Return the data of each server-sent event of a POST, in order."""
     with web.stream("POST", url, json=body, timeout=60) as response:
         assert response.status_code == 200, response.read()
         data = b"".join(response.iter_bytes()).decode()

@@ -1,6 +1,7 @@
-"""Measure how dense Python code is, and which of its words are not the field's.
+"""Measure how dense Python code is, and find names and phrases that are not standard terms.
 
-Run `python tests/helpers/style.py llama/server` to see the measures and every finding of a folder.
+Run `python tests/helpers/style.py llama/server` to print the measures and every finding in a
+folder.
 """
 
 import ast
@@ -24,7 +25,7 @@ _LAYOUT_TOKENS = {
 }
 _DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
-# Part of an identifier -> what to write instead.
+# Part of an identifier -> the replacement that is suggested.
 BAD_NAME_PARTS = {
     "guess": "draft",
     "guesses": "drafts",
@@ -46,7 +47,7 @@ BAD_NAME_PARTS = {
     "form": "format",
     "forms": "formats",
 }
-# Pattern in a docstring, a comment or a message -> what to write instead.
+# Pattern in a docstring, a comment or a message -> the replacement that is suggested.
 BAD_PROSE = {
     r"\bguess(es|ed)?\b": "draft",
     r"\badaptors?\b": "adapter",
@@ -63,7 +64,7 @@ _TRAILING = re.compile(r"# (of|that|which|who|where|from|with|by|as|for|to|those
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of a file that breaks a rule, and what the rule says."""
+    """A line of a file that breaks a rule, and a description of the rule."""
 
     path: Path
     line: int
@@ -92,7 +93,7 @@ class Density:
         return 1000 * self.packed / self.lines
 
     def add(self, path: Path) -> None:
-        """Count a file in."""
+        """Add a file to the totals."""
         text = path.read_text()
         tree = ast.parse(text)
         nodes = list(ast.walk(tree))
@@ -127,7 +128,7 @@ def _is_docstring(node: ast.AST) -> bool:
 
 
 def is_packed(node: ast.AST) -> bool:
-    """Return whether a statement assigns several values at once; an exchange is no such one."""
+    """Return whether a statement assigns several values at once; a swap does not count."""
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
         return False
     target = node.targets[0]
@@ -138,7 +139,7 @@ def is_packed(node: ast.AST) -> bool:
 
 
 def name_findings(path: Path) -> Iterator[Finding]:
-    """Yield the names that a file binds and whose parts are in BAD_NAME_PARTS."""
+    """Yield the names bound in a file that contain a part listed in BAD_NAME_PARTS."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
@@ -158,7 +159,7 @@ def name_findings(path: Path) -> Iterator[Finding]:
 
 
 def prose_findings(path: Path) -> Iterator[Finding]:
-    """Yield docstrings that begin as a fragment, such comments, and phrases of BAD_PROSE."""
+    """Yield docstrings and comments that begin as fragments, and phrases listed in BAD_PROSE."""
     text = path.read_text()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, _DEFINITIONS) and _FRAGMENT.match(ast.get_docstring(node) or ""):
@@ -180,13 +181,13 @@ def _phrases(path: Path, line: int, text: str) -> Iterator[Finding]:
 
 
 def python_files(names: list[str]) -> list[Path]:
-    """Return the Python files that the names stand for; a folder stands for all below it."""
+    """Return the Python files for these names; a folder stands for all files below it."""
     paths = map(Path, names)
     return sorted(x for path in paths for x in (path.rglob("*.py") if path.is_dir() else [path]))
 
 
 def main() -> None:
-    """Print the measures of the files and folders that the command line names."""
+    """Print the measures of the files and folders named on the command line."""
     paths = python_files(sys.argv[1:])
     findings = [x for path in paths for x in (*name_findings(path), *prose_findings(path))]
     print(*findings, sep="\n")

@@ -1,12 +1,12 @@
-"""A recorder of steps for machines without a GPU: the operators of a step, replayed from a tape.
+"""A recorder of steps for machines without a GPU: it replays the operators of a step.
 
-In: the function that a CUDA graph would capture. Out: a replay that repeats its operators with the
-very tensors and numbers of the recording, as a graph does, and nothing that Python would do anew.
-So a length that was read on the host stays what it was, and a tensor that was made from a list is
-an error: what a graph could not do, or would do wrongly, shows on a CPU.
+Input: the function that a CUDA graph would capture. Output: a replay that repeats its operators
+with the same tensors and numbers as in the recording, as a graph does, and none of the Python code
+around them. A length that was read on the host therefore stays as it was, and a tensor made from a
+list is an error: what a graph could not do, or would do wrongly, shows on a CPU.
 
-It sees what goes through torch's dispatcher, and while it records, as on a GPU, the CPU's kernels
-are not there.
+The recorder sees what goes through PyTorch's dispatcher. While it records, the CPU kernels are
+disabled, as they are on a GPU.
 """
 
 import math
@@ -23,7 +23,7 @@ from llama.engine.graphs import Outputs
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
 
-_READS_VALUES = {  # on a GPU the host would wait for these, which a capture does not allow
+_READS_VALUES = {  # on a GPU the host would wait for these results, which a capture does not allow
     "_local_scalar_dense", "item", "nonzero", "nonzero_numpy", "bincount", "_unique2",
     "unique_dim", "unique_consecutive", "masked_select", "equal", "is_nonzero",
     "repeat_interleave", "histc",
@@ -36,8 +36,11 @@ class NotCapturable(RuntimeError):
 
 
 class TapeRecorder:
-    """Records onto tapes. owned: the model's tensors, which a recorded function may read and did
-    not make itself; they stay where they are."""
+    """A recorder of functions onto tapes.
+
+    `owned` are the model's tensors: a recorded function may read them although it did not make
+    them.
+    """
 
     def __init__(self, owned: Iterable[Tensor]) -> None:
         self._owned = {_storage(x) for x in owned}
@@ -53,7 +56,7 @@ class TapeRecorder:
         with tape, mock.patch.object(native, "kernels", lambda: None):
             outputs = function()
         for output in outputs:
-            _poison(output)  # a capture runs nothing
+            _poison(output)  # a capture computes nothing
         return outputs, lambda: tape.replay(outputs)
 
     def free_bytes(self) -> int:
@@ -67,7 +70,8 @@ class _Tape(TorchDispatchMode):
     def __init__(self, owned: set[int]) -> None:
         super().__init__()
         self._owned = owned
-        self._made: dict[int, Tensor] = {}  # id -> each tensor that an operator gave; kept alive
+        # id -> each tensor that an operator returned; kept alive
+        self._made: dict[int, Tensor] = {}
         self._calls: list[tuple[Any, tuple, dict, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,7 +97,7 @@ class _Tape(TorchDispatchMode):
                                     "host, or lies where it would not stay")  # fmt: skip
 
     def replay(self, outputs: Outputs) -> None:
-        """Repeat the operators; `outputs` get the new values where they are."""
+        """Repeat the operators; the new values of `outputs` are written in place."""
         now: dict[int, Tensor] = {}
 
         def present(x: Any) -> Any:
@@ -114,11 +118,11 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata  # its identity, which fake tensors have too
+    return x.untyped_storage()._cdata  # identifies the storage, of fake tensors too
 
 
 def _poison(x: Tensor) -> None:
-    """What a step reads before it has written it shows."""
+    """Fill a tensor with values that expose a read before the first write."""
     if x.is_floating_point():
         x.fill_(math.nan)
     elif x.dtype in (torch.int32, torch.int64):

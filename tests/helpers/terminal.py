@@ -1,4 +1,4 @@
-"""A chat in a pseudo-terminal: keys in, what the screen shows out."""
+"""A chat in a pseudo-terminal: the test types keys and reads what the screen shows."""
 
 import fcntl
 import os
@@ -20,8 +20,10 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 class Session:
-    """The script with a terminal of its own, which is also the controlling one: keys are typed,
-    and Ctrl-C is a signal to the foreground group unless the script sees to it."""
+    """A script with a controlling terminal of its own.
+
+    Keys are typed, and Ctrl-C is a signal to the foreground group unless the script handles it.
+    """
 
     def __init__(self, *flags: str, ranks: int = 1, **variables: str) -> None:
         self.start(
@@ -37,9 +39,10 @@ class Session:
             command,
             stdin=self.side, stdout=self.side, stderr=self.side, start_new_session=True,
             env=environment(TERM="xterm", **variables),
-            preexec_fn=None if sys.platform == "linux" else self._take_terminal,  # warm.py does
+            # warm.py takes the terminal on Linux
+            preexec_fn=None if sys.platform == "linux" else self._take_terminal,
         )  # fmt: skip
-        self.shown = ""  # and not yet expected
+        self.shown = ""  # output that no test has expected yet
         self.expect("/bye ends the chat")
 
     @staticmethod
@@ -47,7 +50,7 @@ class Session:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     def expect(self, text: str, within: float = 60.0) -> str:
-        """What is shown up to the text and with it; fails if that does not come in time."""
+        """Return the output up to and including the text; fail if it does not appear in time."""
         end = time.monotonic() + within
         while text not in self.shown:
             assert time.monotonic() < end, f"waiting for {text!r}, shown is {self.shown!r}"
@@ -57,7 +60,7 @@ class Session:
         return before + text
 
     def at_prompt(self, keys: str) -> None:
-        """Type at the next prompt."""
+        """Type a line at the next prompt."""
         self.expect("\n> ")
         typed = keys.removesuffix(CTRL_C)
         self.keys(typed)
@@ -68,8 +71,10 @@ class Session:
             self.keys(CTRL_C)
 
     def wait_for_keys(self) -> None:
-        """Wait until the script, if it runs alone, sleeps in its read: a signal that comes after
-        the prompt, and before that read, would wait for the next key."""
+        """Wait until the script, if it runs alone, sleeps in its read.
+
+        A signal that arrives after the prompt but before that read would wait for the next key.
+        """
         stat = Path(f"/proc/{self.process.pid}/stat")
         while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "S":
             time.sleep(0.001)
@@ -78,7 +83,7 @@ class Session:
         os.write(self.main, keys.encode())
 
     def ask(self, question: str) -> str:
-        """The answer, without the figures."""
+        """Ask a question and return the answer without the figures."""
         self.at_prompt(f"{question}\r")
         self.expect(f"{question}\n")
         return re.sub(r"\n\x1b\[2m.*", "", self.expect(FIGURES))
@@ -89,7 +94,7 @@ class Session:
         self.expect(note)
 
     def ended(self) -> int:
-        """The exit code, once the terminal is seen to be as it was."""
+        """Return the exit code, after checking that the terminal is in its original state."""
         code = self.process.wait(30)
         assert termios.tcgetattr(self.side) == self.mode
         return code

@@ -1,16 +1,16 @@
-"""Waiting for what another process or thread does."""
+"""Functions that wait for what another process or thread does."""
 
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-LIMIT_S = 60.0  # generous, for a busy machine: it ends a test that would never end
+LIMIT_S = 60.0  # generous for a busy machine: it ends a test that would never end
 T = TypeVar("T")
 
 
 def wait_until(is_so: Callable[[], T], what: object = "it never came true") -> T:
-    """What `is_so` gives, once that is true; AssertionError with `what` after LIMIT_S."""
+    """Return the first true value of `is_so()`; raise AssertionError with `what` after LIMIT_S."""
     end = time.monotonic() + LIMIT_S
     while not (found := is_so()):
         assert time.monotonic() < end, what() if callable(what) else what
@@ -19,5 +19,5 @@ def wait_until(is_so: Callable[[], T], what: object = "it never came true") -> T
 
 
 def num_lines(path: Path) -> int:
-    """Those that a job has written so far."""
+    """Return the number of lines that a job has written so far."""
     return path.read_bytes().count(b"\n") if path.exists() else 0

@@ -1,15 +1,16 @@
 """Python programs that start at once: forks of a process that has imported torch and the package.
 
-In: what subprocess.Popen takes. Out: a Popen of a process of one's own, with the files, folder,
-environment and arguments that were asked for; torchrun starts its ranks so, too, and a program with
-WARM_CHILDREN in its environment what it starts. What differs from a fresh start: the modules are
-there already, and all forks have one hash seed; at the end the modules are not taken down, which
-would be 0.25 s of each fork, unless the program has WARM_END in its environment. What is not
-imitated (`-c`, flags of Python, other commands but `ip netns exec`, other systems than Linux)
-starts as ever. It must not know what the programs do.
+Input: the arguments of subprocess.Popen. Output: a Popen of a separate process with the files,
+folder, environment and arguments that were asked for. torchrun starts its ranks in this way too,
+and so does a program with WARM_CHILDREN in its environment. A fork differs from a fresh start in
+this: the modules are already imported, and all forks have one hash seed; at exit the modules are
+not torn down, which would take 0.25 s in each fork, unless the program has WARM_END in its
+environment. What is not imitated (`-c`, flags of Python, commands other than `ip netns exec`,
+systems other than Linux) starts as usual. This module must not know what the programs do.
 
-A fork's parent would be the process that forks. So that forks twice, the one between ends, and its
-child falls to this process, which is the nearest "subreaper" for that moment (prctl(2)).
+The parent of a fork would be the process that forks. Therefore that process forks twice, the
+process in between exits, and its child is adopted by this process, which is the nearest "subreaper"
+for that moment (prctl(2)).
 """
 
 import atexit
@@ -38,12 +39,12 @@ REPO = Path(__file__).resolve().parent.parent.parent
 _AGENT = ["-m", "torch.distributed.run"]
 _IN_SPACE = ["ip", "netns", "exec"]  # a network namespace
 _PR_SET_CHILD_SUBREAPER, _CLONE_NEWNET = 36, 0x40000000
-_Fresh = subprocess.Popen  # which a test may replace by the one below
-_start = threading.Lock()  # one start at a time: `subreaper` is of the whole process
+_Fresh = subprocess.Popen  # kept here because a test may replace it by the class below
+_start = threading.Lock()  # one start at a time: `subreaper` applies to the whole process
 
 
 class Popen(subprocess.Popen):
-    """subprocess.Popen, with a quicker start where the command is this Python's."""
+    """A subprocess.Popen that starts faster where the command is this Python."""
 
     def _execute_child(
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
@@ -56,7 +57,7 @@ class Popen(subprocess.Popen):
             return super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
             )
-        ends = rest[3:9]  # two of each of stdin, stdout and stderr; -1 where there is no pipe
+        ends = rest[3:9]  # two each of stdin, stdout and stderr; -1 where there is no pipe
         asked = {
             "words": program,
             "cwd": os.fspath(cwd or os.getcwd()),
@@ -79,7 +80,7 @@ def run(
     timeout: float | None = None,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """subprocess.run, of text that is captured."""
+    """Return the result of subprocess.run, with its output captured as text."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     if input is not None:
         pipes["stdin"] = subprocess.PIPE
@@ -93,14 +94,15 @@ def run(
 
 
 class _Server:
-    """The process that forks; it ends when its standard input does."""
+    """The process that forks; it exits when its standard input is closed."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-start-")
         self.path = os.path.join(self._folder.name, "socket")
         self._process = _Fresh(
             [sys.executable, __file__, self.path],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,  # without Ctrl-C
+            # Ctrl-C does not reach it
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
         assert self._process.stdout is not None
@@ -122,7 +124,7 @@ def close() -> None:
 
 
 def _forked(asked: dict[str, Any], files: list[int]) -> int:
-    """The pid of a child of this process that does what is asked, with these open files."""
+    """Return the pid of a child of this process that runs the request with these open files."""
     prctl = ctypes.CDLL(None).prctl
     with _start, socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ.get("LLAMA_WARM_SOCKET") or _server().path)
@@ -138,14 +140,14 @@ def _forked(asked: dict[str, Any], files: list[int]) -> int:
 
 
 def _serve(listener: socket.socket, parent: int) -> tuple[dict[str, Any], list[int]] | None:
-    """Fork for each that asks, until `parent` is at its end. In a fork: what is asked of it."""
+    """Fork for each request until `parent` is closed; in a fork, return the request."""
     while True:
         if parent in select.select([listener.fileno(), parent], [], [])[0]:
             return None
         connection, _ = listener.accept()
         if between := os.fork():
             os.waitpid(between, 0)
-            connection.close()  # only now: its child has its new parent
+            connection.close()  # only now: the child has its new parent
             continue
         _, files, _, _ = socket.recv_fds(connection, 1, 8)
         text = b"".join(iter(functools.partial(connection.recv, 65536), b""))
@@ -153,7 +155,7 @@ def _serve(listener: socket.socket, parent: int) -> tuple[dict[str, Any], list[i
         if pid := os.fork():
             connection.sendall(str(pid).encode())
             os._exit(0)
-        while os.getppid() == between:  # it ends at once; a rank notes who its torchrun is
+        while os.getppid() == between:  # exits at once; a rank records the pid of its torchrun
             time.sleep(0.001)
         connection.close()
         listener.close()
@@ -162,10 +164,11 @@ def _serve(listener: socket.socket, parent: int) -> tuple[dict[str, Any], list[i
 
 
 def _become(asked: dict[str, Any], files: list[int]) -> None:
-    """Run a program as Python would: its files, folder, environment, threads, path and words."""
+    """Run a program as Python would: its files, folder, environment, threads, arguments."""
     import torch
 
-    apart = [fcntl.fcntl(opened, fcntl.F_DUPFD, 100) for opened in files]  # from the wanted ones
+    # numbers above the wanted ones
+    apart = [fcntl.fcntl(opened, fcntl.F_DUPFD, 100) for opened in files]
     for opened in files:
         os.close(opened)
     for opened, number in zip(apart, [0, 1, 2, *asked["pass_fds"]], strict=True):
@@ -173,7 +176,7 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
         os.close(opened)
     if asked["session"]:
         os.setsid()
-        with contextlib.suppress(OSError):  # it is no terminal, or another's
+        with contextlib.suppress(OSError):  # it is not a terminal, or belongs to another process
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     if asked["space"]:
         with open(f"/run/netns/{asked['space']}") as space:
@@ -203,7 +206,7 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
         sys.path.insert(0, asked["cwd"])
         sys.argv[:] = words[1:]
         if not hasattr(sys.modules.get(words[1]), "__path__"):
-            sys.modules.pop(words[1], None)  # runpy would warn
+            sys.modules.pop(words[1], None)  # runpy would warn about it
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
@@ -212,8 +215,11 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
 
 
 def _run(asked: dict[str, Any], files: list[int]) -> None:
-    """Run a program, and end as Python does: threads, exit handlers, files; without the rest, but
-    where there was an error, or a file cannot be written."""
+    """Run a program and exit as Python does: join threads, run exit handlers, flush files.
+
+    The rest of Python's finalization is skipped, unless there was an error or a file cannot be
+    written.
+    """
     code = 0
     try:
         _become(asked, files)
@@ -233,7 +239,7 @@ def _run(asked: dict[str, Any], files: list[int]) -> None:
 
 
 def _start_children_so() -> None:
-    """Its children are this process's own, so it needs a process of its own that forks."""
+    """Let this process start its children in the same way, with a forking process of its own."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     folder = tempfile.mkdtemp(prefix="warm-start-")
@@ -241,7 +247,7 @@ def _start_children_so() -> None:
     listener = _listening(path)
     parent, own = os.pipe()
     if os.fork() == 0:
-        os.setsid()  # Ctrl-C is not for it
+        os.setsid()  # Ctrl-C must not reach it
         os.close(own)
         asked = _serve(listener, parent)
         if asked is None:
@@ -265,8 +271,8 @@ def _listening(path: str) -> socket.socket:
 
 def _main(path: str) -> None:
     listener = _listening(path)
-    gc.disable()  # there is no garbage among imports
-    sys.path[:] = sys.path[1:]  # without this file's folder
+    gc.disable()  # imports leave no garbage
+    sys.path[:] = sys.path[1:]  # remove the folder of this file
     sys.path.insert(0, str(REPO))
 
     import torch.distributed.run  # noqa: F401
@@ -278,12 +284,12 @@ def _main(path: str) -> None:
     import llama.ranks
     import llama.server.process  # noqa: F401
 
-    # For its log, torchrun asks for a caller's name by inspect.stack(), which reads every module.
+    # For its log, torchrun finds a caller's name by inspect.stack(), which reads every module.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     sys.path.remove(str(REPO))
     for library in weakref.finalize._registry:  # type: ignore[attr-defined]
-        library.atexit = False  # torch would take its operators apart in each fork
-    gc.freeze()  # or each collection would copy the pages of all these objects
+        library.atexit = False  # torch would tear down its operators in each fork
+    gc.freeze()  # otherwise each collection would copy the pages of all these objects
     gc.enable()
     print("ready", flush=True)
     asked = _serve(listener, 0)

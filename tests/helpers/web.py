@@ -1,6 +1,6 @@
-"""HTTP to servers of this machine: httpx.get and its like would read all certificates each time.
+"""HTTP requests to servers on this machine, each over a connection of its own.
 
-Each request has a connection of its own, as theirs have.
+httpx.get and similar functions would read all certificates for each request.
 """
 
 import httpx

@@ -1,12 +1,12 @@
-"""Checkpoints on disk for tests: what each rank must hold, transformers' models, broken files.
+"""Checkpoints on disk for tests: the expected weights of each rank, and files of other libraries.
 
-The expectations come from elsewhere: `checkpoints.py` cuts shards on its own, and transformers
-writes and reads its layout.
+The expectations have independent sources: `checkpoints.py` cuts shards by its own rules, and
+transformers writes and reads its own layout.
 """
 
 from __future__ import (
     annotations,
-)  # names of transformers, which loads its models when they are used
+)  # transformers imports its models lazily, when these names are first used
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ PARAMS = {
 WIDE_HEADS = PARAMS | {
     "n_heads": 4,
     "n_kv_heads": 2,
-}  # heads of 16: RoPE scaling shows
+}  # heads of 16, large enough for RoPE scaling to have an effect
 
 
 STATE = random_state(PARAMS)
@@ -55,7 +55,7 @@ def loaded(
 
 
 def expect_shards(model: Transformer, state: dict[str, Tensor], params: dict) -> None:
-    """Every weight is, bit for bit, what the test's own sharding gives its rank."""
+    """Check that every weight is, bit for bit, what the test's own sharding gives its rank."""
     rank, size = model.parallel.rank, model.parallel.size
     shards = model.named_shards()
     assert shards.keys() == state.keys()
@@ -65,7 +65,7 @@ def expect_shards(model: Transformer, state: dict[str, Tensor], params: dict) ->
 
 
 def expect_files(folder: Path, state: dict[str, Tensor], params: dict, count: int) -> None:
-    """The folder holds exactly the shards that the test's own sharding gives."""
+    """Check that the folder has exactly the shards that the test's own sharding gives."""
     paths = sorted(folder.glob("*.pth"))
     assert [path.name for path in paths] == [f"consolidated.{i:02d}.pth" for i in range(count)]
     for i, path in enumerate(paths):
@@ -77,7 +77,7 @@ def expect_files(folder: Path, state: dict[str, Tensor], params: dict, count: in
 
 
 def flip_a_bit(path: Path, name: str) -> None:
-    """Of a tensor in a .pth, whose bytes are in no other."""
+    """Flip a bit of a tensor in a .pth, whose bytes occur in no other."""
     data = torch.load(path, weights_only=True)[name].numpy().tobytes()
     content = path.read_bytes()
     at = content.index(data)
@@ -111,7 +111,7 @@ def hf_logits(model: transformers.LlamaForCausalLM, tokens: Tensor) -> Tensor:
 
 
 def from_hf(folder: Path) -> transformers.LlamaForCausalLM:
-    """As transformers reads it; a tensor that it had to make up is an error."""
+    """Return the model as transformers reads it; a tensor that it had to initialize is an error."""
     read: Any = transformers.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
     model, report = read
     assert not any(report.values()), report
@@ -119,7 +119,9 @@ def from_hf(folder: Path) -> transformers.LlamaForCausalLM:
 
 
 def metas_state(model: transformers.LlamaForCausalLM) -> dict[str, Tensor]:
-    """The weights under Meta's names and in Meta's row order, worked out from the model itself."""
+    """Return the weights under Meta's names and in Meta's row order, computed from the model
+    itself.
+    """
     head_dim = model.config.hidden_size // model.config.num_attention_heads
     state = {"tok_embeddings.weight": model.model.embed_tokens.weight}
     for i, layer in enumerate(model.model.layers):
@@ -140,7 +142,7 @@ def metas_state(model: transformers.LlamaForCausalLM) -> dict[str, Tensor]:
 
 
 def interleaved(rows: Tensor, head_dim: int) -> Tensor:
-    """Row by row: element i of the first half goes to 2i, of the second half to 2i + 1."""
+    """Reorder rows: element i of the first half goes to 2i, of the second half to 2i + 1."""
     out = torch.empty_like(rows)
     for row in range(len(rows)):
         head, at = divmod(row, head_dim)
@@ -150,7 +152,7 @@ def interleaved(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def sylvester(size: int) -> Tensor:
-    """The orthogonal Hadamard matrix (size, size) by Sylvester's construction, in float64."""
+    """Return Sylvester's orthogonal Hadamard matrix (size, size) in float64."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.kron(torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64), matrix)
@@ -162,13 +164,13 @@ def tokens_of(length: int = 100) -> Tensor:
 
 
 def change_json(path: Path, **changes) -> None:
-    """Rewrite a JSON file; a value of None takes the key out."""
+    """Rewrite a JSON file; a value of None removes the key."""
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 
 def change_shard(path: Path, **changes: Tensor | None) -> None:
-    """Rewrite a .pth; "__" in a keyword stands for "."; None takes the tensor out."""
+    """Rewrite a .pth; "__" in a keyword stands for "."; None removes the tensor."""
     shard = torch.load(path, weights_only=True)
     shard |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
     torch.save({name: tensor for name, tensor in shard.items() if tensor is not None}, path)

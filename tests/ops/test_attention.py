@@ -39,25 +39,25 @@ class Case:
         return paged_attention(self.queries, self.kv_cache, self.batch)
 
     def row(self, row: int, seq: int, length: int) -> Tensor:
-        """One query as a decode step of its own, at a context of `length`."""
+        """Return one query as a decode step of its own, at a context of `length`."""
         table = self.batch.page_table[seq : seq + 1]
         batch = batch_of(table, [0, 1], [length], [1], [length])
         return paged_attention(self.queries[row : row + 1], self.kv_cache, batch)
 
     def rows(self) -> list[tuple[int, int, int]]:
-        """(row, sequence, tokens that it sees) of every query."""
+        """Return (row, sequence, number of visible tokens) of every query."""
         lens = zip(self.batch.query_lens_cpu, self.batch.seq_lens_cpu, strict=True)
         each = [(s, n - new + i + 1) for s, (new, n) in enumerate(lens) for i in range(new)]
         return [(row, *rest) for row, rest in enumerate(each)]
 
     def slots(self, seq: int, length: int) -> Tensor:
-        """Where the first `length` tokens of a sequence lie, among all slots."""
+        """Return the slots of the first `length` tokens of a sequence."""
         size = self.kv_cache.shape[2]
         positions = torch.arange(length, device=self.kv_cache.device)
         return self.batch.page_table[seq, positions // size] * size + positions % size
 
     def exact(self) -> tuple[Tensor, Tensor]:
-        """The answer in float64, and the same sums of absolute values."""
+        """Return the answer in float64, and the same sums of absolute values."""
         keys, values = self.kv_cache.flatten(1, 2).double()
         group = self.queries.shape[1] // keys.shape[1]
         out, size = [], []
@@ -97,19 +97,22 @@ CASES = [  # lens, query lens, (H, K, D), S: around a chunk of 256 keys and a bl
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """To the bit: our kernels add up a query's keys in one order, whatever is beside it."""
+    """Check that results are equal bit for bit.
+
+    Our kernels add a query's keys in one order, whatever else is in the batch.
+    """
     return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
 
 
 def check(case: Case, out: Tensor, loss: float, known: tuple[Tensor, Tensor] | None = None) -> None:
-    """Within a rounding to bf16 of the exact answer, and `loss` of the sums of absolute values."""
+    """Check the error: one rounding to bf16, and `loss` of the sums of absolute values."""
     exact, size = known or case.exact()
     assert out.dtype is case.queries.dtype
     assert ((out.double() - exact).abs() <= exact.abs() / 256 + size * loss).all()
 
 
 def loss_of(body: str) -> float:
-    """Of float32 sums; one body rounds what it multiplies values with to bf16."""
+    """Return the loss of float32 sums; one variant rounds the weights of the values to bf16."""
     return 1e-5 + (1 / 256 if body == "avx512_bf16" else 0)
 
 
@@ -120,7 +123,7 @@ def case_of(number: int, size: float) -> Case:
 
 @functools.cache
 def exact_answer(number: int, size: float) -> tuple[Tensor, Tensor]:
-    """It takes longer than all bodies of the kernels together."""
+    """Return the exact answer, cached: it takes longer than all kernel variants together."""
     return case_of(number, size).exact()
 
 
@@ -133,7 +136,7 @@ def test_paged_attention_is_attention(kernels, number, size):
 
 @functools.cache
 def cased_in_8_bits(number: int) -> tuple[Case, tuple[Tensor, Tensor]]:
-    """A case whose cache holds whole numbers, and the exact answer of what they stand for."""
+    """Return a case whose cache holds 8-bit integers, and the exact answer for their values."""
     case = case_of(number, 1)
     held, sizes = in_8_bits(case.kv_cache), case.kv_cache.shape
     case.kv_cache = numbers_of(held).view(sizes)
@@ -144,8 +147,10 @@ def cased_in_8_bits(number: int) -> tuple[Case, tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("number", range(1, 8))
 def test_a_cache_in_8_bits(kernels, number):
-    """Nothing is rounded that the cache has not rounded; a query alone has the bytes that it has in
-    a batch and in a prefill."""
+    """Attention adds no rounding to that of an 8-bit cache.
+
+    A query alone has the bytes that it has in a batch and in a prefill.
+    """
     case, known = cased_in_8_bits(number)
     whole = case.run()
     check(case, whole, loss_of(kernels), known)
@@ -162,7 +167,7 @@ def test_a_cache_in_8_bits_for_the_torch_body(no_kernels):
 @pytest.mark.parametrize("lens, query_lens, shape, page_size", CASES)
 def test_torch_body(no_kernels, device, lens, query_lens, shape, page_size):
     case = Case(lens, query_lens, shape, page_size, device=device)
-    check(case, case.run(), 1 / 64)  # its weights are rounded to bf16
+    check(case, case.run(), 1 / 64)  # weights of the values are rounded to bf16
     case.queries, case.kv_cache = case.queries.float(), case.kv_cache.float()
     check(case, case.run(), 1e-5)
 
@@ -180,14 +185,16 @@ def test_any_number_of_threads_gives_the_same_bytes(kernels):
         case = Case(lens, query_lens, (16, 4, 64))
         alone = case.run()
         for threads in (2, 3):
-            torch.set_num_threads(threads)  # conftest puts it back
+            torch.set_num_threads(threads)  # conftest restores the number
             assert same(case.run(), alone)
         torch.set_num_threads(1)
 
 
 def check_unseen(dtype: torch.dtype) -> None:
-    """Slots past the end, pages of nobody and those of a neighbour hold what was there last, NaN
-    in the worst case."""
+    """Check that memory which no query sees has no effect.
+
+    Slots past the end, free pages and those of a neighbour hold stale data, NaN in the worst case.
+    """
     case = Case([37, 256, 300], [1, 1, 20])
     pack = in_8_bits if dtype is torch.int8 else lambda x: x.to(dtype)
     case.queries = case.queries.to(torch.float32 if dtype is torch.float32 else torch.bfloat16)
@@ -195,7 +202,7 @@ def check_unseen(dtype: torch.dtype) -> None:
     before = case.run()
     seen = [case.slots(seq, n) for seq, n in enumerate(case.batch.seq_lens_cpu)]
     for worst in (float("nan"), float("inf")):
-        for kept in (seen, seen[:2]):  # the third sequence has come to NaN as well
+        for kept in (seen, seen[:2]):  # the third sequence contains NaN too
             mixed, slots = torch.full_like(plain, worst), torch.cat(kept)
             mixed.flatten(1, 2)[:, slots] = plain.flatten(1, 2)[:, slots]
             case.kv_cache = pack(mixed)
@@ -210,8 +217,11 @@ def test_slots_that_a_query_may_not_see_are_never_read(kernels, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
 def test_the_torch_body_gives_nan_to_nobody_else(no_kernels, dtype):
-    """It had multiplied what a query may not see by 0, and an unused entry of a page table is page
-    0: who came to NaN there took shorter neighbours along."""
+    """The PyTorch implementation gives NaN to no other sequence.
+
+    A past fault: it multiplied what a query may not see by 0, and an unused entry of a page table
+    is page 0, so that NaN there spread to shorter neighbours.
+    """
     check_unseen(dtype)
 
 
@@ -227,8 +237,10 @@ def test_a_nan_reaches_who_sees_it_and_nobody_else(kernels):
 
 
 def test_one_key_that_outweighs_all_others_gives_its_value(kernels):
-    """In the first chunk and in the last: the partials of the others are scaled to nothing, so
-    that the value comes out to the bit."""
+    """One key that outweighs all others gives its value bit for bit.
+
+    It is in the first chunk or in the last: the partial sums of the others are scaled to zero.
+    """
     for position in (3, 610):
         case = Case([611], [1], (4, 2, 64))
         keys, values = case.kv_cache.flatten(1, 2)
@@ -279,8 +291,11 @@ def test_a_page_table_too_short_for_its_sequence_is_refused(kernels):
 
 
 def test_the_torch_body_copies_few_pages_at_once(no_kernels, monkeypatch):
-    """One sequence after the other, or all together: the same numbers, within a bounded memory, but
-    for roundings, since torch may add otherwise in another batch."""
+    """The PyTorch implementation copies few pages at a time.
+
+    Sequences one by one or all together give the same values within a bounded memory, except for
+    rounding, since torch may add in another order for another batch.
+    """
     case = Case([70, 1, 33, 200, 17], [1] * 5)
     whole = case.run()
     gathered = []

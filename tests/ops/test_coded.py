@@ -1,4 +1,4 @@
-"""The form that all quantized files are brought to, against its formula number by number."""
+"""The common format of all quantized files, against its formula element by element."""
 
 import pytest
 import torch

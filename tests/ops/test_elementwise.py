@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding with store, and SwiGLU: each kernel against its torch body."""
+"""RMSNorm, rotary embedding with store, and SwiGLU: each kernel against PyTorch."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
 
 CPU = torch.device("cpu")
-SHAPES = [(1, 32), (1, 2048), (3, 96), (40, 2048)]  # (T, numbers): the last is worth threads
+# (T, elements): the last is large enough for threads
+SHAPES = [(1, 32), (1, 2048), (3, 96), (40, 2048)]
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -31,12 +32,15 @@ def bits(x: Tensor) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """To the bit: our kernels make the sums of a row in one order, wherever the row is."""
+    """Check that results are equal bit for bit.
+
+    Our kernels add the values of a row in one order, wherever the row is.
+    """
     return torch.equal(bits(a), bits(b))
 
 
 def check_rounding(a: Tensor, b: Tensor, most: int = 1) -> None:
-    """Equal, but for one in a thousand that is the next bf16 number, or the `most`-next."""
+    """Check that bf16 results are equal, except one in a thousand within `most` bf16 steps."""
     assert a.shape == b.shape and a.dtype is b.dtype is torch.bfloat16
     a, b = (torch.where(bits(x) < 0, -(bits(x) & 0x7FFF), bits(x)) for x in (a, b))
     assert (a - b).abs().max() <= most
@@ -44,7 +48,7 @@ def check_rounding(a: Tensor, b: Tensor, most: int = 1) -> None:
 
 
 class Rope:
-    """qkv of T tokens at positions from 5 on, with 6 query and 2 kv heads, and their pages."""
+    """qkv of T tokens at positions from 5 on, 6 query heads and 2 kv heads, and their pages."""
 
     def __init__(self, count: int, head_dim: int, device: torch.device = CPU) -> None:
         self.qkv = numbers(count, 10, head_dim).to(device)
@@ -63,7 +67,7 @@ class Rope:
 def test_rms_norm(kernels, monkeypatch, rows, width):
     x, weight = numbers(rows, width) * 3, numbers(width, seed=1)
     plain = torch_body(rms_norm, x, weight, 1e-5, monkeypatch=monkeypatch)
-    # What is rounded twice may be two numbers off, where torch adds up in another order.
+    # A value that is rounded twice may be two bf16 steps off, where torch adds in another order.
     check_rounding(rms_norm(x, weight, 1e-5), plain, most=2)
     tiny = x * 1e-4  # the mean of squares is below eps
     plain = torch_body(rms_norm, tiny, weight, 1e-5, monkeypatch=monkeypatch)
@@ -71,14 +75,17 @@ def test_rms_norm(kernels, monkeypatch, rows, width):
 
 
 def test_the_norm_is_rounded_before_its_weight(kernels):
-    """As in Meta's code: 1.0039 is rounded to 1 or 1.0078 first, and then times 257 / 256."""
+    """The normalized value is rounded before it is multiplied by the weight, as in Meta's code.
+
+    1.0039 is rounded to 1 or 1.0078 first, and is then multiplied by 257 / 256.
+    """
     x = torch.ones(1, 32).bfloat16()
     x[0, :16] = 1.0078125
     weight = torch.full((32,), 1.0078125).bfloat16()
     scale = (x.float().pow(2).mean() + 1e-5).rsqrt()
     expected = (x.float() * scale).bfloat16().float() * weight.float()
     assert not torch.equal(expected.bfloat16(), (x.float() * scale * weight.float()).bfloat16())
-    # Exact, as each number is far from the middle of two of bf16.
+    # The results are exact because no value is near the middle between two bf16 numbers.
     assert torch.equal(rms_norm(x, weight, 1e-5), expected.bfloat16())
 
 
@@ -113,8 +120,10 @@ def test_rope_and_store(kernels, monkeypatch, count, head_dim):
 
 @pytest.mark.parametrize("count, head_dim", [(3, 32), (37, 96), (20, 256)])
 def test_a_store_in_8_bits(kernels, count, head_dim):
-    """The bytes of the definition, of keys and values as they would be in bf16; no other slot is
-    touched. Rows of zeros, tiny and huge numbers among them."""
+    """A store in 8 bits writes the bytes of the definition, from keys and values rounded to bf16.
+
+    No other slot is written. Rows of zeros, tiny and huge values are among them.
+    """
     rope = Rope(count, head_dim)
     for row, size in enumerate((0.0, 2.0**-120, 3e36)):
         rope.qkv[row] *= size
@@ -128,7 +137,7 @@ def test_numbers_in_8_bits_are_off_by_half_a_unit():
     x = numbers(40, 3, 64) * torch.logspace(-25, 30, 40)[:, None, None].bfloat16()
     whole, units = counted(x)
     found, largest = whole * units.double(), x.double().abs().amax(-1, keepdim=True)
-    assert ((found - x.double()).abs() <= largest / 127 * 0.503).all()  # the unit is a bf16
+    assert ((found - x.double()).abs() <= largest / 127 * 0.503).all()  # the scale is a bf16
     again = counted(found.float())
     assert torch.equal(again[0], whole) and torch.equal(again[1], units)
     whole, units = counted(torch.zeros(2, 32))
@@ -138,7 +147,7 @@ def test_numbers_in_8_bits_are_off_by_half_a_unit():
 
 
 def test_torch_bodies(no_kernels, device):
-    """Norm and gate against float64, in float32."""
+    """The PyTorch norm and gate agree with float64, in float32."""
     x, weight = numbers(9, 96).float().to(device) * 3, numbers(96, seed=1).float().to(device)
     exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
     torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), exact, rtol=1e-5, atol=1e-6)
@@ -148,7 +157,7 @@ def test_torch_bodies(no_kernels, device):
 
 
 def test_rope_and_store_by_hand(no_kernels, device):
-    """Each pair is a complex number, multiplied by that of its position, in float64."""
+    """Rotation equals complex multiplication in float64, one number per pair, for its position."""
     rope = Rope(3, 32, device)
     rope.qkv, rope.kv_cache = rope.qkv.float(), rope.kv_cache.float()
     queries, pages = rope.run()
@@ -160,7 +169,7 @@ def test_rope_and_store_by_hand(no_kernels, device):
     torch.testing.assert_close(queries.double(), exact[:, :6], rtol=1e-5, atol=1e-5)
     keys, values = pages.flatten(1, 2)[:, rope.slots]
     torch.testing.assert_close(keys.double(), exact[:, 6:8], rtol=1e-5, atol=1e-5)
-    assert torch.equal(values, rope.qkv[:, 8:])  # copied
+    assert torch.equal(values, rope.qkv[:, 8:])  # values are copied
 
 
 def test_a_row_gives_the_same_bytes_alone_in_a_batch_and_on_any_number_of_threads(kernels):
@@ -171,7 +180,7 @@ def test_a_row_gives_the_same_bytes_alone_in_a_batch_and_on_any_number_of_thread
         assert same(rms_norm(one, weight, 1e-5), normed[row : row + 1])
         assert same(silu_mul(one), gated[row : row + 1])
     for threads in (2, 3):
-        torch.set_num_threads(threads)  # conftest puts it back
+        torch.set_num_threads(threads)  # conftest restores the number
         assert same(rms_norm(x, weight, 1e-5), normed)
         assert same(silu_mul(x), gated)
         for mine, before in zip(rope.run(), (queries, pages), strict=True):
@@ -196,7 +205,7 @@ def test_rows_that_are_not_contiguous(kernels):
 )
 def test_what_has_no_kernel_goes_to_the_torch_body(kernels, monkeypatch, width, dtype):
     x, weight = numbers(3, width).to(dtype), numbers(width, seed=1).to(dtype)
-    # To the bit: both sides are the same calls of torch, of the same sizes.
+    # Results are equal bit for bit: both sides are the same PyTorch calls of the same sizes.
     plain = torch_body(rms_norm, x, weight, 1e-5, monkeypatch=monkeypatch)
     assert torch.equal(rms_norm(x, weight, 1e-5), plain)
     assert torch.equal(silu_mul(x), torch_body(silu_mul, x, monkeypatch=monkeypatch))

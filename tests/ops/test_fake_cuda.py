@@ -1,6 +1,6 @@
-"""The torch bodies on a CUDA device that is not there: shapes and types, and what torch is asked.
+"""The PyTorch implementation on an absent CUDA device: shapes, dtypes, and the operators called.
 
-FakeTensorMode computes no numbers. It needs a torch that was built for CUDA, though no GPU.
+FakeTensorMode computes no values. It needs a PyTorch built for CUDA, but no GPU.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ VIEWS = {
 
 
 class Operators(TorchDispatchMode):
-    """The names of torch's operators that are called."""
+    """A recorder of the names of the PyTorch operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,10 @@ def fake_cuda() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(3, 64), (2, 5, 64), (0, 64)])
 def test_float32_logits_are_the_sums_as_they_are(dtype, shape):
-    """They were rounded to 16 bits first, so that 3 % of rows tied at the top."""
+    """float32 logits are the unrounded sums.
+
+    A past fault: they were rounded to 16 bits first, so that 3 % of rows tied at the top.
+    """
     x, weight = (torch.empty(*s, dtype=dtype, device=CUDA) for s in (shape, (96, 64)))
     with Operators() as called:
         logits = linear(x, weight, dtype=torch.float32)
@@ -66,7 +69,7 @@ def run_step(
     seq_lens: list[int],
     kernels: KernelSet = TORCH_ONLY,
 ) -> list[str]:
-    """The operators of a step of two layers, up to the logits, on tensors that are all there."""
+    """Return the operators of a step of two layers, up to the logits, on fake tensors."""
     sizes: dict[str, Any] = {
         "dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
     }  # fmt: skip
@@ -86,14 +89,14 @@ def run_step(
     return called.names
 
 
-STEPS = [([1, 1], [6, 17]), ([1, 5, 20], [3, 5, 30])]  # new tokens and all, of each sequence
+STEPS = [([1, 1], [6, 17]), ([1, 5, 20], [3, 5, 30])]  # new tokens and all tokens of each sequence
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("query_lens, seq_lens", STEPS)
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_step_without_cudnn(monkeypatch, dtype, query_lens, seq_lens):
-    """cuDNN's attention would be planned anew for each length."""
+    """A step does not use cuDNN, whose attention would be planned anew for each length."""
     sdpa, enabled = F.scaled_dot_product_attention, torch.backends.cuda.cudnn_sdp_enabled
     allowed: list[bool] = []
 
@@ -109,7 +112,7 @@ def test_a_step_without_cudnn(monkeypatch, dtype, query_lens, seq_lens):
 
 
 class Launches:
-    """In place of a kernel: it notes the launch, and computes nothing."""
+    """A replacement for a kernel: it records the launch, and computes nothing."""
 
     def __init__(self, name: str, names: list[str]) -> None:
         self.name, self.names = name, names
@@ -121,7 +124,10 @@ class Launches:
 @pytest.mark.parametrize("query_lens, seq_lens", STEPS)
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_step_of_kernels_sends_nothing_and_waits_for_nothing(monkeypatch, query_lens, seq_lens):
-    """Each layer is four products and its kernels, which decide nothing on the host."""
+    """A step of kernels neither transfers nor waits.
+
+    Each layer is four products and its kernels, which decide nothing on the host.
+    """
     pytest.importorskip("triton")
     from llama.ops.triton import attention as gpu_attention
     from llama.ops.triton import elementwise

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits against the numbers of a file, and against float64, in each body."""
+"""Weights of 4 and 8 bits against the values of a file and float64, with each kernel variant."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ TABLES = {
     "curved": torch.tensor(IQ4).float(), "bytes": torch.arange(-128.0, 128),
     "six bits": torch.arange(-32.0, 32), "e4m3": E4M3,
 }  # fmt: skip
-FORMATS = [  # table, (N, K), group, offsets, what its scales are kept in: bytes are k-quants'
+FORMATS = [  # table, (N, K), group size, offsets, type of the stored scales: bytes are k-quants'
     ("symmetric", (64, 1056), 32, False, torch.float16),  # Q4_0
     ("unsigned", (64, 1056), 32, True, torch.float16),  # Q4_1
     ("unsigned", (64, 1024), 32, True, torch.uint8),  # Q4_K
@@ -32,8 +32,8 @@ FORMATS = [  # table, (N, K), group, offsets, what its scales are kept in: bytes
     ("symmetric", (32, 3072), 3072, False, torch.float32),
     ("six bits", (64, 2048), 16, False, torch.uint8),  # Q6_K
     ("six bits", (64, 2080), 16, False, torch.float32),
-    ("bytes", (64, 576), 192, True, torch.float16),  # groups over the edge of a K block
-    ("bytes", (64, 3072), 1536, True, torch.float32),  # one that is longer than a K block
+    ("bytes", (64, 576), 192, True, torch.float16),  # groups across the edge of a K block
+    ("bytes", (64, 3072), 1536, True, torch.float32),  # a group longer than a K block
     ("e4m3", (96, 1088), 1088, False, torch.float32),
     ("e4m3", (32, 2048), 1024, False, torch.float32),
 ]
@@ -44,9 +44,9 @@ def coded(name: str, shape: tuple[int, int], group: int, offsets: bool, kept: to
     (n, k), table = shape, TABLES[name]
     codes = torch.randint(0, len(table), shape, dtype=torch.uint8, generator=random)
     if name == "e4m3":
-        codes[codes & 127 == 127] = 0x39  # the two that are no numbers
+        codes[codes & 127 == 127] = 0x39  # replaces the two codes of NaN
     scales = torch.rand(2, n, k // group, generator=random) / 50 + 1e-3
-    if kept is torch.uint8:  # whole numbers of a float16 that 8 groups share
+    if kept is torch.uint8:  # integers times a float16 that 8 groups share
         units = (scales[..., ::8] / 64).half().float().repeat_interleave(8, -1)
         scales = units * torch.randint(-127, 128, scales.shape, generator=random)
     scale, offset = scales.half().float() if kept is torch.float16 else scales
@@ -58,7 +58,7 @@ def rows(m: int, k: int) -> Tensor:
 
 
 def check(held: GroupedWeight, weight: Tensor, x: Tensor, *, is_rounded: bool) -> Tensor:
-    """Sums within what float32 additions lose; or, with tiles, bf16 weights."""
+    """Check that sums are within the loss of float32 additions or, with tiles, of bf16 weights."""
     out = held.linear(x, torch.float32)
     size = x.double().abs() @ weight.double().abs().T
     off = (out - x.double() @ weight.double().T).abs()
@@ -71,14 +71,14 @@ def test_a_product_is_that_with_the_weights_of_the_file(kernels, request, which)
     file = coded(*which)
     held, weight = packed(file), file.plain()
     assert isinstance(held, GroupedWeight)
-    assert torch.equal(held.exact(), weight)  # to the bit: no value is changed
+    assert torch.equal(held.exact(), weight)  # bit for bit: no value is changed
     assert held.scales.dtype is which[-1]
     x, groups = rows(300, weight.shape[1]), file.scale.shape[1] + 2 * (file.offset is not None)
     is_rounded = "amx" in request.node.callspec.params["kernels"] and groups > 1
     whole = check(held, weight, x, is_rounded=is_rounded)
-    for m in (1, 2, 5, 14, 15, 16, 33, 257):  # alone as in any batch
+    for m in (1, 2, 5, 14, 15, 16, 33, 257):  # a row alone has the bits of any batch
         assert torch.equal(held.linear(x[:m], torch.float32), whole[:m]), m
-    torch.set_num_threads(3)  # conftest puts it back
+    torch.set_num_threads(3)  # conftest restores the number
     assert torch.equal(held.linear(x, torch.float32), whole)
     torch.set_num_threads(1)
     ids = torch.tensor([[0, 31], [weight.shape[0] - 1, 5]])
@@ -88,7 +88,7 @@ def test_a_product_is_that_with_the_weights_of_the_file(kernels, request, which)
             held.rows(torch.tensor([0, outside]))
 
 
-ADDED = [  # rank of an adaptor, whether x is rotated, (N, K): around blocks, and both at once
+ADDED = [  # rank of an adapter, whether x is rotated, (N, K): each case and both at once
     (16, False, (96, 1056)), (5, False, (32, 64)), (48, False, (64, 2080)), (256, False, (32, 512)),
     (0, True, (64, 2048)), (0, True, (32, 32)), (16, True, (64, 256)),
 ]  # fmt: skip
@@ -96,7 +96,7 @@ ADDED = [  # rank of an adaptor, whether x is rotated, (N, K): around blocks, an
 
 @pytest.mark.parametrize(("rank", "is_rotated", "shape"), ADDED, ids=str)
 def test_an_adaptor_is_added_and_x_is_rotated(kernels, request, rank, is_rotated, shape):
-    """Both to float32 sums: x alone is rounded, where it is rotated."""
+    """An adapter is added and x is rotated, both in float32 sums; only a rotated x is rounded."""
     (n, k), file = shape, coded("symmetric", shape, 32, False, torch.float32)
     weight = file.plain().double()
     if rank:
@@ -111,15 +111,15 @@ def test_an_adaptor_is_added_and_x_is_rotated(kernels, request, rank, is_rotated
     size = turned.abs() @ (weight.abs() if not rank else weight.abs() + up.abs() @ down.abs()).T
     loses = 2**-8 if is_rotated or "amx" in request.node.callspec.params["kernels"] else 3e-6
     assert ((out - turned @ weight.T).abs() <= size * loses).all()
-    for m in (1, 3, 5, 16, 17, 33):  # alone as in any batch
+    for m in (1, 3, 5, 16, 17, 33):  # a row alone has the bits of any batch
         assert torch.equal(held.linear(x[:m], torch.float32), out[:m]), m
-    torch.set_num_threads(3)  # conftest puts it back
+    torch.set_num_threads(3)  # conftest restores the number
     assert torch.equal(held.linear(x, torch.float32), out)
     assert torch.equal(held.linear(x[:7]), out[:7].bfloat16())
 
 
 def test_a_rotation_is_sympys_walsh_hadamard_transform():
-    from sympy import fwht  # half a second
+    from sympy import fwht  # the import takes half a second
 
     x = rows(3, 64).float()
     theirs = [[float(number) for number in fwht(row)] for row in x.tolist()]
@@ -138,7 +138,7 @@ def test_an_adaptor_that_bf16_cannot_hold_is_merged(kernels):
 
 
 def test_codes_lie_as_packed_weight_describes(kernels):
-    """The word of a row, and the bytes that scales take."""
+    """Codes are laid out as PackedWeight describes: the words of a row, and the bytes of scales."""
     codes = (torch.arange(64 * 256) % 8).view(64, 256).byte()
     scale = torch.full((64, 8), 0.25)
     held = packed(Coded(codes, torch.arange(-8.0, 8), scale))
@@ -174,7 +174,7 @@ def test_without_kernels_codes_become_bf16(no_kernels):
 
 
 def least_squares(plain: Tensor) -> Tensor:
-    """Groups of 32 by the smallest and the largest number: what a search has to beat."""
+    """Fit groups of 32 by their smallest and largest value: the error that a search must beat."""
     groups = plain.float().unflatten(1, (-1, 32))
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True)
     scale = ((high - low) / 15).masked_fill(high == low, 1)

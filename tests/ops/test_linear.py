@@ -1,4 +1,4 @@
-"""Packed products against float64, alone against in a batch, with each body and without kernels."""
+"""Packed products against float64, alone and in a batch, with each variant and without kernels."""
 
 import ctypes
 import random
@@ -30,7 +30,7 @@ SHAPES = [  # (M, N, K): around blocks of 14 and 6 rows, K blocks of 1,024 and M
 
 
 KINDS: list[type[Weight]] = [BytesWeight, BlockedWeight]
-FEW_ROWS = 4  # as in amx.h: vectors do them, where weights are quantized
+FEW_ROWS = 4  # as in amx.h: vector instructions compute these, where weights are quantized
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -38,7 +38,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def check_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Within a rounding to bf16 of the exact product, and what K float32 additions may lose."""
+    """Check that the error is at most one rounding to bf16 and the loss of K float32 additions."""
     x, weight = x.double(), weight.double()
     exact, size = x @ weight.T, x.abs() @ weight.abs().T
     assert out.dtype is torch.bfloat16
@@ -46,7 +46,10 @@ def check_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """To the bit: our kernels add the products of a row in one order, and packing adds nothing."""
+    """Check that results are equal bit for bit.
+
+    Our kernels add the products of a row in one order, and packing adds nothing.
+    """
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
@@ -66,7 +69,7 @@ def test_torch_body(no_kernels, m, n, k):
 @pytest.mark.parametrize("k", [1030, 1056])
 def test_a_row_gives_the_same_bytes_alone_and_in_any_batch(kernels, k):
     x, weight = numbers(130, k), numbers(96, k, seed=1)
-    x[::9] *= 2.0**-124  # its products are smaller than normal numbers: tiles take them as zero
+    x[::9] *= 2.0**-124  # its products are subnormal, which tiles flush to zero
     for kind in KINDS:
         product = kind.pack(weight.clone()).linear
         whole = product(x)
@@ -83,14 +86,14 @@ def test_any_number_of_threads_gives_the_same_bytes(kernels, k):
         x = numbers(m, k)
         alone = product(x)
         for threads in (2, 3):
-            torch.set_num_threads(threads)  # conftest puts it back
+            torch.set_num_threads(threads)  # conftest restores the number
             assert same(product(x), alone)
         torch.set_num_threads(1)
 
 
 def test_packing_reorders_the_same_memory_and_unpack_gives_it_back():
-    """To the bit: nothing is computed."""
-    bits = torch.randint(-(2**15), 2**15, (4128, 6), dtype=torch.int16)  # any bytes, NaNs too
+    """Packing reorders memory in place, and `unpack` restores it bit for bit."""
+    bits = torch.randint(-(2**15), 2**15, (4128, 6), dtype=torch.int16)  # any bytes, including NaN
     weight = bits.view(torch.bfloat16).clone()
     blocked = BlockedWeight.pack(weight)
     assert blocked.values.shape == (129, 3, 32, 2) and blocked.shape == (4128, 6)
@@ -110,7 +113,7 @@ def test_the_layout_that_the_kernels_file_describes():
 
 def test_rows_of_int8_are_what_they_stand_for():
     small = BytesWeight.pack(numbers(96, 14))
-    ids = torch.tensor([95, 0, 33, 33])  # exact: one product of two numbers each
+    ids = torch.tensor([95, 0, 33, 33])  # exact: one product of two values each
     assert torch.equal(small.rows(ids), small.exact()[ids].bfloat16())
 
 
@@ -121,7 +124,10 @@ def test_rows_of_an_unpacked_weight_are_an_embedding():
 
 @pytest.mark.parametrize("k", [2, 32])
 def test_rounding_is_to_the_nearest_and_to_even_at_ties(kernels, k):
-    """One weight of 1 a row: the sums are those given, exactly."""
+    """Rounding is to the nearest number, and to even at ties.
+
+    Each row has a single weight of 1, so that the sums are exactly the given ones.
+    """
     weight = torch.zeros(32, k).bfloat16()
     weight[:, 0] = 1
     weight[1, 1], weight[2, 1], weight[3, 1] = 1, 1.5, -1
@@ -184,7 +190,7 @@ def test_what_does_not_fit_stays_as_it_is(weight):
         assert type(kept) is PlainWeight and kept.plain().data_ptr() == weight.data_ptr()
     if weight.device.type == "cpu":
         x = torch.ones(2, weight.shape[1], dtype=weight.dtype)
-        assert torch.equal(kept.linear(x), F.linear(x, weight))  # the same call
+        assert torch.equal(kept.linear(x), F.linear(x, weight))  # both sides are the same call
 
 
 @pytest.mark.parametrize("kernels", ["avx2"], indirect=True)
@@ -222,7 +228,7 @@ def test_an_int8_product_is_the_product_with_what_is_packed(kernels, m, n, k):
 
 @pytest.mark.parametrize("n, k", [(32, 2), (64, 514), (96, 4096), (4128, 66)])
 def test_the_kernels_pack_as_torch_does(kernels, n, k):
-    """To the bit: a number is divided once and rounded once, as IEEE has it."""
+    """The kernels pack as PyTorch does, bit for bit: one division and one rounding per value."""
     weight = numbers(n, k) * torch.logspace(-20, 20, n)[:, None].bfloat16()
     weight[5] = 0
     blocked, small = BlockedWeight.pack(weight.clone()), BytesWeight.pack(weight)
@@ -276,14 +282,14 @@ def loaded() -> ctypes.CDLL:
 
 
 def products_of_tiles() -> int:
-    """How many the emulation has made so far."""
+    """Return how many tile products the emulation has made so far."""
     return ctypes.c_long.in_dll(loaded(), "amx_products").value
 
 
 @pytest.mark.parametrize("kernels", ["amx_emulated"], indirect=True)
 def test_tiles_do_all_products_of_whole_steps_and_no_others(kernels):
-    torch.set_num_threads(1)  # two may do the same piece
-    BlockedWeight.pack(numbers(32, 32)).linear(numbers(1, 32))  # after their own check
+    torch.set_num_threads(1)  # two threads may compute the same piece
+    BlockedWeight.pack(numbers(32, 32)).linear(numbers(1, 32))  # after the kernels' own check
     for m, n, k in [(1, 32, 32), (16, 96, 1056), (17, 64, 64), (100, 32, 2080), (300, 32, 64)]:
         for kind in KINDS:
             before = products_of_tiles()
@@ -299,8 +305,9 @@ def test_tiles_do_all_products_of_whole_steps_and_no_others(kernels):
 @pytest.mark.parametrize("kernels", ["amx_emulated"], indirect=True)
 @pytest.mark.parametrize("fault, checked", [("amx_refused", 0), ("amx_wrong", 8)])
 def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fault, checked):
-    torch.set_num_threads(1)  # two may do the same piece
-    copy = ctypes.CDLL(shutil.copy(loaded()._name, tmp_path))  # that has used none yet
+    torch.set_num_threads(1)  # two threads may compute the same piece
+    # a copy of the library that has used no tiles yet
+    copy = ctypes.CDLL(shutil.copy(loaded()._name, tmp_path))
     ctypes.c_int.in_dll(copy, fault).value = 1
     monkeypatch.setattr(native, "kernels", lambda: copy)
     for m in (1, 33):
@@ -311,8 +318,11 @@ def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fau
 
 @pytest.mark.skipif("amx_bf16" not in native.cpu_flags(), reason="this CPU has no tiles")
 def test_the_tiles_of_the_cpu_give_the_bytes_of_the_emulation(monkeypatch):
-    """To the bit: the emulation adds in the tiles' order. Vectors give other bytes, so that tiles
-    are used."""
+    """The tiles of the CPU give the bytes of the emulation.
+
+    The emulation adds in the tiles' order. Vector instructions give other bytes, so equality shows
+    that tiles are used.
+    """
     for m, n, k in [(4, 64, 2048), (16, 32, 32), (33, 64, 1056), (300, 96, 512), (520, 288, 544)]:
         x, weight = numbers(m, k), numbers(n, k, seed=1)
         results = {}
@@ -332,8 +342,8 @@ def test_the_tiles_of_the_cpu_give_the_bytes_of_the_emulation(monkeypatch):
 def test_tiles_compile_for_the_cpus_that_have_them(tmp_path):
     def compile_for_amx(source: str, *options: str) -> subprocess.CompletedProcess:
         amx = build.INSTRUCTION_SETS[0]
-        # The instructions are inline assembly: they are there without optimizing, in a tenth of
-        # the time.
+        # The instructions are inline assembly: they are present without optimization, which takes a
+        # tenth of the time.
         command = ["g++", *build._COMPILE, "-O0", *amx.flags, *options, source, "-o", "made.s"]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 

@@ -1,4 +1,4 @@
-"""Kernels are compiled once, kept whole and safe; without a compiler torch does the work."""
+"""Kernels are compiled once and stored whole and safely; without a compiler PyTorch is used."""
 
 import ctypes
 import errno
@@ -28,17 +28,17 @@ STUB = 'extern "C" void nothing() {}\n'
 
 @pytest.fixture
 def stub(tmp_path, monkeypatch) -> Path:
-    """A cache folder, for a source that compiles in no time."""
+    """Provide a cache folder and a source that compiles quickly."""
     (tmp_path / "sources").mkdir()
     monkeypatch.setattr(build, "FOLDER", tmp_path / "sources")
     (build.FOLDER / "stub.cpp").write_text(STUB)
-    monkeypatch.setattr(native, "checked", lambda library: library)  # it has no constants
+    monkeypatch.setattr(native, "checked", lambda library: library)  # this library has no constants
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def fresh(monkeypatch) -> Iterator[None]:
-    """`kernels` is asked for as in a new process, whose user has said nothing."""
+    """Reset `kernels`, as in a new process without settings."""
     monkeypatch.delenv(native.VARIABLE, raising=False)
     native.kernels.cache_clear()
     yield
@@ -46,7 +46,7 @@ def fresh(monkeypatch) -> Iterator[None]:
 
 
 def libraries_in(folder: Path) -> list[Path]:
-    """What a build leaves: no temporary folder, no other file."""
+    """Return the contents of the cache; a build must leave no temporary folder or other file."""
     return sorted(path for path in folder.iterdir() if path.name != "lock")
 
 
@@ -106,7 +106,10 @@ def test_the_variable_names_one_body_or_none(fresh, monkeypatch):
 
 
 def test_the_fastest_body_comes_first(monkeypatch):
-    """Each on a CPU that has all of its flags; bf16 pairs not on Intel's that hide their tiles."""
+    """The fastest variant comes first, on a CPU with all of its flags.
+
+    bf16 pairs are not used on Intel CPUs that hide their tiles.
+    """
     monkeypatch.delenv(native.VARIABLE, raising=False)
     pairs = next(x for x in build.INSTRUCTION_SETS if x.name == "avx512_bf16")
     for flags, first in [
@@ -138,11 +141,14 @@ def test_built_once_and_again_only_when_something_changed(stub, capfd):
 @needs_kernels
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
 def test_a_damaged_library_is_built_again(stub, damage):
-    """Half a library passes for one until its missing half is touched: SIGBUS, not an error."""
+    """A damaged library is built again.
+
+    Half a library loads without an error until its missing half is used, which is a SIGBUS.
+    """
     native.load(stub, AVX2)
     (path,) = libraries_in(stub)
     whole = path.read_bytes()
-    path.unlink()  # the loaded one stays as it was
+    path.unlink()  # the loaded library keeps its contents
     broken = {"cut": whole[:-500], "changed": whole[:900] + b"?" + whole[901:], "empty": b""}
     path.write_bytes(broken[damage])
     assert not build.is_whole(path)
@@ -166,7 +172,10 @@ def test_processes_that_need_a_library_at_once_build_it_once(stub, capfd):
 
 @needs_kernels
 def test_what_a_killed_build_left_is_removed_by_the_next(stub, tmp_path, monkeypatch):
-    """The compiler kills its build, as the system does when it runs out of memory."""
+    """The remains of a killed build are removed by the next.
+
+    The compiler kills its build, as the system does when memory runs out.
+    """
     bin_folder, compiler = tmp_path / "bin", build.find_compiler()
     bin_folder.mkdir()
     wrapper = bin_folder / "g++"
@@ -213,7 +222,10 @@ def test_a_folder_that_cannot_be_made_is_done_without(stub):
     ids=str,
 )
 def test_a_library_with_other_constants_is_refused(tmp_path, swapped, name):
-    """A format that is another one in C++ would be read as garbage, without an error."""
+    """A library with other constants is refused.
+
+    A format with another number in C++ would be read as garbage, without an error.
+    """
     header = (build.FOLDER / "constants.h").read_text()
     first, second = swapped
     assert first in header
@@ -229,7 +241,10 @@ def test_a_library_with_other_constants_is_refused(tmp_path, swapped, name):
 
 @needs_kernels
 def test_every_constant_of_the_sources_is_compared():
-    """Both ways: what Python lists the library knows, and each enumerator is listed."""
+    """Every constant of the sources is compared.
+
+    The library has every constant that Python lists, and each enumerator is listed.
+    """
     header = (build.FOLDER / "constants.h").read_text()
     names = set(re.findall(r"^constexpr \w+ (\w+) =", header, re.M))
     for enum, members in re.findall(r"^enum class (\w+) : int64_t {(.*)};", header, re.M):
@@ -258,10 +273,10 @@ def test_threads_come_from_torchs_own_runtime():
 @pytest.mark.parametrize(
     "change",
     [
-        {3: 2.0},  # a float where a whole number belongs
+        {3: 2.0},  # a float where an integer is expected
         {3: True},
-        {5: 1},  # a whole number where a float belongs
-        {0: torch.ones(2, 32)},  # float32
+        {5: 1},  # an integer where a float is expected
+        {0: torch.ones(2, 32)},  # float32 is not accepted
         {0: torch.ones(32, 2).bfloat16().T},
         {0: torch.ones(2, 32, device="meta").bfloat16()},
         {0: 0},
@@ -285,7 +300,11 @@ def test_a_missing_argument_is_refused():
 
 
 def test_every_function_of_the_sources_has_its_signature():
-    """As many arguments in C++ as in the table, pointers and numbers in the same places."""
+    """Every function of the sources has its signature.
+
+    The C++ arguments match the table in number, and pointers and integers are in the same
+    positions.
+    """
     letters = {"long": int, "float": float, "bool": bool}
     found = {}
     for source in build.FOLDER.glob("*.cpp"):
@@ -303,8 +322,11 @@ def test_every_function_of_the_sources_has_its_signature():
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells of its pages")
 def test_huge_pages_are_asked_for():
-    """The kernel marks the memory "hg" (madvise), in whole pages of 2 MiB inside the tensor."""
-    memory = mmap.mmap(-1, 9 << 20)  # a mapping of its own
+    """Huge pages are requested.
+
+    The kernel marks the memory "hg" (madvise), in whole pages of 2 MiB inside the tensor.
+    """
+    memory = mmap.mmap(-1, 9 << 20)  # a separate mapping
     tensor = torch.frombuffer(memory, dtype=torch.int8)
     device.use_huge_pages(tensor)
     marked = 0
@@ -318,7 +340,7 @@ def test_huge_pages_are_asked_for():
 
 
 def mappings() -> Iterator[tuple[int, int, list[str]]]:
-    """This process's mappings: first byte, the one after the last, and the kernel's flags."""
+    """Return this process's mappings: start, end, and the kernel's flags."""
     begin = end = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -352,7 +374,10 @@ def test_zeros_take_memory_only_when_they_are_written():
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EROFS], ids=["no locks", "read-only"])
 def test_where_there_is_no_lock_nobody_waits_for_it(tmp_path, monkeypatch, number):
-    """On a network's file system, and where no file can be made: kernels are optional."""
+    """Without file locks nobody waits for one.
+
+    Locks may fail on a network's file system, or no file can be made: kernels are optional.
+    """
 
     def fails(*_: object) -> None:
         raise OSError(number, os.strerror(number))

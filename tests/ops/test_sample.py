@@ -1,4 +1,4 @@
-"""Sampling, with each kernel and without, against the rule worked out in Python's whole numbers."""
+"""Sampling, with each kernel and without, against the rule computed in Python's integers."""
 
 import functools
 import math
@@ -16,14 +16,16 @@ from llama.ops import sample as op
 from llama.ops.cpu import native
 from llama.ops.sample import UNIT, SamplingRow, sample_ids
 
-# Around the kernel's blocks of 256 tokens, and one with more blocks than most top_k.
+# Sizes around the kernel's blocks of 256 tokens, and one with more blocks than most top_k.
 SIZES = (1, 2, 40, 255, 256, 257, 700, 5000)
 SPREADS = (0.0, 0.3, 2.0, 8.0)
 
 
 def by_hand(probs: Tensor, rule: SamplingRow) -> list[tuple[int, int]]:
-    """What the definition keeps, by sorting, of probabilities (V) over the likeliest's: ids and
-    weights."""
+    """Return the ids and weights that the definition keeps, found by sorting.
+
+    `probs` (V) are relative to that of the likeliest token.
+    """
     weights = [int(p * UNIT) for p in probs.tolist()]
     floor = max(1, math.ceil(rule.min_p * UNIT))
     if rule.top_k > 0:
@@ -50,7 +52,7 @@ def random_rule(rng: random.Random, vocab: int) -> SamplingRow:
 def random_case(
     rng: random.Random, vocab: int, rows: int
 ) -> tuple[Tensor, list[SamplingRow], list[int]]:
-    """Logits with many ties, rules, and uniforms."""
+    """Return logits with many ties, rules, and uniforms."""
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     logits = torch.randn(rows, vocab, generator=generator) * rng.choice(SPREADS)
     rules = [random_rule(rng, vocab) for _ in range(rows)]
@@ -67,11 +69,11 @@ def check(logits: Tensor, rules: list[SamplingRow], uniforms: list[int]) -> None
         assert row[0] in row[1], row
 
 
-@functools.cache  # each body of the kernels gets the same rows
+@functools.cache  # each variant of the kernels gets the same rows
 def allowed_ids(
     probs: bytes, rules: tuple[SamplingRow, ...], uniforms: tuple[int, ...]
 ) -> list[set[int]]:
-    """What each row of probabilities, the bytes of (rows, V) float32, may draw."""
+    """Return the ids that each row may draw, given the bytes of its float32 weights (rows, V)."""
     rows = torch.frombuffer(bytearray(probs), dtype=torch.float32).view(len(rules), -1)
     return [winners(by_hand(*row[:2]), row[2]) for row in zip(rows, rules, uniforms, strict=True)]
 
@@ -94,7 +96,10 @@ def test_torch_body(no_kernels, device, vocab):
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.999999])
 @pytest.mark.parametrize("slope", [0.0, 0.01, 1.0, 2.0])
 def test_a_nucleus_that_lies_anywhere(kernels, slope, top_p):
-    """Zipf's law: spread over all blocks, in a few of them, or in one."""
+    """A nucleus is found wherever it is: spread over all blocks, in a few of them, or in one.
+
+    The weights follow Zipf's law.
+    """
     ranks = torch.arange(1.0, 3001)
     shuffled = torch.randperm(3000, generator=torch.Generator().manual_seed(0))
     for order in (torch.arange(3000), shuffled):
@@ -104,7 +109,10 @@ def test_a_nucleus_that_lies_anywhere(kernels, slope, top_p):
 
 @pytest.mark.parametrize("top_k", [1, 4, 5, 6, 1023, 1024, 1025])
 def test_top_k_with_fewer_and_with_more_than_there_are_blocks(kernels, top_k):
-    """1,281 tokens are five blocks and a token. All the likely ones are in the third."""
+    """top_k works with less and with more than the number of blocks.
+
+    1,281 tokens are five blocks and a token. All the likely ones are in the third block.
+    """
     logits = torch.full((4, 1281), -20.0)
     logits[:, 600:610] = torch.arange(10.0)
     logits[2:] = torch.randn(2, 1281, generator=torch.Generator().manual_seed(top_k))
@@ -112,7 +120,10 @@ def test_top_k_with_fewer_and_with_more_than_there_are_blocks(kernels, top_k):
 
 
 def test_the_whole_vocabulary_as_likely_as_can_be(kernels):
-    """The sums of 128,256 greatest weights fit, and ties are cut at the right place."""
+    """A whole vocabulary of equal weights is exact.
+
+    The sums of 128,256 maximal weights fit, and ties are cut at the right place.
+    """
     logits = torch.zeros(3, 128_256)
     rules = [SamplingRow(), SamplingRow(top_p=0.5), SamplingRow(top_k=7, top_p=0.5)]
     uniforms = [2**62 - 1, 5, 7]
@@ -127,7 +138,7 @@ def first_of_equals(count: int, uniform: int) -> set[int]:
 
 
 def test_with_each_kernel_an_id_is_that_of_torch(kernels, monkeypatch):
-    """To the last bit of every time, with nothing left to a tolerance."""
+    """Each kernel gives the ids of PyTorch, as every race time has the same bits."""
     rng = random.Random(3)
     for vocab in (9, 300, 4000):
         logits, rules, uniforms = random_case(rng, vocab, 64)
@@ -139,7 +150,10 @@ def test_with_each_kernel_an_id_is_that_of_torch(kernels, monkeypatch):
 
 
 def test_times_are_those_of_the_generators_author():
-    """Vigna's splitmix64.c, begun at 1234567, and ours, at the ends of what a row begins at."""
+    """Random times equal those of the generator's author.
+
+    Vigna's splitmix64.c starts at 1234567, and ours is tested at the extremes of a row's start.
+    """
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [split_mix(1234567, n) for n in range(3)] == known
     for uniform in (0, 1234567, 2**62 - 1):
@@ -150,14 +164,20 @@ def test_times_are_those_of_the_generators_author():
 
 @pytest.mark.parametrize("number", [0, 2**23 - 1, 2**64 - 2**23, 2**64 - 1, 2**63, 12345 << 23])
 def test_a_time_is_exponential_at_both_ends(number):
-    """Above 0, and within a few millionths of a logarithm. A tiny one is a multiple of 2**-44."""
+    """A time is exponential at both ends.
+
+    It is above 0 and within a few millionths of a logarithm. A tiny one is a multiple of 2**-44.
+    """
     found = int(op._exponential(torch.tensor([number - (number >> 63 << 64)])))
     assert found > 0 and abs(found / 2**44 - exponential(number)) <= 2**-44 + 1e-5 * found / 2**44
 
 
 def test_any_number_of_threads_and_rows_gives_the_same_ids(kernels):
-    """Rows with thousands of candidates: long enough for the threads to work at the same time. The
-    ids are exact, as a row's weights are whole numbers."""
+    """Any number of threads and rows gives the same ids.
+
+    Rows with thousands of candidates take long enough for the threads to run at the same time. The
+    ids are exact, as a row's weights are integers.
+    """
     logits = torch.randn(64, 20_000, generator=torch.Generator().manual_seed(1)) * 0.3
     rules = [
         SamplingRow(),
@@ -177,7 +197,10 @@ def test_any_number_of_threads_and_rows_gives_the_same_ids(kernels):
 
 
 def test_what_is_a_little_less_likely_than_min_p_is_not_kept(kernels):
-    """Weights of powers of 2 from 0 to -0.2, and a min_p between each two of them."""
+    """A token slightly less likely than min_p is not kept.
+
+    The weights are powers of 2 from 0 to -0.2, with a min_p between each two of them.
+    """
     logits = torch.tensor([[0.0, -0.1, -0.1, -0.2, -0.2]]).expand(200, -1) * math.log(2)
     for min_p, kept in [(2**-0.25, {0, 1, 2, 3, 4}), (2**-0.15, {0, 1, 2}), (2**-0.05, {0})]:
         rules = [SamplingRow(min_p=min_p)] * 200

@@ -1,4 +1,4 @@
-"""Threads that share pieces of work: each is written once, and nobody waits for a thread."""
+"""Threads that share pieces of work: each piece is written once, and nobody waits for a thread."""
 
 import subprocess
 from pathlib import Path
@@ -14,8 +14,11 @@ PROGRAM = Path(__file__).resolve().parent.parent / "helpers" / "team_program.cpp
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 @pytest.mark.parametrize("more", [[], ["-DTEAM_MAX_PIECES=16"]], ids=["", "in parts"])
 def test_pieces_are_written_once_and_nobody_waits_for_a_thread_put_aside(tmp_path, more):
-    """The program checks it, with threads of its own; one that waits for ever ends after 20 s. A
-    range counts 24 bits of pieces: of more, a phase is made in parts."""
+    """Each piece is written once, and no thread waits for one that is descheduled.
+
+    The compiled program checks it with its own threads; a hang ends after 20 s. A range counts
+    pieces in 24 bits, so a phase with more is split.
+    """
     flags = [
         *more,
         "-std=c++17",

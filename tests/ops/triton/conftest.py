@@ -1,6 +1,7 @@
-"""The Triton kernels on a CPU, through Triton's interpreter: tests/conftest.py has chosen it.
+"""The Triton kernels on a CPU, through Triton's interpreter, which tests/conftest.py selects.
 
-float16 and float32 only: the interpreter multiplies the raw bits of bfloat16 (triton #11584).
+The tests use float16 and float32 only: the interpreter multiplies the raw bits of bfloat16 (triton
+#11584).
 """
 
 import contextlib
@@ -25,14 +26,17 @@ else:
     if "TRITON_INTERPRET" not in os.environ:
         collect_ignore_glob = ["test_*.py"]
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    # The interpreter of 3.6 ends there with NumPy 2.4: it makes a Python int of an array.
+    # The interpreter of 3.6 fails there with NumPy 2.4: it converts an array to a Python int.
     collect_ignore = _LOOPS_OVER_LOADED_NUMBERS if version < (3, 7) else []
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter() -> None:
-    """At each call of a kernel, and of each function in it, Triton's interpreter looks through all
-    names of triton.language for those that it replaces: a third of its time. They stay the same."""
+    """Speed up Triton's interpreter.
+
+    At each call of a kernel, and of each function in it, it looks up all names of triton.language
+    that it replaces, which is a third of its time. They stay the same.
+    """
     from triton import language
     from triton.runtime import interpreter
 
@@ -56,7 +60,7 @@ def dtype(request) -> torch.dtype:
 
 @pytest.fixture
 def poisoned(monkeypatch) -> Callable[[], AbstractContextManager[None]]:
-    """with poisoned(): memory that is asked for is full of NaN, so what is not written shows."""
+    """A context poisoned() in which new memory is full of NaN, which exposes missing writes."""
 
     def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: Any, **options: Any) -> Tensor:
@@ -78,7 +82,7 @@ def poisoned(monkeypatch) -> Callable[[], AbstractContextManager[None]]:
 
 @pytest.fixture
 def launches(monkeypatch) -> list[str]:
-    """The kernels that are launched, in order."""
+    """A list of the launched kernels, in order."""
     from llama.ops.triton import attention, elementwise, linear
 
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""Paged attention by the Triton kernels, interpreted, against float64 and the torch body."""
+"""Paged attention by the interpreted Triton kernels, against float64 and PyTorch."""
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ from llama.ops.triton import attention
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float16: 1e-3, torch.float32: 2e-6}  # of the largest number
-SHAPES = [  # (H, K, D), S, parts of a sequence's keys in decode
+TOLERANCE = {torch.float16: 1e-3, torch.float32: 2e-6}  # relative to the largest value
+SHAPES = [  # (H, K, D), S, splits of a sequence's keys in decode
     ((4, 1, 32), 4, 4), ((2, 2, 16), 16, 1), ((6, 2, 64), 100, 8), ((17, 1, 16), 1, 2),
 ]  # fmt: skip
-TYPED = [  # the choice of tiles does not know the type
+TYPED = [  # the choice of tiles does not depend on the dtype
     *((*shape, torch.float32) for shape in SHAPES),
     *((*shape, torch.float16) for shape in SHAPES[:2]),
 ]  # fmt: skip
@@ -26,7 +26,7 @@ TYPED = [  # the choice of tiles does not know the type
 class Case:
     """Queries and pages of sequences with `lens` tokens, of which the last `query_lens` are new.
 
-    What no query may see is NaN: pages of nobody, and slots past a sequence's end.
+    Memory that no query may see is NaN: free pages, and slots past a sequence's end.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Case:
         self.queries = torch.randn(shape, generator=generator).to(dtype)
 
     def _round(self, numbers: Tensor) -> None:
-        """The cache, and the numbers, in 8 bits; bytes of what is NaN stand for NaN."""
+        """Quantize the cache and its values to 8 bits; NaN becomes bytes that stand for NaN."""
         kv_format, dtype = pick_kv_format("int8", torch.device("cuda")), self.kv_cache.dtype
         (*sizes, head_dim), slots = self.kv_cache.shape, torch.arange(numbers.shape[1])
         self.kv_cache = torch.full((*sizes, kv_format.row(head_dim, dtype)[0]), -1).char()
@@ -67,7 +67,7 @@ class Case:
         return paged_attention(self.queries, self.kv_cache, self.batch.with_kernels(kernels))
 
     def exact(self) -> Tensor:
-        """In float64, a query at a time."""
+        """Return the answer in float64, computed one query at a time."""
         group = self.queries.shape[1] // self.kv_cache.shape[3]
         size, out, row = self.kv_cache.shape[2], [], 0
         lens = zip(self.batch.query_lens_cpu, self.batch.seq_lens_cpu, strict=True)
@@ -100,7 +100,7 @@ def test_decode(monkeypatch, poisoned, launches, dtype, shape, page_size, splits
 
 @pytest.mark.parametrize("shape, page_size, _, dtype", TYPED)
 def test_prefill(monkeypatch, poisoned, launches, dtype, shape, page_size, _):
-    """Whole prompts and chunks, longer and shorter than a block of queries."""
+    """Prefill is right for whole prompts and chunks, longer and shorter than a block of queries."""
     check(Case([15, 17, 63, 130], [15, 2, 63, 40], dtype, shape, page_size), poisoned)
     assert launches == ["prefill_kernel"]
 
@@ -113,9 +113,12 @@ def test_both_in_one_batch(monkeypatch, poisoned, launches, dtype):
 
 
 def test_blocks_of_queries_fall_to_their_sequences(monkeypatch, poisoned):
-    """Lengths around a block of queries, in every order: each has its blocks, and none is left."""
+    """Blocks of queries are assigned to their sequences.
+
+    With lengths around a block of queries, in every order, each sequence has all of its blocks.
+    """
     monkeypatch.setattr(attention, "prefill_tile", lambda *_: attention.Tile(16, 64, 4, 2))
-    for lens in ([4, 4, 4], [3, 5, 8], [9, 2, 2, 2, 2], [8, 7, 2], [2, 31]):  # 4 queries a block
+    for lens in ([4, 4, 4], [3, 5, 8], [9, 2, 2, 2, 2], [8, 7, 2], [2, 31]):  # 4 queries per block
         check(Case([9, *lens], [1, *lens], torch.float32), poisoned)
 
 
@@ -128,8 +131,11 @@ def test_queries_that_are_not_in_one_piece(monkeypatch, poisoned, dtype):
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_a_nan_is_not_hidden(monkeypatch, splits):
-    """In one part of a sequence's keys, which the merge must not leave out: a request whose own
-    numbers are no numbers ends with an error, not with words."""
+    """A NaN is not hidden.
+
+    It is in one split of a sequence's keys, which the merge must not leave out: a request with NaN
+    must end with an error, not with text.
+    """
     monkeypatch.setattr(attention, "num_splits", lambda *_: splits)
     for plane in range(2):
         case = Case([255, 40, 20], [1, 1, 20], torch.float32, (2, 2, 16))
@@ -148,8 +154,11 @@ def test_offsets_of_64_bits(monkeypatch, poisoned, dtype):
 
 
 def test_a_static_batch_with_padding(monkeypatch, poisoned, dtype):
-    """Rows of a captured step: the host knows a limit of the lengths, the device the lengths. A
-    sequence without tokens gets zeros, and page tables are part of a wider buffer."""
+    """A padded static batch is computed as a captured step needs it.
+
+    The host has an upper bound of the lengths, the device has the lengths. A sequence without
+    tokens gets zeros, and page tables are part of a wider buffer.
+    """
     case = Case([37, 5, 64], [1, 1, 1], dtype)
     want = case.exact()
     b, wide = case.batch, torch.zeros(5, 40, dtype=torch.int64)
@@ -166,7 +175,7 @@ def test_a_static_batch_with_padding(monkeypatch, poisoned, dtype):
 
 
 def test_a_cache_in_8_bits(monkeypatch, poisoned, launches):
-    """Nothing is rounded that the cache has not rounded, and the torch body agrees."""
+    """Attention adds no rounding to that of an 8-bit cache, and PyTorch agrees."""
     monkeypatch.setattr(attention, "num_splits", lambda *_: 2)
     dtype = torch.float32
     case = Case([1, 40, 130, 16, 23], [1, 1, 1, 16, 5], dtype, (4, 2, 16), in_8_bits=True)
@@ -192,7 +201,10 @@ def test_other_sizes_stay_with_torch(launches, head_dim):
 
 
 def test_splits_fill_the_device_and_depend_on_the_batch_alone():
-    """Of 8 kv heads: a sequence alone has 64 parts, and 128 sequences one each."""
+    """The number of splits fills the device and depends on the batch alone.
+
+    With 8 kv heads, a single sequence has 64 splits, and 128 sequences have one each.
+    """
     assert [attention.num_splits(n, 8) for n in (1, 2, 3, 8, 32, 64, 65, 128, 512)] == [
         64, 64, 32, 16, 4, 2, 1, 1, 1
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Machine code of the Triton kernels for real shapes: made without a GPU, and without spills."""
+"""Machine code of the Triton kernels for real shapes: compiled without a GPU, without spills."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from helpers.launch import PROGRAMS, REPO
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
-    """One line for each kernel, shape and capability; Triton keeps what it compiled."""
+    """One line for each kernel, shape and capability; Triton caches the compiled code."""
     clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(PROGRAMS / "compiled_kernels.py")]
     done = warm.run(command, env={**clean, "PYTHONPATH": str(REPO)}, timeout=400)
@@ -23,8 +23,11 @@ def compiled() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_kernels_keep_their_numbers_in_registers(compiled):
-    """At most 200 registers, so that a processor holds several programs, and nothing spilled; of a
-    prefill over 8 bits it holds one."""
+    """Kernels keep their values in registers and spill nothing.
+
+    They use at most 200 registers, so that a processor runs several programs; a prefill over 8 bits
+    is allowed one program.
+    """
     assert {x["capability"] for x in compiled} == {80, 90}
     most = {x["shape"]: 224 for x in compiled if x["kernel"] == "prefill_kernel"}
     bad = [
@@ -37,8 +40,11 @@ def test_kernels_keep_their_numbers_in_registers(compiled):
 
 @pytest.mark.slow
 def test_products_use_the_matrix_units_and_load_ahead(compiled):
-    """Keys, values and weights come 16 bytes at a time, past the registers, while others are used;
-    what the small ops read, too, comes 16 bytes at a time."""
+    """Products use the matrix units and asynchronous loads.
+
+    Keys, values and weights are loaded 16 bytes at a time, past the registers, while others are
+    used; the small ops also read 16 bytes at a time.
+    """
     for x in compiled:
         wide = x["capability"] == 90 and (x["kernel"] == "prefill_kernel" or x["batch"] == 64)
         if x["kernel"] in ("decode_kernel", "prefill_kernel") or (x["batch"] or 0) > 1:

@@ -1,4 +1,4 @@
-"""The sampling kernels, compiled for GPUs without one: their registers, and nothing spilled."""
+"""The sampling kernels compile for GPUs without one; they spill no registers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding with store, and SwiGLU: each Triton kernel against its torch body."""
+"""RMSNorm, rotary embedding with store, and SwiGLU: Triton kernels against PyTorch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,22 +24,25 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 @pytest.fixture
 def both(monkeypatch, poisoned) -> Callable[[Callable[[KernelSet], Any]], tuple[Any, Any]]:
-    """both(run): what `run` gives with the kernels, and what with the torch bodies."""
+    """A function both(run) that returns the results of `run` with the kernels and with PyTorch."""
 
     def run_both(run: Callable[[KernelSet], Any]) -> tuple[Any, Any]:
         with poisoned():
             got = run(INTERPRETED)
         with monkeypatch.context() as patch:
             for name in OPS:
-                patch.setattr(elementwise, name, None)  # would fail if it were called
+                patch.setattr(elementwise, name, None)  # a call of the PyTorch function would fail
             return got, run(TORCH_ONLY)
 
     return run_both
 
 
 def check(got: Tensor, want: Tensor) -> None:
-    """The order of a sum and the last bit of an exponential may differ. In fp16 that is rounded
-    away, but for one number in a thousand, which may be rounded the other way twice."""
+    """Check results up to the order of a sum and the last bit of an exponential.
+
+    In fp16 these differences are rounded away, except for one value in a thousand, which may be
+    rounded the other way twice.
+    """
     assert got.dtype is want.dtype and got.shape == want.shape
     if got.dtype is torch.float16:
         torch.testing.assert_close(got, want, rtol=2**-9, atol=0)
@@ -54,7 +57,7 @@ def test_norms(both, dtype, shape):
     weight = numbers(shape[-1], dtype=dtype, seed=2)
     for eps in (1e-5, 0.5):
         got, want = both(lambda kernels, eps=eps: add_norm(x, delta, weight, eps, kernels))
-        assert torch.equal(got[0], want[0])  # one sum of two numbers each
+        assert torch.equal(got[0], want[0])  # one sum of two values each
         check(got[1], want[1])
         check(*both(lambda kernels, eps=eps: rms_norm(x, weight, eps, kernels)))
 
@@ -71,8 +74,11 @@ def test_rows_that_are_not_in_one_piece(both, dtype):
     "count, heads, head_dim", [(1, (4, 2), 32), (7, (6, 3), 64), (3, (8, 1), 16)]
 )
 def test_rope_and_store(both, dtype, count, heads, head_dim):
-    """The bits of the torch body, as both make the same four products and two sums in float32; in
-    the slots that are written, and no others are touched."""
+    """Rotary embedding with store has the bits of PyTorch.
+
+    Both make the same four products and two sums in float32, in the slots to be written and no
+    others.
+    """
     n_heads, n_kv_heads = heads
     qkv = numbers(count, n_heads + 2 * n_kv_heads, head_dim, dtype=dtype)
     freqs_cis = precompute_freqs_cis(head_dim, 5000, 5e5, 8.0)[4000 : 4000 + 9 * count : 9]
@@ -104,8 +110,10 @@ def test_a_store_in_8_bits_hides_no_nan(both):
 
 @pytest.mark.parametrize("n_kv_heads, head_dim", [(2, 32), (1, 64)])
 def test_a_store_in_8_bits(both, dtype, n_kv_heads, head_dim):
-    """The bytes of the torch body; rows of zeros, and of the least and largest numbers, among
-    them."""
+    """A store in 8 bits has the bytes of PyTorch.
+
+    Rows of zeros, and of the smallest and largest values, are among them.
+    """
     qkv = numbers(7, 4 + 2 * n_kv_heads, head_dim, dtype=dtype)
     for row, size in enumerate((0.0, torch.finfo(dtype).tiny, torch.finfo(dtype).max / 8)):
         qkv[row] *= size
@@ -124,12 +132,16 @@ def test_a_store_in_8_bits(both, dtype, n_kv_heads, head_dim):
 @pytest.mark.parametrize("shape", [(1, 160), (3, 2, 64), (2, 2 * 1030), (0, 64)])
 def test_silu_mul(both, dtype, shape):
     x = numbers(*shape, dtype=dtype) * 4
-    x[..., :2] = torch.tensor([-80.0, 80.0])  # the exponential's ends
+    x[..., :2] = torch.tensor([-80.0, 80.0])  # the extremes of the exponential
     check(*both(lambda kernels: silu_mul(x, kernels)))
 
 
 def test_what_the_kernels_do_not_take_stays_with_torch(monkeypatch):
-    """Another type, a cache that is not in one piece, a head dim that is no power of two."""
+    """Inputs that the kernels do not support are computed by PyTorch.
+
+    They are another dtype, a cache that is not contiguous, and a head dim that is not a power of
+    two.
+    """
     for name in OPS:
         monkeypatch.setattr(elementwise, name, None)
     x = numbers(3, 64, dtype=torch.bfloat16)

@@ -34,7 +34,9 @@ def test_failures_of_a_kernel_are_caught_by_type(error):
     ids=repr,
 )
 def test_other_errors_are_not_taken_for_a_kernels(error):
-    """Short memory is not mended by torch's operators."""
+    """Other errors are not attributed to a kernel; PyTorch's operators do not help if memory is
+    short.
+    """
     with pytest.raises(type(error)) as raised:
         raising(error)
     assert raised.value is error and not isinstance(error, kernel_errors())
@@ -42,7 +44,7 @@ def test_other_errors_are_not_taken_for_a_kernels(error):
 
 @launcher
 def raising(error: Exception) -> None:
-    """Raise an error as if a kernel's launch did."""
+    """Raise an error as a kernel's launch would."""
     raise error
 
 

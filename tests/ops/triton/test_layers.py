@@ -1,4 +1,4 @@
-"""Steps of a whole model through the Triton kernels, interpreted."""
+"""Steps of a whole model through the interpreted Triton kernels."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ PARAMS: dict[str, Any] = {
     "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 96,
     "multiple_of": 32, "norm_eps": 1e-5, "rope_theta": 500000.0, "max_seq_len": 128,
 }  # fmt: skip
-STEPS = [  # (tokens before, new tokens) of each sequence
+STEPS = [  # (earlier tokens, new tokens) of each sequence
     [(30, 1), (3, 1)], [(0, 9)], [(5, 1), (0, 1), (17, 12), (0, 5)],
 ]  # fmt: skip
 
@@ -37,7 +37,7 @@ def make_model(dtype: torch.dtype, **changes: int) -> Transformer:
 
 
 def run(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
-    """Hidden states, and keys and values afterwards."""
+    """Return the hidden states, and the keys and values after the step."""
     starts, lens = [s for s, _ in sequences], [n for _, n in sequences]
     held = [-(-(s + n) // PAGE_SIZE) for s, n in sequences]
     order = list(range(sum(held)))
@@ -51,13 +51,17 @@ def run(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
 
 
 def test_the_stack_gives_the_bytes_of_the_modules(monkeypatch, launches, dtype):
-    """To the bit, since both launch the same kernels; nearly the numbers of the torch bodies."""
+    """The stack of ops gives the bytes of the modules, which launch the same kernels.
+
+    The values are near those of PyTorch.
+    """
     monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
     model = make_model(dtype)
-    for step in STEPS if dtype is torch.float32 else STEPS[-1:]:  # which has both kinds of rows
+    # the last one has both kinds of rows
+    for step in STEPS if dtype is torch.float32 else STEPS[-1:]:
         launches.clear()
         stacked = run(model, step)
-        assert launches.count("norm_kernel") == 5  # one per residual but the last, and two more
+        assert launches.count("norm_kernel") == 5  # one per residual except the last, and two more
         assert launches.count("rope_kernel") == launches.count("silu_mul_kernel") == 2
         assert launches.count("decode_kernel") == 2 * any(n == 1 for _, n in step)
         assert launches.count("prefill_kernel") == 2 * any(n > 1 for _, n in step)
@@ -77,8 +81,10 @@ def test_the_stack_gives_the_bytes_of_the_modules(monkeypatch, launches, dtype):
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
 def test_a_step_with_quantized_weights(monkeypatch, launches):
-    """In groups with offsets, with tiles for its products and without: nearly the numbers of the
-    torch bodies."""
+    """A step with quantized weights is near PyTorch's values.
+
+    The weights have groups with offsets; tiles are available for the products, or not.
+    """
     monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
     model = make_model(torch.float32, dim=128, multiple_of=128, n_layers=1)
     for module in model.layers.modules():
@@ -100,7 +106,10 @@ def test_a_step_with_quantized_weights(monkeypatch, launches):
 
 
 def test_an_engine_gives_the_same_tokens(monkeypatch, launches, checkpoint_dir):
-    """Prompts of several lengths, in steps that mix prefill and decode, and in chunks."""
+    """An engine gives the same tokens.
+
+    Prompts have several lengths, in steps that mix prefill and decode, and in chunks.
+    """
     prompts = [[1, 5, 9], [2] * 21, [7], [3, 4] * 9]
     model = Llama.build(str(checkpoint_dir[0]), None, 64, 2, device="cpu", dtype="fp32")
     model.model.use_kernels(INTERPRETED)

@@ -1,4 +1,4 @@
-"""A few rows times a weight: the Triton kernels, interpreted, and which of them runs where."""
+"""Products of a few rows and a weight: the interpreted Triton kernels, and when each is chosen."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("tile", [Tile(16, 32, 4, 3, True), Tile(8, 64, 4, 2, False)])
 @pytest.mark.parametrize("n", [5, 16, 50])
 def test_products(poisoned, dtype, tile, n):
-    """Any number of outputs, and what is past the rows of x is not touched."""
+    """Any number of outputs works, and memory past the rows of x is not read."""
     for m in (1, 2, 15, 16) if tile.uses_dot else (1,):
         x, weight = numbers(m, 128, dtype=dtype), numbers(n, 128, dtype=dtype, seed=1)
         exact = x.double() @ weight.double().T
@@ -69,7 +69,7 @@ def test_the_op_runs_what_was_chosen_for_its_sizes(monkeypatch):
 
 
 def test_candidates_fit_their_sizes():
-    """A weight is read in whole turns; without matrix units there is one row of x."""
+    """The candidate tiles fit their sizes: whole K steps, and one row of x without matrix units."""
     assert gpu.candidates(0, 64, 4096, 17) == gpu.candidates(0, 64, 4096, 0) == []
     assert gpu.candidates(0, 64, 100, 1) == []
     for m in (1, 2, 4, 8, 16):

@@ -1,4 +1,4 @@
-"""Products with quantized weights: the Triton kernels, interpreted, against the CPU's formats."""
+"""Products with quantized weights: the interpreted Triton kernels against the CPU's formats."""
 
 import warnings
 from dataclasses import replace
@@ -35,7 +35,11 @@ def held(name: str) -> GroupedWeight:
 
 @pytest.mark.parametrize("name", FILES)
 def test_products_are_those_of_the_numbers_in_the_file(poisoned, dtype, name):
-    """Alone by plain multiplication, and by matrix units for a few rows and for many."""
+    """Products use the values of the file.
+
+    They are computed by plain multiplication for one row, and by matrix units for a few or many
+    rows.
+    """
     weight, numbers = held(name).blocks(), FILES[name].plain()
     assert weight is not None
     for m, tile in TILES.items():
@@ -49,7 +53,10 @@ def test_products_are_those_of_the_numbers_in_the_file(poisoned, dtype, name):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("type_", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_plain_numbers_are_those_of_the_file(poisoned, type_, name):
-    """To the bit; but the interpreter cuts numbers off to bf16, where a GPU rounds them."""
+    """Dequantized values are those of the file.
+
+    They are equal bit for bit, but the interpreter truncates to bf16, where a GPU rounds.
+    """
     weight, exact = held(name).blocks(), FILES[name].plain()[32:]
     assert weight is not None
     with poisoned():
@@ -60,7 +67,10 @@ def test_plain_numbers_are_those_of_the_file(poisoned, type_, name):
 
 
 def test_what_runs_for_how_many_rows(launches, monkeypatch):
-    """The tile of the kind and the sizes; else the weight is made plain, in parts."""
+    """The number of rows decides what runs.
+
+    It is the tile for the kind and sizes; otherwise the weight is dequantized in parts.
+    """
     monkeypatch.setattr("llama.weights.groups._PLAIN", 32 * 512)
     weight = held("four bits")
     n, k = weight.shape
@@ -71,12 +81,15 @@ def test_what_runs_for_how_many_rows(launches, monkeypatch):
         got = weight.linear(x, context=ForwardContext(kernels=replace(INTERPRETED, tiles=tiles)))
         torch.testing.assert_close(got, x @ weight.exact().T, atol=1e-4, rtol=1e-5)
         assert launches == expected
-        assert torch.equal(weight.linear(x), x @ weight.exact().T)  # torch's body
+        assert torch.equal(weight.linear(x), x @ weight.exact().T)  # the PyTorch implementation
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_check_draws_weights_in_the_form_of_a_file(name):
-    """What a kernel is compiled for is the same, at other sizes."""
+    """A check draws weights in the format of a file.
+
+    The variant of the kernel that is compiled is the same, at other sizes.
+    """
     asked = held(name)
     found = like(asked.form, 96, 1024, CPU)
     assert isinstance(found, GroupedWeight) and found.form == asked.form

@@ -1,5 +1,7 @@
-"""The sampling kernels in Triton's interpreter give the very ids of the torch body: a row's weights
-are whole numbers, so that all after them is exact."""
+"""The sampling kernels in Triton's interpreter give exactly the ids of PyTorch.
+
+A row's weights are integers, so that everything computed from them is exact.
+"""
 
 import math
 import random
@@ -27,7 +29,7 @@ INF, NAN = math.inf, math.nan
 
 @pytest.fixture(autouse=True)
 def torch_body(no_kernels, monkeypatch) -> None:
-    """The ops run their torch bodies, with the interpreter's exp2: torch's may differ in a bit."""
+    """Run the ops in PyTorch, with the interpreter's exp2: torch's may differ in a bit."""
 
     def probs(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow]) -> Tensor:
         rates = torch.tensor([math.log2(math.e) / row.temperature for row in rows])
@@ -50,7 +52,7 @@ def random_rows(rng: random.Random, vocab: int, count: int) -> list[SamplingRow 
 
 
 def both(logits: Tensor, rows: Seq[SamplingRow | None], rng: random.Random) -> tuple[list, list]:
-    """Ids of the torch body and of the kernels, which make the uniforms themselves."""
+    """Return the ids of PyTorch and of the kernels, which make the uniforms themselves."""
     seeds = [rng.getrandbits(rng.choice([8, 62])) for _ in rows]
     positions = [rng.getrandbits(rng.choice([4, 31])) for _ in rows]
     wanted = op.choose_ids(logits, rows, seeds, positions)
@@ -65,7 +67,10 @@ def both(logits: Tensor, rows: Seq[SamplingRow | None], rng: random.Random) -> t
     [(1, 0.3), (40, 0.0), (40, 6.0), (1024, 0.0), (1024, 0.3), (1500, 0.0), (1500, 0.3), (1500, 6)],
 )
 def test_ids_are_those_of_the_torch_body(vocab, spread):
-    """Greedy, plain and filtered rows beside one another, with ties, in one block and in two."""
+    """Ids equal PyTorch's for greedy, plain and filtered rows of one batch.
+
+    Rows have ties, in one block and in two.
+    """
     rng = random.Random(vocab)
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
     rows = random_rows(rng, vocab, 6)
@@ -81,7 +86,9 @@ FLAT = {
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """What pick does, in order: a token is weighed by all before it, a block races anew."""
+    """Return the sequence of pick's operations: weighing all tokens before one, racing a block
+    again.
+    """
     found: list[str] = []
     for name in ("_kth", "_sums", "_race"):
         real = getattr(gpu, name)
@@ -106,7 +113,11 @@ def calls(monkeypatch) -> list[str]:
     ],
 )
 def test_where_all_tokens_are_likely_few_are_weighed(monkeypatch, calls, name, row, most):
-    """Of 6 draws, in three blocks and chunks; by the mass that is kept of what races."""
+    """Where all tokens are likely, few are weighed.
+
+    There are 6 draws in three blocks and chunks; the mass that is kept of the racing tokens
+    decides.
+    """
     monkeypatch.setattr(gpu, "_CHUNK", 1024)
     wanted, found = both(FLAT[name].repeat(6, 1), [row] * 6, random.Random(4))
     assert found == wanted
@@ -116,7 +127,10 @@ def test_where_all_tokens_are_likely_few_are_weighed(monkeypatch, calls, name, r
 
 
 def test_the_token_just_behind_the_kth_is_not_kept():
-    """Though it races, and all before it weigh as much as all that is kept."""
+    """The token just behind the k-th is not kept.
+
+    It takes part in the race, and all before it weigh as much as everything that is kept.
+    """
     logits = torch.tensor([1.0, 0.97, 0.96]).log().repeat(12, 1)
     wanted, found = both(logits, [SamplingRow(top_k=2)] * 12, random.Random(5))
     assert found == wanted and 2 not in found
@@ -140,7 +154,11 @@ def test_blocks_without_likely_tokens_are_not_read_again(monkeypatch, calls):
 
 
 def test_the_real_vocabulary(monkeypatch):
-    """Four blocks and not 126, as the interpreter is slow; a few tokens hold most of the mass."""
+    """The real vocabulary gives the same ids.
+
+    There are four blocks instead of 126, as the interpreter is slow; a few tokens have most of the
+    mass.
+    """
     monkeypatch.setattr(gpu, "_MIN_BLOCK", 2**15)
     order = torch.randperm(128_256, generator=torch.Generator().manual_seed(5))
     logits = (-2.5 * torch.arange(1.0, 128_257).log())[order].repeat(3, 1)
@@ -164,7 +182,7 @@ def test_top_tokens_are_the_first_of_the_largest():
     logits[1], logits[2] = 0.0, -INF
     logits[3, 1500], logits[4, [1024, 2099]] = INF, 9.0
     logits[5, 1023] = NAN
-    for rows in (logits, logits[:, ::2], logits[:, 1000:]):  # in any layout
+    for rows in (logits, logits[:, ::2], logits[:, 1000:]):  # in any memory layout
         row_max, ids = op.top_tokens(rows)
         found_max, found = gpu.top_tokens(rows)
         torch.testing.assert_close(found_max, row_max, rtol=0, atol=0, equal_nan=True)
@@ -172,7 +190,7 @@ def test_top_tokens_are_the_first_of_the_largest():
 
 
 def test_the_sampler_runs_the_kernels_that_are_in_use(monkeypatch):
-    """Through the ops, for a whole row and for ranks' shares."""
+    """The sampler runs the kernels in use, for a whole row and for ranks' shares."""
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(10))
     params = [TokenParams(temperature=0.0), TokenParams(), TokenParams(top_p=0.8, temperature=0.7)]
     sequences = [

@@ -37,7 +37,7 @@ from llama.weights import Form, PlainWeight, Weight
 CPU = torch.device("cpu")
 TILE = [16, 32, 4, 3, True]
 
-# A child that finds that all is well, or what its own list says, and counts how often it was run.
+# A child that finds that all is well, or reports its own list of faults, and counts its runs.
 QUICK_CHILD = """
 import json, sys, time
 with open({log!r}, "a") as log:
@@ -55,7 +55,7 @@ for name in json.loads(sys.argv[1])["names"]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    """Its own; the CPU's kernels are loaded before, or a first test would compile them into it."""
+    """A separate cache; the CPU kernels are loaded first, so that no test compiles them there."""
     native.kernels()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "llama"
@@ -63,7 +63,10 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def quick(tmp_path, monkeypatch):
-    """quick(pause=0, reasons={}): a check that runs that program -> how many children have run."""
+    """A function quick(pause=0, reasons={}) that installs a program as the check.
+
+    It returns a function that counts how many children have run.
+    """
     log, program = tmp_path / "log", tmp_path / "child.py"
 
     def install(pause: float = 0, reasons: dict[str, str] | None = None):
@@ -91,8 +94,11 @@ def test_a_job_is_the_same_after_its_way_to_a_child():
 
 
 def test_the_program_runs_whatever_the_folder(tmp_path, monkeypatch):
-    """In Triton's interpreter. A folder named llama, as in Meta's clone, is not what it runs; and
-    no g++: the CPU kernels are not for this."""
+    """The check's program runs from any folder, in Triton's interpreter.
+
+    A folder named llama, as in Meta's clone, is not imported; and there is no g++, since the check
+    does not need the CPU kernels.
+    """
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "__init__.py").write_text("raise SystemExit('the wrong package')")
     monkeypatch.chdir(tmp_path)
@@ -100,7 +106,7 @@ def test_the_program_runs_whatever_the_folder(tmp_path, monkeypatch):
     assert cached.load_or_check(job("silu_mul")).reasons == {"silu_mul": None}
 
 
-KERNELS = {  # what each kernel of a self-check must have launched
+KERNELS = {  # the kernels that each self-check must launch
     "attention": {"decode_kernel", "merge_kernel", "prefill_kernel"},
     "add_norm": {"norm_kernel"},
     "rope_and_store": {"rope_kernel"},
@@ -114,7 +120,11 @@ KERNELS = {  # what each kernel of a self-check must have launched
     [*((name, None) for name in KERNELS), ("attention", "int8"), ("rope_and_store", "int8")],
 )
 def test_each_kernel_runs_in_its_check_and_passes(launches, monkeypatch, name, kv_format):
-    """In the interpreter; a product's tiles are far larger than these sizes, so two small ones."""
+    """Each kernel runs in its own check and passes.
+
+    In the interpreter the tiles of a product are far larger than these sizes, so two small ones are
+    used.
+    """
     tiles = [Tile(16, 32, 4, 3, True), Tile(8, 32, 4, 2, False)]
     monkeypatch.setattr(products, "candidates", lambda kind, n, k, m: tiles[: 2 if m == 1 else 1])
     monkeypatch.setattr(attention, "_PROGRAMS", 8)
@@ -123,7 +133,10 @@ def test_each_kernel_runs_in_its_check_and_passes(launches, monkeypatch, name, k
 
 
 def test_the_head_is_checked_with_the_type_that_it_gives(monkeypatch):
-    """Its logits are float32: another kernel to a compiler than one that gives bf16."""
+    """lm_head is checked with its output dtype.
+
+    Its logits are float32, which is another kernel to a compiler than one with bf16 output.
+    """
     asked = set()
 
     def run(x: Tensor, weight: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
@@ -140,7 +153,10 @@ def test_the_head_is_checked_with_the_type_that_it_gives(monkeypatch):
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize("format", ["int4", Form(3, -8, 64, 1, 1)], ids=["int4", "of a file"])
 def test_quantized_products_are_checked(launches, monkeypatch, fault, format):
-    """By tiles and made plain. In the interpreter, which has no bf16, the model is fp16."""
+    """Quantized products are checked, by tiles and by dequantization.
+
+    The interpreter has no bf16, so the model is fp16.
+    """
 
     def packed(plain: Tensor, name: str, device: torch.device) -> Weight:
         return weights.packed(plain.bfloat16(), name)
@@ -167,7 +183,10 @@ def test_quantized_products_are_checked(launches, monkeypatch, fault, format):
 
 
 def test_decode_is_checked_with_each_number_of_parts(launches, monkeypatch):
-    """Triton keeps what it compiles for that, so that no step waits for a compiler."""
+    """Decode is checked with each number of splits.
+
+    Triton caches the compiled variants, so that no step waits for a compiler.
+    """
     numbers, num_splits = [], attention.num_splits
 
     def noted(*sizes: int) -> int:
@@ -181,7 +200,10 @@ def test_decode_is_checked_with_each_number_of_parts(launches, monkeypatch):
 
 
 def test_sampling_is_checked_for_many_rows_at_once(monkeypatch):
-    """The kernels in the interpreter are slow, and tested elsewhere: the body stands for them."""
+    """Sampling is checked for many rows at once.
+
+    The interpreted kernels are slow and tested elsewhere, so PyTorch replaces them here.
+    """
     asked = []
 
     def choose(logits, rows, *seeds, kernels):
@@ -201,7 +223,11 @@ def test_sampling_is_checked_for_many_rows_at_once(monkeypatch):
 
 
 def test_a_large_cache_is_read_and_written_where_it_should_be(monkeypatch):
-    """What a GPU tries around 2**31 numbers: the same rows of a small cache and far in a large."""
+    """A large cache is read and written at the right addresses.
+
+    The check on a GPU uses offsets around 2**31: the same rows of a small cache and far inside a
+    large one.
+    """
 
     def large_caches(self, small):
         large = small.new_full((2, 40, *small.shape[2:]), float("nan"))
@@ -225,7 +251,7 @@ def test_a_large_cache_is_read_and_written_where_it_should_be(monkeypatch):
 
 def test_the_fastest_tile_is_taken_where_it_beats_the_library(monkeypatch):
     tiles = [Tile(16, 32, 4, 3, True), Tile(32, 32, 4, 3, True)]
-    times = iter([1.0, 0.9, 0.8, 1.0, 0.98, 0.99, 1.0, 0.5, 0.9])  # the library first, each time
+    times = iter([1.0, 0.9, 0.8, 1.0, 0.98, 0.99, 1.0, 0.5, 0.9])  # the library is first each time
 
     monkeypatch.setattr(selfcheck, "_COLD_BYTES", 0)
     monkeypatch.setattr("triton.testing.do_bench_cudagraph", lambda *_, **__: next(times))
@@ -237,7 +263,10 @@ def test_the_fastest_tile_is_taken_where_it_beats_the_library(monkeypatch):
 
 @pytest.mark.parametrize("fault", [None, "wrong", "unwritten", "raises"])
 def test_a_wrong_kernel_is_told_from_a_right_one(fault):
-    """A kernel that doubles numbers: one is wrong, a row is not written, or it raises."""
+    """The check tells a wrong kernel from a right one.
+
+    A kernel doubles its values, in one case wrongly; or it leaves out a row, or raises an error.
+    """
 
     def double(x: Tensor, kernels: KernelSet = TORCH_ONLY) -> Tensor:
         if not kernels.names:
@@ -295,7 +324,7 @@ os.read(end, 1)  # until the last process that could write has ended
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
 @pytest.mark.parametrize("early", [False, True])
 def test_a_check_ends_with_the_process_that_asked_for_it(tmp_path, early):
-    """One that hangs would keep the GPU for ever."""
+    """A check ends with the process that started it; one that hangs would keep the GPU."""
     program = tmp_path / "program.py"
     program.write_text(ORPHAN.format(early=early))
     assert warm.run([sys.executable, str(program)], timeout=30).returncode == 0
@@ -318,7 +347,11 @@ def test_graphs_are_checked_where_there_is_no_triton(monkeypatch, tmp_path):
 
 
 def test_the_interpreter_is_never_taken_for_a_gpu(monkeypatch):
-    """It passes for kernels, copies to the host inside a graph, and would be kept as the GPU's."""
+    """The interpreter is never taken for a GPU.
+
+    It would pass for kernels, copies to the host inside a graph, and would be cached as the GPU's
+    result.
+    """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert "TRITON_INTERPRET" in str(cached.not_for(torch.device("cuda", 0)))
     assert cached.not_for(CPU) is None
@@ -344,8 +377,11 @@ for name in (first, *others):
 
 
 def test_what_is_wrong_dies_or_hangs_is_out_and_the_rest_in(tmp_path, monkeypatch):
-    """A kernel that ends a child takes itself along, no other: those that are left get a new one,
-    and so does a kernel that failed where others had run before it."""
+    """A kernel that is wrong, dies or hangs is excluded, and the rest are used.
+
+    A kernel that kills a child affects no other: a new child checks the remaining ones, and checks
+    again a kernel that failed after others had run in its process.
+    """
     monkeypatch.setattr(cached, "CHILD_S", 3.0)
     program = tmp_path / "child.py"
     program.write_text(DYING_CHILD)
@@ -363,7 +399,10 @@ def test_what_is_wrong_dies_or_hangs_is_out_and_the_rest_in(tmp_path, monkeypatc
 
 
 def test_a_check_ends_before_those_who_wait_for_it_give_up(tmp_path, cache, monkeypatch):
-    """Whatever hangs: kernels that it has no time for are left to torch, and checked again."""
+    """A check ends before the processes that wait for it give up.
+
+    Whatever hangs, kernels that it has no time for are left to PyTorch and checked again later.
+    """
     assert cached.LIMIT_S + 10 < 600 and cached.CHILD_S < cached.LIMIT_S
     monkeypatch.setattr(cached, "CHILD_S", 1.0)
     monkeypatch.setattr(cached, "LIMIT_S", 1.5)
@@ -384,7 +423,8 @@ def test_a_child_that_cannot_run_is_not_run_again_for_each_kernel(tmp_path):
     reasons = cached.load_or_check(job(), [str(program)]).reasons
     assert set(reasons.values()) == {"the check ended with exit code 1: no torch"}
     assert log.read_text() == "x"
-    cached.load_or_check(job(), [str(program)])  # the remedy is not the kernels': nothing was kept
+    # the error is not the kernels' fault, so nothing was cached
+    cached.load_or_check(job(), [str(program)])
     assert log.read_text() == "xx"
 
 
@@ -402,7 +442,7 @@ def test_the_result_is_read_the_second_time(quick, cache, capfd):
     ((key, shown, is_current),) = cached.results_for(CPU)
     assert shown.reasons == first.reasons and key["gpu"] == "cpu"
     assert is_current and str(path).startswith(str(native.cache_folder()))
-    assert cached.results_for(torch.device("meta")) == []  # another device's
+    assert cached.results_for(torch.device("meta")) == []  # the results of another device
 
 
 @pytest.mark.parametrize(
@@ -443,7 +483,10 @@ def test_a_result_with_other_contents_is_measured_again(quick, cache, change):
 
 
 def test_changed_sources_or_sizes_are_measured_again(quick, tmp_path, monkeypatch):
-    """Those of kernels, of the ops that define them, and of steps that are tried as graphs."""
+    """Changed sources or sizes are measured again.
+
+    The sources are those of kernels, of the ops that define them, and of steps that run as graphs.
+    """
     count = quick()
     monkeypatch.setattr(cached, "_PACKAGE", tmp_path)
     for name in ("device.py", "ops/triton/sample.py", "ops/sample.py", "engine/graphs.py"):
@@ -460,7 +503,7 @@ def test_changed_sources_or_sizes_are_measured_again(quick, tmp_path, monkeypatc
 
 
 def test_the_sources_of_all_that_checks_run_count():
-    """What both programs import of this package."""
+    """All sources that the checks run are part of the key: everything that both programs import."""
     code = (
         "import sys, llama.gpu.graph_check\n"
         "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('llama.')))"
@@ -503,22 +546,30 @@ def test_a_folder_that_cannot_keep_it_is_one_warning(quick, cache):
 
 
 def test_a_check_compiles_before_it_launches(tmp_path):
-    """With threads, for a GPU that is not there: all that a check launches, once each."""
+    """A check compiles before it launches.
+
+    Threads compile for an absent GPU everything that a check launches, once each.
+    """
     counted = compiled_ahead(replace(job("silu_mul"), dtype="bf16"), 2, tmp_path)
     assert (counted["kernels"], counted["launches"], counted["late"]) == (1, 2, [])
 
 
 def test_triton_takes_the_arguments_of_every_launch(tmp_path):
-    """Outside its interpreter it makes a function of each kernel's, with names of its own: one of
-    ours was among them, and no GPU could have sampled."""
+    """Triton accepts the arguments of every launch.
+
+    Outside its interpreter it makes a Python function of each kernel, with names of its own. A past
+    fault: one of our argument names was among them, and no GPU could have sampled.
+    """
     assert compiled_ahead(replace(job(*NAMES), vocab_size=2000, dtype="bf16"), 0, tmp_path)[
         "launches"
     ]
 
 
 def compiled_ahead(job: Job, threads: int, folder: Path) -> dict:
-    """What the program counts. It has no use for the CPU's kernels: g++ would compile them anew,
-    into this test's own cache."""
+    """Return the counts that the program prints.
+
+    It does not need the CPU kernels, which g++ would compile again into this test's cache.
+    """
     clean = environment(TRITON_CACHE_DIR=str(folder)) | {native.VARIABLE: "none"}
     clean.pop("TRITON_INTERPRET", None)
     program = PROGRAMS / "compile_ahead.py"
