@@ -745,7 +745,7 @@ def test_a_hook_that_comes_later_is_called(model):
         core.step()
     seen: list[int] = []
     handle = model.norm.register_forward_hook(lambda module, args, out: seen.append(len(out)))
-    core.runner._graphs._path = object()  # a compiled stack, as on a GPU: not None
+    core.runner._graphs._path = object()  # type: ignore[union-attr]  # a compiled stack, as on a GPU: not None
     core.step()
     assert seen == [1]
     handle.remove()

@@ -1,4 +1,4 @@
-"""What batch/test_job.py runs on every rank: batch jobs, and how many tokens each rank computed.
+"""The program that batch/test_job.py runs on every rank: batch jobs, and tokens per rank.
 
 Arguments: a folder of weights, the model-parallel size, a folder with `in`, of 90 lines. Replica 0
 makes no step before the others have written 80 results.

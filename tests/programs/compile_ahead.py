@@ -1,11 +1,11 @@
-"""Compiles for a GPU that is not there what a check of its kernels launches, and counts.
+"""Compile for an absent GPU what a check of its kernels launches, and count it.
 
     python tests/programs/compile_ahead.py JOB THREADS
 
-JOB: of `llama.gpu.selfcheck`, on the device "cpu". Prints JSON: the seconds that it took and
-those of the processor, the kernels, their launches, and what the check itself still had to compile.
-With 0 threads nothing is compiled: Triton only binds the arguments of each launch, which the
-interpreter does in another way. TRITON_INTERPRET must not be set.
+JOB is a job of `llama.gpu.selfcheck`, on the device "cpu". Prints JSON: the elapsed and processor
+seconds, the kernels, their launches, and what the check itself still had to compile. With 0 threads
+nothing is compiled: Triton only binds the arguments of each launch, which the interpreter does in
+another way. TRITON_INTERPRET must not be set.
 """
 
 import json

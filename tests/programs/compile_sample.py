@@ -1,7 +1,7 @@
-"""Compile the sampling kernels to machine code without a GPU; print what each takes, as JSON.
+"""Compile the sampling kernels to machine code without a GPU; print their resources as JSON.
 
-In: capabilities such as 80 and 90. Out: one line per kernel: its name, the capability, registers
-per thread, and bytes per thread of stack and local memory, which spilled registers would fill.
+Input: capabilities such as 80 and 90. Output: one line per kernel: its name, the capability,
+registers per thread, and bytes of stack and local memory per thread, which spilling would use.
 """
 
 import json
@@ -32,7 +32,7 @@ SIZES: dict = {
     "FILTERS": True,
     "CHUNK": sample._CHUNK,
 }
-ONE_BLOCK = SIZES | {"N": 16, "CHUNK": 1024}  # Triton makes a constant of an argument that is 1
+ONE_BLOCK = SIZES | {"N": 16, "CHUNK": 1024}  # Triton turns an argument that is 1 into a constant
 KERNELS = [  # as `choose` launches them for a vocabulary of 128,256, and for a tiny one
     (kernel, sizes, warps)
     for sizes in (SIZES, ONE_BLOCK | {"n": 1})

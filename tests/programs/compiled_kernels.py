@@ -1,11 +1,11 @@
-"""Compiles the Triton kernels to machine code, with no GPU, and prints what each of them takes.
+"""Compile the Triton kernels to machine code without a GPU, and print the resources of each.
 
-For capability 9.0 and 8.0, or those given as 80 89 90 100 120, then with all tiles of products with
-quantized weights; in bfloat16, at the shapes of real models. Each line on stdout is JSON:
-the kernel, the shape and the capability, the registers of a thread, bytes of its stack and accesses
-to what was spilled there, bytes of shared memory, the kinds of matrix products, how many loads read
-16 bytes at once, and how many of these go to shared memory past the registers. TRITON_INTERPRET
-must not be set.
+By default the capabilities are 9.0 and 8.0. With arguments such as 80 89 90 100 120 they are these,
+with all tiles of products with quantized weights. Kernels are compiled in bfloat16, at the shapes
+of real models. Each line on stdout is JSON: the kernel, the shape and the capability, registers per
+thread, bytes of stack and accesses to spilled values, bytes of shared memory, the kinds of matrix
+products, how many loads read 16 bytes at once, and how many of these go to shared memory past the
+registers. TRITON_INTERPRET must not be set.
 """
 
 import hashlib
@@ -50,11 +50,11 @@ class Job(NamedTuple):
     constants: dict[str, Any]
     warps: int = 4
     stages: int = 2
-    types: Mapping[str, str] = MappingProxyType({})  # of arguments, in place of those in _TYPES
+    types: Mapping[str, str] = MappingProxyType({})  # of arguments, overriding _TYPES
 
 
 def jobs(capability: int, *, every: bool) -> list[Job]:
-    """Kernels over a cache in 8 bits as well: those of the 8B, and with `every` of all shapes."""
+    """Return attention jobs, also over an 8-bit cache: for 8B, or with `every` for all shapes."""
     found = attention_jobs(capability) + elementwise_jobs(capability)
     over_cache = [x for x in found if "W" in x.constants and (every or x.shape.startswith("8B"))]
     return found + [_in_8_bits(x) for x in over_cache] + linear_jobs(capability)
@@ -86,7 +86,7 @@ def attention_jobs(capability: int) -> list[Job]:
 
 
 def _in_8_bits(job: Job) -> Job:
-    """The same kernel over a cache in 8 bits."""
+    """Return the same kernel over a cache in 8 bits."""
     constants = job.constants | {"W": job.constants["D"] + 2}
     del constants["kv_scales"]
     types = {"kv_cache": "*i8", "kv_scales": "*i16"}
@@ -113,7 +113,7 @@ def elementwise_jobs(capability: int) -> list[Job]:
 
 
 def linear_jobs(capability: int) -> list[Job]:
-    """Every tile, for the w2 of 8B; on the older device every second."""
+    """Return jobs of every tile, for the w2 of 8B; on the older device every second tile."""
     tiles = linear.candidates(0, 4096, 14336, 1)
     plain = {"KIND": 0, "FIRST": 0, "GROUP": 0, "PARTS": 0, "scales": None, "outer_scales": None}
     return [
@@ -135,8 +135,10 @@ _FORMATS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # constants, typ
 
 
 def quantized_jobs(capability: int, *, every: bool) -> list[Job]:
-    """Products of 1, 16 and 64 rows with quantized weights, and these made plain; the w2 of 8B, and
-    with `every` each K of it, of 1B and of 70B on 8 ranks, and all tiles."""
+    """Return products of 1, 16 and 64 rows with quantized weights, and dequantization of these.
+
+    They use the w2 of 8B; with `every`, each K of it, of 1B and of 70B on 8 ranks, and all tiles.
+    """
     found = []
     all_widths = [(shape, k) for shape, widths in _WIDTHS.items() for k in widths]
     for shape, k in all_widths if every else [("8B", _WIDTHS["8B"][1])]:
@@ -203,8 +205,10 @@ def compiled(job: Job) -> dict[str, Any]:
 
 
 def _dumped(what: str, cubin: bytes, path: str) -> str:
-    """What cuobjdump tells, which Triton's cache keeps: the instructions are half a second of
-    work, and each start of it some milliseconds."""
+    """Return the output of cuobjdump, stored in Triton's cache.
+
+    Disassembling takes half a second, and each start of the program some milliseconds.
+    """
     kept = get_cache_manager(hashlib.sha256(cubin).hexdigest())
     if (found := kept.get_file(what)) is None:
         command = [str(_CUOBJDUMP), f"-{what}", path]

@@ -1,4 +1,4 @@
-"""A rank on a machine with as many GPUs as ranks, which are imitated: gloo carries host memory.
+"""A rank on a machine with as many imitated GPUs as ranks: gloo carries host memory.
 
 It joins its groups by `connect` and writes, as JSON to `FOLDER/rankN.json`, the current CUDA device
 at each operation that launches on it: a kernel of torch is launched on the current device of its
@@ -23,7 +23,7 @@ RANK = int(os.environ["RANK"])
 
 
 class FakeCUDA(threading.local):
-    """The current device, which each thread has its own of; CUDA begins with device 0."""
+    """The current device, which is separate for each thread; CUDA starts with device 0."""
 
     current = 0
 
@@ -46,7 +46,7 @@ def recorded(name: str, function: Callable) -> Callable:
 
 
 def on_host(function: Callable) -> Callable:
-    """Return a function of torch that takes host memory in the place of a GPU's."""
+    """Return a function of torch that takes host memory in place of a GPU's."""
 
     def call(*args: Any, device: Any = None, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

@@ -1,10 +1,10 @@
-"""What ranks/test_failures.py runs: ranks that fail, stall or leave, by torchrun or forked here.
+"""The program of ranks/test_failures.py: ranks that fail, stall or leave.
 
-A case is {"world", "fault", "rank", "when", "timeout_s"}. Under torchrun one case is given as JSON,
-and so it is after --ranks, for a launch of two. Else the argument is a file of cases: torch is
-imported once, and each case gets forked ranks, three cases at a time. Each leaves NAME.json: exit
-statuses (null: still there after 60 seconds, and killed), what the ranks wrote to stderr, and the
-seconds from the fault to the end.
+They are started by torchrun or forked here. A case is {"world", "fault", "rank", "when",
+"timeout_s"}. Under torchrun one case is given as JSON, and also after --ranks, for a launch of two
+ranks. Otherwise the argument is a file of cases: torch is imported once, and each case gets forked
+ranks, three cases at a time. Each case writes NAME.json: exit statuses (null: still there after 60
+seconds, and killed), the stderr of the ranks, and the seconds from the fault to the end.
 """
 
 import json
@@ -29,8 +29,8 @@ from llama.ranks.rendezvous import Rendezvous, Store
 from llama.ranks.signals import SIGNALS
 
 AT_ONCE = 5
-MEETING = ("never", "came", "groups")  # the moments before the groups are whole
-LIMIT_S = 60.0  # generous: it tells a hang from an end
+MEETING = ("never", "came", "groups")  # the moments before the groups are complete
+LIMIT_S = 60.0  # generous: distinguishes a hang from a slow end
 
 
 def fail(fault: str, mark: Path) -> None:
@@ -51,7 +51,7 @@ def fail(fault: str, mark: Path) -> None:
         os.kill(os.getpid(), getattr(signal, fault))
     if fault == "agent":
         os.kill(os.getppid(), signal.SIGKILL)
-    if fault == "pause":  # as a user's Ctrl-Z and `fg`: all ranks are stopped, and go on
+    if fault == "pause":  # a user's Ctrl-Z and `fg`: all ranks are stopped, and go on
         ranks = os.getpgid(0)
         if not os.fork():
             os.setpgid(0, 0)
@@ -70,7 +70,7 @@ def fail(fault: str, mark: Path) -> None:
 
 
 def meet_and_fail(case: dict[str, Any], rank: int, mark: Path) -> None:
-    """Let the faulty rank fail before the groups are whole, and the last one come late."""
+    """Let the faulty rank fail before the groups are complete, and the last one come late."""
     if rank == case["rank"]:
         if case["when"] == "never":
             fail(case["fault"], mark)
@@ -94,7 +94,7 @@ def meet_and_fail(case: dict[str, Any], rank: int, mark: Path) -> None:
 
 
 def chat_in_a_pipe(llama: Llama, rank: int, out: Path) -> None:
-    """One question, and then a pipe that stays open; rank 0's answers go to a file."""
+    """Ask one question through a pipe that stays open; rank 0 writes the answers to a file."""
     reads, writes = os.pipe()
     if not rank:
         os.write(writes, b"a question\n")
@@ -104,13 +104,13 @@ def chat_in_a_pipe(llama: Llama, rank: int, out: Path) -> None:
 
 
 def work(case: dict[str, Any], folder: str, mark: Path) -> None:
-    """Build, answer, be idle, answer: and fail where the case says."""
+    """Build, answer, be idle, answer: and fail where the case says so."""
     torch.set_num_threads(1)
     rank, when = int(os.environ["RANK"]), case["when"]
     is_faulty = rank == case["rank"]
     if "drain_s" in case:
         SIGNALS.drain_s = case["drain_s"]
-    if case.get("is_apart"):  # each rank takes itself for a machine
+    if case.get("is_apart"):  # each rank takes itself for a machine of its own
         processes.machine_id = lambda: f"machine of rank {rank}"
         os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": str(rank)}
     if when in MEETING:
@@ -146,19 +146,20 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
         if rank:
             llama.model.parallel.broadcast_bytes(b"")  # waits in C++ for rank 0
         time.sleep(2 * LIMIT_S)
-    if when == "pause":  # of all ranks, longer than any step may take
+    if when == "pause":  # all ranks, longer than any step may take
         if is_faulty:
             fail(case["fault"], mark)
         time.sleep(case["timeout_s"] + 6.5)
         if is_faulty:
-            os.wait()  # for the process that stopped the ranks
+            os.wait()  # waits for the process that stopped the ranks
         llama.generate(prompts, 16, 0)
 
 
 def run_case(case: dict[str, Any], folder: str, out: Path) -> None:
-    """Run the ranks of a case, and write what came of it.
+    """Run the ranks of a case, and write the result.
 
-    Once more, where they did not come to the fault: another process may have taken their port.
+    It is repeated once if they did not reach the fault, as another process may have taken their
+    port.
     """
     mark, errors = out.with_suffix(".mark"), out.with_suffix(".err")
     os.setpgid(0, 0)  # a group of these processes alone
@@ -177,7 +178,7 @@ def run_case(case: dict[str, Any], folder: str, out: Path) -> None:
 
 
 def run_ranks(case: dict[str, Any], folder: str, mark: Path) -> tuple[dict[int, int], float]:
-    """Fork the ranks and wait for them: {rank: exit code}, and when the last one ended."""
+    """Fork the ranks and wait for them; return {rank: exit code} and the time of the last exit."""
     world = case["world"]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -221,7 +222,7 @@ def main(cases_file: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--ranks":  # the case of a launch, as that of torchrun
+    if sys.argv[1] == "--ranks":  # the case of a launch, given as under torchrun
         sys.exit(launch([__file__, *sys.argv[2:]], 2))
     if "RANK" in os.environ:  # under torchrun
         work(json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,7 +1,8 @@
-"""What compat/test_fastchat_host.py runs in FastChat's own environment: its prompts of dialogs.
+"""The program of compat/test_fastchat_host.py in FastChat's own environment: prompts of dialogs.
 
-In, on stdin: JSON, {"fields", "dialogs"}: of a conversation template, and lists of messages. Out:
-{"worker": the prompts by that template, "LLAMA3": those by FastChat's own style, if it has one}.
+Input, on stdin: JSON, {"fields", "dialogs"}: the fields of a conversation template, and lists of
+messages. Output: {"worker": the prompts by that template, "LLAMA3": those by FastChat's own style,
+if it has one}.
 """
 
 import json
@@ -12,7 +13,7 @@ from fastchat.conversation import Conversation, SeparatorStyle
 
 
 def prompt(fields: dict[str, Any], dialog: list[dict[str, str]]) -> str:
-    """As FastChat's API server fills in a conversation."""
+    """Return the prompt as FastChat's API server fills in a conversation."""
     fields = {**fields, "sep_style": SeparatorStyle(fields["sep_style"]), "messages": []}
     conv = Conversation(**fields)
     for message in dialog:

@@ -1,8 +1,8 @@
-"""What server/test_server_faults.py runs: `llama serve` with a model that fails when told to.
+"""The program of server/test_server_faults.py: `llama serve` with a model that fails on demand.
 
-FAULT="load": the weights are read for ever. "raise" or "kill", of rank FAULT_RANK (all, where it is
-not given): what happens in a step with the token RAISE in it, once the file FAULT_FILE exists,
-where it is given. A prompt whose last token is NAN has logits of NaN; other rows have not.
+FAULT="load": loading the weights never ends. "raise" or "kill": the failure of rank FAULT_RANK (of
+all ranks by default) in a step with the token RAISE, once the file FAULT_FILE exists, if it is
+given. A prompt whose last token is NAN has logits of NaN; other rows do not.
 """
 
 import os

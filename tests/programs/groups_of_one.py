@@ -1,7 +1,7 @@
-"""What test_parallel.py runs in one process: its groups, as scripts of Meta's time use them.
+"""The program that test_parallel.py runs in one process: its groups, as older scripts use them.
 
-Out: a line of JSON with the places of this rank, what came of three collectives, and the sockets
-and threads that the groups have brought.
+Output: a line of JSON with the coordinates of this rank, the results of three collectives, and the
+sockets and threads that the groups have created.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""A batch job of two replicas, killed at random until it is done: every custom_id is there once.
+"""A batch job of two replicas, killed at random until it is done with every custom_id once.
 
     PYTHONPATH=.:tests python tests/programs/killed_batch.py --kills 200
 
 Each start is torchrun's own agent, forked from this process, which imports torch once, and two
 ranks forked from the agent. After a random time SIGKILL ends a rank, or the agent; the next start
-resumes. Where a job is done before all kills were made, another one begins. The last line is JSON.
-A start that does not end within 60 seconds, a doubled or missing record, and an answer that an
-undisturbed job does not give are errors.
+resumes. When a job is done before all kills were made, another one begins. The last line is JSON. A
+start that does not end within 60 seconds, a doubled or missing record, and an answer that differs
+from an undisturbed job's are errors.
 """
 
 import argparse
@@ -36,22 +36,22 @@ PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
     "multiple_of": 32, "norm_eps": 1e-5, "rope_theta": 10000.0,
 }  # fmt: skip
-LIMIT_S = 60.0  # generous: it tells a hang from an end
+LIMIT_S = 60.0  # generous: distinguishes a hang from a slow end
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def rank(words: list[str]) -> None:
-    """One rank, in a process of its own: the command, as torchrun would start it."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the handler of torchrun's agent
+    """Run one rank in a process of its own: the command, as torchrun would start it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits the handler of torchrun's agent
     Path(words[0]).with_name(f"began-{os.environ['RANK']}").touch()
     torch.set_num_threads(1)
     sys.exit(command(["batch", *words]))
 
 
 class SharedFlag:
-    """In place of multiprocessing's Event: its `set` waits for ever for a waiter that was killed.
+    """A replacement for multiprocessing's Event, whose `set` waits forever for a killed waiter.
 
-    torchrun's agent sets it for forked ranks alone; those that it starts by itself know no such.
+    torchrun's agent uses it only for ranks that it forks, not for those that it starts by itself.
     """
 
     def __init__(self, *_: Any) -> None:
@@ -66,7 +66,7 @@ class SharedFlag:
 
 
 def agent(words: list[str], folder: Path) -> None:
-    """torchrun's agent; does not return."""
+    """Run torchrun's agent; it does not return."""
     for number, name in ((1, "out.log"), (2, "err.log")):
         os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     fork: Any = type(multiprocessing.get_context("fork"))
@@ -90,8 +90,9 @@ def children_of(pid: int) -> list[int]:
 
 
 def start_and_kill(words: list[str], folder: Path, after_s: float, whom: str) -> dict[str, Any]:
-    """One start: kill `whom` after so long, unless it ended before; wait until all is gone."""
-    marks = [folder / f"began-{i}" for i in range(2)]  # before, a rank is torchrun's own code
+    """Start once and kill `whom` after a delay, unless it ended before; wait until all is gone."""
+    # before that, a rank runs only torchrun's own code
+    marks = [folder / f"began-{i}" for i in range(2)]
     for mark in marks:
         mark.unlink(missing_ok=True)
     began = time.monotonic()
@@ -108,9 +109,9 @@ def start_and_kill(words: list[str], folder: Path, after_s: float, whom: str) ->
                 os.kill(victim, signal.SIGKILL)
                 killed = time.monotonic()
         try:
-            ended, its_status = os.waitpid(-1, os.WNOHANG)  # of orphans, too
+            ended, its_status = os.waitpid(-1, os.WNOHANG)  # includes orphans
         except ChildProcessError:
-            break  # nobody is left
+            break  # no process is left
         if ended == pid:
             status = its_status
         if not ended:
@@ -122,7 +123,7 @@ def start_and_kill(words: list[str], folder: Path, after_s: float, whom: str) ->
 
 
 def records(path: Path) -> dict[str, Any]:
-    """What each custom_id got; an error where one is there twice."""
+    """Return the record of each custom_id; raise an error if one occurs twice."""
     found: dict[str, Any] = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
@@ -132,7 +133,7 @@ def records(path: Path) -> dict[str, Any]:
 
 
 def run(kills: int, lines: int, folder: Path, rng: random.Random) -> dict[str, Any]:
-    """Jobs until so many kills were made: the counts, and the seconds from a kill to the end."""
+    """Run jobs until enough kills were made; return counts, and seconds from a kill to the end."""
     model = folder / "model"
     write_meta(model, PARAMS, random_state(PARAMS, 0), 1)
     write_byte_tokenizer(model)

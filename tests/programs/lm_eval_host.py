@@ -1,8 +1,8 @@
-"""What server/test_lm_eval_host.py runs in lm-eval's own environment: tasks, by several models.
+"""The program of server/test_lm_eval_host.py in lm-eval's own environment: tasks on several models.
 
-In: a JSON file, {"url", "model", "hf", "folder"}: a server, its model, the same weights as a
-Hugging Face folder, and a folder to work in. It makes local data and three tasks. Out: results.json
-there, {model: {task: {"metrics", "samples"}}}. Nothing is fetched.
+Input: a JSON file, {"url", "model", "hf", "folder"}: a server, its model, the same weights as a
+Hugging Face folder, and a working folder. It makes local data and three tasks. Output: results.json
+in that folder, {model: {task: {"metrics", "samples"}}}. Nothing is downloaded.
 """
 
 import json
@@ -91,13 +91,14 @@ def main() -> None:
     names, template = list(TASKS), {"apply_chat_template": True}
     results = {"hf": evaluate(folder, hf, None, names)}
     for way, args in ways.items():
-        # Of text, lm-eval's windows for "roll" name begin_of_text twice: the second is text here.
+        # For text, lm-eval's windows for "roll" contain begin_of_text twice: the second is text
+        # here.
         tasks = [name for name in names if (way, name) != ("text", "roll")]
         results[way] = evaluate(folder, "local-completions", args, tasks, batch_size=8)
     chat = common.replace("/v1/completions", "/v1/chat/completions")
     results["chat"] = evaluate(folder, "local-chat-completions", chat, ["write"], **template)
     results["hf chat"] = evaluate(folder, hf, None, ["write"], **template)
-    hf.add_bos_token = False  # as a server's tokenizer is asked
+    hf.add_bos_token = False  # the same request as to a server's tokenizer
     results["hf remote"] = evaluate(folder, hf, None, names)
     (folder / "results.json").write_text(json.dumps(results, default=str))
 

@@ -1,10 +1,10 @@
-"""How long single requests hold up the event loop of the server: wall and CPU time of its thread.
+"""How long single requests block the event loop of the server: wall and CPU time of its thread.
 
-In: nothing, or words of the names of cases; "table" for all bad requests of the table. With --real
-first, a random model with Llama 3's own vocabulary and a context of 131,072 tokens takes the place
-of the demo model. Out: a line of JSON for each case, {"name", "status", "wall_ms", "cpu_ms"}: the
-longest time that the loop did not turn, and the most that its thread computed between two turns,
-which other work on the machine does not add to.
+Input: nothing, or parts of the names of cases; "table" for all bad requests of the table. With
+--real first, a random model with Llama 3's own vocabulary and a context of 131,072 tokens replaces
+the demo model. Output: a line of JSON for each case, {"name", "status", "wall_ms", "cpu_ms"}: the
+longest time without a turn of the loop, and the maximal CPU time of its thread between two turns,
+which does not depend on other work on the machine.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ def user(text: str) -> list[dict[str, Any]]:
 
 
 def cases() -> dict[str, tuple[str, Any]]:
-    """Name: path and body, an object or bytes."""
+    """Return name -> path and body, an object or bytes."""
     calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" * 20_000}}]
     turn = {"role": "assistant", "content": None, "tool_calls": calls}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": _WIDE}}
@@ -127,7 +127,7 @@ def _deep(depth: int) -> dict[str, Any]:
 
 
 def _bomb(depth: int) -> dict[str, Any]:
-    """Definitions of which each has ten of the next: a million ways."""
+    """Return nested definitions, each with ten of the next: a million paths."""
     last = {f"d{depth}": {"type": "string"}}
     several = {
         f"d{i}": {"type": "object",
@@ -143,7 +143,7 @@ def _grammar(count: int) -> str:
 
 
 def real_checkpoint(folder: Path) -> str:
-    """A tiny random model with the real vocabulary, of Llama 3.1's kind."""
+    """Write a tiny random model of the type Llama 3.1 with the real vocabulary."""
     from llama_models.llama3 import tokenizer
 
     params = {
@@ -155,7 +155,7 @@ def real_checkpoint(folder: Path) -> str:
 
 
 def table() -> dict[str, tuple[str, Any]]:
-    """The bad requests that have a body, and need no header of their own."""
+    """Return the bad requests that have a body and need no headers."""
     return {
         f"table {i}: {case.name}": (case.path, case.body)
         for i, case in enumerate(BAD_REQUESTS)

@@ -1,7 +1,7 @@
 """The statements of Meta's example_text_completion.py and example_chat_completion.py, one by one.
 
-They build as Meta's do, print on every rank without asking for the rank, and never leave the
-groups. fire reads the flags. In: a folder and its tokenizer. Out: what a terminal shows.
+They build as Meta's do, print on every rank without checking the rank, and never leave the groups.
+fire reads the flags. Input: a folder and its tokenizer. Output: what a terminal shows.
 """
 
 import functools
@@ -58,6 +58,6 @@ def main(ckpt_dir: str, tokenizer_path: str, temperature: float = 0.6, top_p: fl
 
 
 if __name__ == "__main__":
-    # Meta's scripts name neither. In float32 any number of ranks gives the same answers.
+    # Meta's scripts specify neither. In float32 any number of ranks gives the same answers.
     Llama.build = functools.partial(Llama.build, device="cpu", dtype="fp32")  # type: ignore[method-assign]
     fire.Fire(main)

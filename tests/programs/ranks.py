@@ -1,6 +1,6 @@
-"""What test_parallel.py runs on every rank: jobs from a JSON file in, a JSON file a rank out.
+"""The program that test_parallel.py runs on every rank: it reads jobs and writes results as JSON.
 
-A job is {"do": name, ...}; its result is what the function of that name returns, or the text of the
+A job is {"do": name, ...}; its result is that of the function of that name, or the text of the
 error that it raised.
 """
 
@@ -50,7 +50,7 @@ def build(folder: str, size: int | None = None, timeout_s: float = 60.0, **kwarg
 
 
 def forget() -> None:
-    """The next job loads its model anew."""
+    """Drop the model, so that the next job loads it anew."""
     loaded.clear()
 
 
@@ -65,7 +65,7 @@ def place(folder: str, size: int | None = None) -> list[int]:
 
 
 def half_round_trip(folder: str) -> float | None:
-    """Half the seconds of the quickest of some messages to rank 1 and back; None on others."""
+    """Return half of the shortest round trip to rank 1 in seconds; None on other ranks."""
     world = build(folder).model.parallel.world
     assert world is not None
     message, seconds = torch.zeros(1), []
@@ -81,47 +81,47 @@ def half_round_trip(folder: str) -> float | None:
 
 
 def different(folder: str, prompts: list) -> None:
-    """Each rank passes another prompt: an error is due on every rank."""
+    """Pass another prompt on each rank: an error is due on every rank."""
     build(folder).generate([prompts[RANK]], 4)
 
 
 def one_bad(folder: str, bad_rank: int) -> None:
-    """One rank alone passes a bad prompt."""
+    """Pass a bad prompt on one rank alone."""
     build(folder).generate([[] if bad_rank == RANK else [256]], 4)
 
 
 def build_unlike(folder: str) -> None:
-    """Each rank asks for another size."""
+    """Request another size on each rank."""
     Llama.build(folder, None, 64 + RANK, 1, dtype="fp32", device="cpu")
 
 
 def other_torch(folder: str) -> None:
-    """Each rank has another version of torch."""
+    """Imitate another version of torch on each rank."""
     with mock.patch("torch.__version__", f"2.{10 + RANK}"):
         Llama.build(folder, None, 64, 1, dtype="fp32", device="cpu")
 
 
 def other_weights(folders: list[str]) -> None:
-    """Each rank has weights of its own, of the same shapes."""
+    """Load different weights of the same shapes on each rank."""
     Llama.build(folders[RANK], None, 64, 1, dtype="fp32", device="cpu")
 
 
 def fewer_files(folder: str) -> None:
-    """The folder is there on rank 0 alone, as on two machines of which one lacks the weights."""
+    """Build from a folder that only rank 0 has, as if another machine lacked the weights."""
     Llama.build(folder if RANK == 0 else folder + "-gone", None, 64, 1, dtype="fp32", device="cpu")
 
 
 def verified(folder: str) -> None:
-    """A weight of the folder is damaged, which the one rank finds that checks it."""
+    """Build with a damaged weight, which only the rank that checks it finds."""
     Llama.build(folder, None, 64, 1, dtype="fp32", device="cpu", verify=True)
 
 
 def listening(folder: str) -> list[str]:
-    """Addresses, in the kernel's hex, that this process listens on beyond loopback."""
+    """Return the addresses, in the kernel's hex, that this process listens on beyond loopback."""
     build(folder)
     links = []
     for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that lists them
             links.append(os.readlink(fd))
     own = {link[8:-1] for link in links if link.startswith("socket:[")}
     found = []
@@ -140,8 +140,11 @@ def listening(folder: str) -> list[str]:
 
 
 def different_requests(folder: str) -> None:
-    """Each rank adds another request, then all make the same call. The requests were refused when
-    they were added: the call runs without them, and no rank waits for one that never comes."""
+    """Add another request on each rank, then make the same call on all.
+
+    The requests are refused when they are added: the call runs without them, and no rank waits for
+    one that never comes.
+    """
     llama = build(folder)
     steps = llama.engine.stats.steps
     try:
@@ -153,7 +156,9 @@ def different_requests(folder: str) -> None:
 
 
 def second_thread(folder: str) -> str:
-    """A call from another thread, while this one has a request: refused, nothing is mixed up."""
+    """Call from another thread while this one has a request: it is refused, and nothing is mixed
+    up.
+    """
     llama = build(folder)
     llama.llm_engine.add_request("a", [256, 65], SamplingParams(max_tokens=4, temperature=0))
     with ThreadPoolExecutor(1) as pool:
@@ -164,7 +169,7 @@ def second_thread(folder: str) -> str:
 
 
 def stream(folder: str, prompts: list[str]) -> list[str]:
-    """Streamed answers, joined, on every rank."""
+    """Return streamed answers, joined, on every rank."""
     texts = [""] * len(prompts)
     for increment in build(folder).stream_text(prompts, 1.0, 1.0, 16, seed=3):
         texts[increment.index] += increment.text
@@ -172,8 +177,10 @@ def stream(folder: str, prompts: list[str]) -> list[str]:
 
 
 def shares_memory(folder: str, prompts: list) -> list:
-    """How often this rank exchanges tensors for one token: greedy, drawn, and with its
-    log-probability; then greedy answers."""
+    """Return how often this rank exchanges tensors for one token, and greedy answers.
+
+    The token is greedy, sampled, and sampled with its log probability.
+    """
     llama, counts = build(folder), []
     shared = llama.model.parallel.shared
     assert shared is not None
@@ -186,8 +193,11 @@ def shares_memory(folder: str, prompts: list) -> list:
 
 
 def one_shot_sums(folder: str) -> list:
-    """Whether a one-shot all-reduce is taken: right, wrong on one rank, other bits on one rank; and
-    what it then sums. gloo stands for the GPUs' kernels."""
+    """Return whether a one-shot all-reduce is accepted, and its sums.
+
+    The cases are a right one, a wrong one on one rank, and other bits on one rank. gloo replaces
+    the GPU kernels.
+    """
     parallel = build(folder).model.parallel
     assert parallel.group is not None and parallel.control is not None
     group, control = parallel.group, parallel.control
@@ -235,8 +245,10 @@ def one_shot_sums(folder: str) -> list:
 
 
 def join_one_shot(group: Any, control: Any, sums: tuple, fails: str) -> int:
-    """The most bytes that it takes; 0 without one, where on rank 1 no memory can be had, or no rank
-    can map another's."""
+    """Return the maximal bytes of a one-shot sum, or 0 where it is unavailable.
+
+    On rank 1 no memory can be allocated, or no rank can map another's.
+    """
 
     def meet(group: Any) -> tuple:
         if fails == "meet":
@@ -257,8 +269,10 @@ def join_one_shot(group: Any, control: Any, sums: tuple, fails: str) -> int:
 
 
 def fails_in_a_rendezvous(group: Any, control: Any) -> str:
-    """Rank 1 fails where rank 0 waits for it: on rank 1, the error that ends the job soon. Rank 0
-    goes on after it, and does not wait for as long as the group's own limit."""
+    """Fail on rank 1 where rank 0 waits for it; rank 1 returns the error that ends the job soon.
+
+    Rank 0 goes on afterwards, and does not wait for as long as the group's own limit.
+    """
     found = ""
 
     def fail() -> OneShot:
@@ -274,13 +288,13 @@ def fails_in_a_rendezvous(group: Any, control: Any) -> str:
 
 
 def spans_machines(folder: str) -> list:
-    """The number of ranks of the group, and whether they share memory."""
+    """Return the number of ranks of the group, and whether they share memory."""
     parallel = build(folder).model.parallel
     return [parallel.size, parallel.shared is not None]
 
 
 def gathered(folder: str) -> list[list[int]]:
-    """The shapes that are gathered for one greedy token of each of two prompts."""
+    """Return the shapes that are gathered for one greedy token of each of two prompts."""
     gather, shapes = ModelParallel.all_gather, []
 
     def noting(parallel: ModelParallel, x: torch.Tensor) -> torch.Tensor:
@@ -294,7 +308,9 @@ def gathered(folder: str) -> list[list[int]]:
 
 
 def samples(folder: str, prompts: list) -> list:
-    """Three calls without a seed, the second of them refused on one rank: fresh samples, alike."""
+    """Make three calls without a seed, the second refused on one rank: the samples are new and
+    alike.
+    """
     llama = build(folder)
     first = llama.generate(prompts, 8, 1.0, 1.0)[0]
     with contextlib.suppress(ValueError, RankError):
@@ -303,8 +319,10 @@ def samples(folder: str, prompts: list) -> list:
 
 
 def speculated(folder: str, prompts: list, draft: str) -> list:
-    """Every rank calls, then rank 0 leads, with drafts of rank 0 or of a model that all ranks
-    share: the answers, and how many drafts each rank has verified."""
+    """Call on every rank, then lead from rank 0, with lookup drafts or a shared draft model.
+
+    Returns the answers, and how many drafts each rank has verified.
+    """
     with contextlib.redirect_stdout(io.StringIO()):
         llama = Llama.build(
             folder, None, 256, 4, dtype="fp32", device="cpu", mute_ranks=False, speculate=draft,
@@ -316,8 +334,10 @@ def speculated(folder: str, prompts: list, draft: str) -> list:
 
 
 def drafted(folder: str, quantize: str | None, kinds: list[str]) -> list:
-    """Kinds of drafts that change an answer, or what is in the cache, where every rank makes the
-    calls and where rank 0 leads; and how many were verified."""
+    """Return the kinds of drafts that change an answer or the cache, and how many were verified.
+
+    Every rank makes the calls, and then rank 0 leads.
+    """
     with contextlib.redirect_stdout(io.StringIO()):
         llama = Llama.build(
             folder, None, 128, 8, device="cpu", dtype="bf16", quantize=quantize, mute_ranks=False
@@ -339,7 +359,7 @@ def drafted(folder: str, quantize: str | None, kinds: list[str]) -> list:
 
 
 def in_8_bits(folder: str, prompts: list) -> list:
-    """What a model with such a cache says of the prompts, and the error where one rank wants it."""
+    """Return a model's results with an 8-bit cache, and the error if one rank alone asks for it."""
     error, options = "", dict[str, Any](dtype="fp32", device="cpu", mute_ranks=False)
     with contextlib.redirect_stdout(io.StringIO()):
         llama = Llama.build(folder, None, 128, 4, kv_cache_dtype="int8", **options)
@@ -351,7 +371,7 @@ def in_8_bits(folder: str, prompts: list) -> list:
 
 
 def build_often(folder: str) -> list[list[int]]:
-    """Threads and open files of this rank after each of some builds."""
+    """Return threads and open files of this rank after each of some builds."""
     counts = []
     for _ in range(3):
         with contextlib.redirect_stdout(io.StringIO()):
@@ -362,7 +382,7 @@ def build_often(folder: str) -> list[list[int]]:
 
 
 def speak(folder: str) -> list[str]:
-    """What reaches stdout: with two models open, with one, with none; and where nobody is muted."""
+    """Print with two models open, with one, with none, and where no rank is muted."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         models = [
@@ -378,7 +398,7 @@ def speak(folder: str) -> list[str]:
 
 
 def led(folder: str, prompts: list) -> list:
-    """Rank 0 alone calls, from threads and from asyncio; then every rank makes one call again."""
+    """Call on rank 0 alone, from threads and from asyncio; then on every rank once more."""
     llama = build(folder)
 
     def one_by_async() -> list[int]:
@@ -417,7 +437,7 @@ def beams(folder: str, prompts: list[str]) -> list:
 
 
 def vllm_client(folder: str, prompts: list[str], size: int) -> list:
-    """A batch, a loop of steps, and a beam search between two of them, by vLLM's API."""
+    """Run a batch, a loop of steps, and a beam search between two of them, by vLLM's API."""
     llm = vllm.LLM(
         folder, dtype="float32", device="cpu", max_model_len=128, tensor_parallel_size=size
     )
@@ -436,7 +456,7 @@ def vllm_client(folder: str, prompts: list[str], size: int) -> list:
 
 
 def vllm_bad_request(folder: str, bad_rank: int) -> None:
-    """One rank alone adds a request that is wrong; no rank has it then."""
+    """Add a wrong request on one rank alone; no rank has it then."""
     engine = vllm.LLMEngine(build(folder))
     prompt = {"prompt": 7} if bad_rank == RANK else "x"
     try:
@@ -446,7 +466,7 @@ def vllm_bad_request(folder: str, bad_rank: int) -> None:
 
 
 def host_bad_request(folder: str, bad_rank: int) -> None:
-    """One rank alone is given params that are wrong; no rank has a request then."""
+    """Give wrong params on one rank alone; no rank has a request then."""
     llama = build(folder)
     params = {"prompt": "x", "top_p": 7 if bad_rank == RANK else 1.0}
     try:
@@ -468,10 +488,10 @@ def main(jobs_file: str, out_dir: str) -> None:
 
 
 def note_end(out_dir: str) -> None:
-    """The last thing that Python runs: are the groups destroyed, though nobody asked for it?"""
+    """Record as the last thing that Python runs whether the groups were destroyed by themselves."""
     (Path(out_dir) / f"rank{RANK}.end").write_text(str(dist.is_initialized()))
 
 
 if __name__ == "__main__":
-    atexit.register(note_end, sys.argv[2])  # before any other, so it runs after all others
+    atexit.register(note_end, sys.argv[2])  # registered before any other, so it runs last
     main(*sys.argv[1:])

@@ -1,6 +1,6 @@
-"""`llama batch`, of which rank 1 is killed as it writes its tenth result, at the first start.
+"""`llama batch`, whose rank 1 is killed when it writes its tenth result, at the first start.
 
-What test_machines.py runs on every rank with --max-restarts. Arguments: those of the command.
+test_machines.py runs it on every rank with --max-restarts. The arguments are the command's.
 """
 
 import os
@@ -24,7 +24,7 @@ def append_and_die(self: Results, *args: Any) -> None:
 
 
 def append_slowly(self: Results, *args: Any) -> None:
-    """The other rank is to have its part, however busy the machine is."""
+    """Append slowly, so that the other rank gets its part, however busy the machine is."""
     append(self, *args)
     time.sleep(0.05)
 

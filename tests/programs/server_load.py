@@ -1,9 +1,9 @@
 """Many clients at once, clients that leave, and clients that do not read, against one server.
 
-In: `python tests/programs/server_load.py --clients 1000` starts a server with 8 places and a queue
-of 64, and prints a line of figures for each part; `--url URL --pid PID` takes one that runs.
-server/test_server_load.py calls the parts with small numbers. It speaks HTTP over plain sockets,
-so that a client can leave, or stop reading, at any byte.
+`python tests/programs/server_load.py --clients 1000` starts a server with 8 slots and a queue of
+64, and prints a line of figures for each part; `--url URL --pid PID` uses a running server.
+server/test_server_load.py calls the parts with small numbers. HTTP is spoken over plain sockets, so
+that a client can leave, or stop reading, at any byte.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from helpers.server import run_server
 
 FLAGS = ("--max_batch_size", "8", "--max_queue", "64", "--max_seq_len", "512", "--dtype", "fp32")
 PATH = "/v1/completions"
-LONGEST_RETRY_S = 2.0  # a client of this test does not wait for as long as it is told
+LONGEST_RETRY_S = 2.0  # a client of this test retries sooner than the server asks
 SETTLE_S = 60.0
 
 
 class Client:
-    """Requests to one server; each has a connection of its own."""
+    """Requests to one server, each over a connection of its own."""
 
     def __init__(self, url: str, seed: int = 0) -> None:
         self.url = url
@@ -52,7 +52,7 @@ class Client:
         return reader, writer
 
     async def post(self, body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers by their small letters, body."""
+        """Return the status, the headers by their lower-case names, and the body."""
         reader, writer = await self.send(body)
         answer = await reader.read()
         writer.close()
@@ -67,7 +67,7 @@ class Client:
 
 
 async def flood(client: Client, clients: int, max_tokens: int = 16) -> Counter[int]:
-    """All at once; each asks again when it gets 503. Statuses, and how often each came."""
+    """Send all requests at once, each repeated after 503; return how often each status came."""
     statuses: Counter[int] = Counter()
 
     async def one() -> None:
@@ -87,7 +87,9 @@ async def flood(client: Client, clients: int, max_tokens: int = 16) -> Counter[i
 
 
 async def disconnects(client: Client, count: int, at_once: int = 12) -> int:
-    """Clients that leave at random moments, streaming and not. How many had an answer by then."""
+    """Let clients leave at random moments, streaming and not; return how many had an answer by
+    then.
+    """
     places, answered = asyncio.Semaphore(at_once), []
 
     async def one(number: int) -> None:
@@ -108,8 +110,10 @@ async def disconnects(client: Client, count: int, at_once: int = 12) -> int:
 async def slow_readers(
     client: Client, count: int, others: int, max_tokens: int = 400
 ) -> tuple[float, float]:
-    """The median time of a small request, alone and beside streams that nobody reads. (The kernel's
-    buffers hold these: server/test_shut_out.py has some that it does not hold.)"""
+    """Return the median time of a small request, alone and beside streams that nobody reads.
+
+    The kernel's buffers can hold these; server/test_shut_out.py has streams that do not fit there.
+    """
     alone = await _times(client, others)
     body = client.body(max_tokens, stream=True, logprobs=5)
     stuck = [await client.send(body, limit=1) for _ in range(count)]
@@ -147,7 +151,7 @@ async def settle(client: Client) -> None:
 
 
 def figure(text: str, name: str) -> float:
-    """The value of one line of /metrics."""
+    """Return the value of one line of /metrics."""
     found = re.search(rf"^llama:{re.escape(name)} (\S+)$", text, re.M)
     assert found, f"{name} is not in\n{text}"
     return float(found[1])
@@ -161,7 +165,7 @@ def resident_mb(pid: int) -> float:
 
 async def run_all(url: str, pid: int, clients: int) -> None:
     client = Client(url)
-    await flood(client, min(clients, 64))  # what the first requests allocate stays
+    await flood(client, min(clients, 64))  # keeps what the first requests allocate
     for name, part in (
         ("flood", lambda: flood(client, clients)),
         ("disconnects", lambda: disconnects(client, clients)),

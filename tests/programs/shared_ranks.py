@@ -1,7 +1,7 @@
-"""What test_shared_memory.py runs on each rank, a process with shared memory and no torchrun.
+"""The program that test_shared_memory.py runs on each rank: shared memory, but no torchrun.
 
-In: the name of a function here and its arguments. Out: what it returns, or the text of its error,
-through a pipe. The ranks meet by files in a folder.
+Input: the name of a function here and its arguments. Output: its result, or the text of its error,
+through a pipe. The ranks meet through files in a folder.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Rank:
         self._meetings = 0
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """All ranks' bytes; also a barrier that needs no shared memory."""
+        """Exchange bytes between all ranks; also a barrier that needs no shared memory."""
         self._meetings += 1
         paths = [self.folder / f"{self._meetings}-{rank}" for rank in range(self.size)]
         part = self.folder / f"part-{self.rank}"
@@ -62,7 +62,9 @@ def main(pipe: Connection, do: str, folder: str, rank: int, size: int, args: lis
 
 
 def inputs(size: int, count: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """What each rank brings: numbers of unlike size, so that the order of a sum can be seen."""
+    """Return the input of each rank: values of different magnitude, so that the order of a sum
+    shows.
+    """
     torch.manual_seed(seed)
     scales = torch.logspace(-3, 3, 7).repeat(count // 7 + 1)[:count]
     return [(torch.randn(count) * scales).to(dtype) for _ in range(size)]
@@ -76,7 +78,7 @@ def in_order(parts: list[Tensor]) -> Tensor:
 
 
 def operations(rank: Rank, seed: int, count: int, wound: bool = False) -> str:
-    """Random operations, each compared with its definition; a digest of all results."""
+    """Compare random operations with their definitions; return a digest of all results."""
     shared, choose, digest = rank.join(), random.Random(seed), hashlib.sha256()
     if wound:
         wind(rank, shared)
@@ -106,7 +108,7 @@ def operations(rank: Rank, seed: int, count: int, wound: bool = False) -> str:
 
 
 def wind(rank: Rank, shared: SharedMemory) -> None:
-    """Set all sequence numbers to just below 2**32, where they begin anew."""
+    """Set all sequence numbers to just below 2**32, where they wrap."""
     sequence = 2**32 - 24
     for channel, slots in ((shared._tensors, 0), (shared._ring, 1)):
         channel[shared_memory._FIELD["sequence"]] = sequence
@@ -118,7 +120,7 @@ def wind(rank: Rank, shared: SharedMemory) -> None:
 
 
 def like_gloo(rank: Rank) -> None:
-    """Two ranks: each sum has one order and is rounded once, so that gloo's bits are ours."""
+    """Compare two ranks with gloo: a sum of two has one order and one rounding."""
     shared = rank.join()
     dist.init_process_group(
         "gloo", init_method=f"file://{rank.folder}/store", rank=rank.rank, world_size=rank.size
@@ -133,7 +135,7 @@ def like_gloo(rank: Rank) -> None:
 
 
 def messages(rank: Rank, seed: int, wound: bool = False) -> None:
-    """Messages of every length in order, to ranks that are slow now and then."""
+    """Send messages of every length in order, to ranks that are slow now and then."""
     shared, choose = rank.join(), random.Random(seed)
     if wound:
         wind(rank, shared)
@@ -146,7 +148,9 @@ def messages(rank: Rank, seed: int, wound: bool = False) -> None:
 
 
 def unlike(rank: Rank) -> list[str]:
-    """Tensors of unlike size, then the same call on each: an error on each, both times."""
+    """Use tensors of different sizes, then the same call on each: both times every rank gets an
+    error.
+    """
     shared, errors = rank.join(), []
     for size in (8 + rank.rank, 8):
         with contextlib.suppress(RankError):
@@ -155,12 +159,12 @@ def unlike(rank: Rank) -> list[str]:
             except RankError as e:
                 errors.append(str(e))
                 raise
-    rank.exchange(b"")  # or the first to end would be what the other complains of
+    rank.exchange(b"")  # otherwise the other rank would report that the first one ended
     return errors
 
 
 def absent(rank: Rank, late: list[int], what: str, timeout_s: float) -> float:
-    """Some ranks make two exchanges less than the others. How long the call took."""
+    """Let some ranks make two exchanges less than the others; return how long the call took."""
     shared = rank.join(timeout_s)
     shared.all_reduce(torch.ones(3))
     (rank.folder / f"ready-{rank.rank}").touch()
@@ -175,7 +179,7 @@ def absent(rank: Rank, late: list[int], what: str, timeout_s: float) -> float:
 
 
 def idle(rank: Rank) -> float:
-    """Seconds of CPU time that a rank takes while it waits longer than its limit for rank 0."""
+    """Return the CPU seconds of a rank that waits for rank 0 longer than its limit."""
     shared = rank.join(timeout_s=0.2)
     if rank.rank == 0:
         time.sleep(2)
@@ -185,7 +189,7 @@ def idle(rank: Rank) -> float:
 
 
 def woken(rank: Rank) -> float:
-    """Median seconds from rank 0's message to the sleeping rank 1, by the clock they share."""
+    """Return the median seconds between rank 0's message and rank 1's waking."""
     shared, seconds = rank.join(), []
     for _ in range(15):
         if rank.rank == 0:
@@ -198,7 +202,7 @@ def woken(rank: Rank) -> float:
 
 
 def interrupted(rank: Rank, times: int) -> list[str]:
-    """Ctrl-C while the sum waits for rank 1, then another sum."""
+    """Send Ctrl-C while the sum waits for rank 1, then compute another sum."""
     shared, seen = rank.join(), []
     if rank.rank == 0:
         own = threading.Thread(target=interrupt, args=(times, rank.folder / "interrupted"))
@@ -226,7 +230,7 @@ def interrupt(times: int, done: Path) -> None:
 
 
 def leave_nothing(rank: Rank) -> list[list[str]]:
-    """Open files and mappings of shared memory: while it is used, and once it is let go."""
+    """Return open files and mappings of shared memory, while it is used and after its release."""
     shared = rank.join()
     shared.all_reduce(torch.ones(1000))
     rank.exchange(b"")
@@ -236,10 +240,10 @@ def leave_nothing(rank: Rank) -> list[list[str]]:
 
 
 def held() -> list[str]:
-    """This process's open files and mappings that other ranks share, named or not."""
+    """Return this process's open files and mappings that other ranks share, named or not."""
     links = []
     for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that lists them
             links.append(os.readlink(fd))
     kinds = ("llama-ranks", "pidfd", "/dev/shm")
     maps = Path("/proc/self/maps").read_text()
@@ -249,7 +253,7 @@ def held() -> list[str]:
 
 
 def without(rank: Rank, lacking: str, where: int) -> bool:
-    """One rank cannot share memory, in one way or another: then none does."""
+    """Prevent one rank from sharing memory, in one way or another: then none does."""
 
     def fails(*args: object) -> None:
         raise OSError(lacking)

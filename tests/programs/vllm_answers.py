@@ -1,7 +1,7 @@
-"""The same requests to vLLM and to ours: `vllm_answers.py FOLDER OUT` writes what both answer.
+"""Send the same requests to vLLM and to this package: `vllm_answers.py FOLDER OUT`.
 
-FOLDER holds a model in Hugging Face's layout and its tokenizer.model; OUT gets JSON. vLLM starts
-processes that import this file again, so that all work is under `main`.
+FOLDER holds a model in Hugging Face's layout and its tokenizer.model; OUT receives both answers as
+JSON. vLLM starts processes that import this file again, so that all work is under `main`.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ BUILD: dict[str, Any] = {
 
 
 def answers(api: Any, llm: Any, prompts: list[list[int]], stop_ids: list[int]) -> list[Any]:
-    """What a client reads of each output, on either runtime."""
+    """Return what a client reads of each output, on either runtime."""
     found = []
     for fields in REQUESTS:
         params = api.SamplingParams(
@@ -44,7 +44,7 @@ def answers(api: Any, llm: Any, prompts: list[list[int]], stop_ids: list[int]) -
 
 
 def _plain(positions: Any) -> Any:
-    """Per position: id, log-probability and rank of each entry, by rank."""
+    """Return, per position, the id, log probability and rank of each entry, by rank."""
     return positions and [
         position and sorted(
             (entry["rank"], token, entry["logprob"])

@@ -1,4 +1,4 @@
-"""The grammars of forced calls: llguidance compiles them, and takes and refuses what it should."""
+"""The grammars of forced calls: llguidance compiles them, and accepts and refuses correctly."""
 
 import json
 from dataclasses import replace
@@ -42,7 +42,7 @@ JSON, PYTHON = ToolFormat.LLAMA_3_1, ToolFormat.LLAMA_3_2
 
 @pytest.fixture(scope="module")
 def takes():
-    """takes(grammar, text): whether the text, byte by byte, is a whole answer."""
+    """A function takes(grammar, text): whether the text, byte by byte, is a whole answer."""
     tokenizer = LLTokenizer("byte")
 
     def check(grammar: str, text: str) -> bool:
@@ -128,7 +128,7 @@ def test_without_force_words_may_come(takes, tool_format):
 
 @pytest.fixture(scope="module")
 def tiktoken_guide():
-    """llguidance's view of Llama 3's own tokenizer, and what encodes a text with its tokens."""
+    """llguidance's view of Llama 3's own tokenizer, and a function that encodes text with it."""
     tokenizer = Tokenizer(Path(oracle_module.__file__).with_name("tokenizer.model"))
     guide = llguidance.tiktoken.lltokenizer_from_encoding(
         tokenizer.model, n_vocab=tokenizer.n_words, eos_token=tokenizer.eot_id

@@ -1,6 +1,6 @@
 """The Jinja template of converted folders against `encode_chat`: the same ids, or errors of both.
 
-The judge is transformers: its `apply_chat_template`, with Llama 3's real vocabulary.
+The oracle is transformers' `apply_chat_template`, with Llama 3's real vocabulary.
 """
 
 import itertools
@@ -125,7 +125,7 @@ def test_each_dialog_has_the_same_ids(ours, theirs, tool_format, has_header):
             assert theirs.decode(found) == ours.decode(wanted), (dialog, tools)
         assert found == wanted, (dialog, tools)
         num_prompts += isinstance(wanted, list)
-    # A model without tools has prompts for dialogs without them alone.
+    # A model without tools has prompts only for dialogs without them.
     assert num_prompts > (7 if tool_format is ToolFormat.NONE else 100)
 
 

@@ -1,4 +1,4 @@
-"""Tool calls in an answer's text: the same however it is cut, and no character of it is lost."""
+"""Tool calls in an answer's text: the same however it is split, and no character is lost."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ ALL = Tools.of([*map(function, NAMES), *({"function": {"name": name}} for name i
 def parse(
     text: str, sizes: list[int] | None = None, tools: Tools = ALL, **options: bool
 ) -> list[Event]:
-    """The events of a text in pieces of these sizes; pieces of one content or argument joined."""
+    """Return the events of a text in pieces of these sizes, with adjacent pieces joined."""
     parser = ToolCallParser(tools, **options)
     events: list[Event] = []
     start = 0
@@ -47,7 +47,7 @@ def parse(
 
 
 def calls(*pairs: tuple[str, Any]) -> list[Event]:
-    """The events of these calls, their arguments as JSON or as its text."""
+    """Return the events of these calls, with their arguments as JSON or as text."""
     events: list[Event] = []
     for index, (name, arguments) in enumerate(pairs):
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
@@ -90,7 +90,7 @@ CASES: list[tuple[str, list[Event]]] = [
     ('[f(**{"a b": 1})]', calls(("f", {"a b": 1}))),
     ('[{"name": "f", "parameters": {}}, f(a=1)]', calls(("f", {}), ("f", {"a": 1}))),
     ("[f(a=1), hello]", [*calls(("f", {"a": 1})), Content(", hello]")]),
-    ("[f(a=1", calls(("f", '{"a": 1'))),  # cut off by max_tokens
+    ("[f(a=1", calls(("f", '{"a": 1'))),  # truncated by max_tokens
     ("[f(a='x", calls(("f", '{"a": "x'))),
     ("[f(a=1 2)]", [*calls(("f", '{"a": 1')), Content("2)]")]),
     ('{"name": "f", "parameters": {"a": nothing}}',
@@ -116,7 +116,10 @@ def test_calls_are_found_however_the_text_is_cut(text, wanted):
 
 
 def test_what_can_be_no_call_is_not_held_back():
-    """The name of no tool, or the first key of another object: from there on it is content."""
+    """Text that cannot be a call is not held back.
+
+    It has the name of no tool, or the first key of another object: from there on it is content.
+    """
     for text in ("Hello", "{x", '{"z', '{"name": "z', "[1", "[z", "<b", "a < c", "<function=z"):
         parser = ToolCallParser(ALL)
         held = [bool(parser.push(char)) for char in text]
@@ -152,7 +155,7 @@ def test_one_call_and_calls_at_the_start_alone():
 
 
 def test_nothing_is_too_deep_or_too_long():
-    """Bounds, and work that grows with the text alone."""
+    """No text is too deep or too long: there are bounds, and the work is linear in the text."""
     deep = "[f(a=" + "[" * 10_000
     (start, *_, rest) = parse(deep)
     assert start == CallStart(0, "f") and isinstance(rest, Content)
@@ -175,9 +178,12 @@ HOSTILE = [
 )
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_the_work_grows_with_the_text_alone(monkeypatch, start, piece):
-    """Text that begins calls without end, in one piece and by characters. Counted are the looks at
-    the text with the characters that each found, and the characters that are copied when more come:
-    twice the text, twice of them."""
+    """The work is linear in the text.
+
+    The text begins calls without end, in one piece and by characters. Counted are the characters of
+    each search in the text, and the characters that are copied when more arrive: each at most twice
+    the text.
+    """
     work = 0
     look, search, add = Source.look, Source.search, Source.add
 
@@ -225,7 +231,11 @@ TEXTS = st.lists(PIECES | st.characters(), max_size=40).map("".join)
 @settings(max_examples=400, deadline=None)
 @given(TEXTS, st.lists(st.integers(1, 9), max_size=40), st.booleans(), st.booleans(), st.booleans())
 def test_any_text_is_content_and_calls(text, sizes, tagged, parallel, at_start):
-    """It never raises, a stream is the whole, and what is not in a call is content in order."""
+    """Any text is content and calls.
+
+    The parser never raises, a stream equals the whole, and what is not in a call is content in
+    order.
+    """
     tools = replace(ALL, parallel=parallel, must_call=at_start)
     events = parse(text, tools=tools, is_tagged=tagged)
     assert parse(text, [1] * len(text), tools, is_tagged=tagged) == events
@@ -253,7 +263,7 @@ PLAIN = st.text(st.sampled_from("abc .,!?é😀\n"), max_size=12).map(lambda s: 
 @settings(max_examples=200, deadline=None)
 @given(PLAIN, PLAIN, st.lists(ARGUMENTS, min_size=1, max_size=3), st.integers(0, 3))
 def test_every_value_comes_back(before, after, arguments, form):
-    """Values as Python and as JSON write them, in each form, between words that stay content."""
+    """Every value survives, as Python and JSON write it, in each format, between content."""
     written = {
         0: lambda given: json.dumps({"name": "f", "parameters": given}),
         1: lambda given: f"<function=f>{json.dumps(given, indent=1)}</function>",

@@ -1,6 +1,6 @@
-"""Tools, content parts and response formats of `Llama.chat_completion`: the server's answers.
+"""Tools, content parts and response formats of `Llama.chat_completion` give the server's answers.
 
-The checkpoint and the engine are real; only the ids that are sampled come from a script.
+The checkpoint and the engine are real; only the sampled ids come from a script.
 """
 
 import json
@@ -38,7 +38,7 @@ def served(server: ScriptedServer, **body: Any) -> Any:
 
 
 def asked(llama: Llama, dialog: Any, **options: Any) -> ChatPrediction:
-    """The answer; the stream must join to it."""
+    """Return the answer, after checking that the stream joins to it."""
     (answer,) = llama.chat_completion([dialog], **options)
     deltas = list(llama.stream_chat([dialog], **options))
     message: Any = answer["generation"]
@@ -99,7 +99,10 @@ def test_an_answer_is_the_servers(server, text, options):
 
 
 def test_a_dialog_goes_on_with_the_results(server):
-    """The answer's own message goes back in, with the result of its call, in parts or as JSON."""
+    """A dialog continues with the results.
+
+    The answer's own message is sent back, with the result of its call, in parts or as JSON.
+    """
     server.says(CALL)
     message = asked(server.llama, QUESTION, tools=[WEATHER])["generation"]
     call: Any = message["tool_calls"][0]

@@ -51,7 +51,7 @@ def tokenizer() -> Tokenizer:
 
 
 def page(name: str, heading: str) -> str:
-    """The prompt below a heading of one of Meta's pages."""
+    """Return the prompt below a heading of one of Meta's pages."""
     text = (Path(llama_models.__file__).parent / name / PAGES[name]).read_text()
     text = text[text.index(heading) :]
     found = re.search(r"Input Prompt Format\n```\n(.*?)\n```", text, re.DOTALL)
@@ -63,7 +63,7 @@ PAGES = {"llama3_1": "prompt_format.md", "llama3_2": "text_prompt_format.md"}
 
 
 def ids_of(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """A page's prompt as Meta's ChatFormat encodes it: a header is encoded on its own."""
+    """Encode a page's prompt as Meta's ChatFormat does: a header is encoded on its own."""
     parts = re.split(r"(?<=<\|end_header_id\|>\n\n)", prompt)
     encode = tokenizer.encode
     return [i for p in parts for i in encode(p, bos=False, eos=False, allowed_special="all")]
@@ -96,7 +96,10 @@ def test_built_in_tools_are_as_on_metas_pages(tokenizer):
 
 
 def test_a_built_in_call_and_its_result_are_as_on_metas_page(tokenizer):
-    """That page's system message has no dates: what follows it is compared."""
+    """A built-in call and its result are as on Meta's page.
+
+    That page's system message has no dates, so what follows it is compared.
+    """
     wanted = page("llama3_1", "## Built-in tools full interaction")
     result = wanted.split("ipython<|end_header_id|>\n\n")[1].split("<|eot_id|>")[0]
     dialog = [
@@ -140,8 +143,11 @@ def test_python_calls_are_as_on_metas_pages(tokenizer):
 
 
 def test_a_python_call_goes_back_in_as_the_model_wrote_it(tokenizer):
-    """The page writes <|python_tag|> before it, which neither the answers on that page have nor
-    Meta's ChatFormat writes."""
+    """A Python call is sent back as the model wrote it.
+
+    The page writes <|python_tag|> before it, which neither the answers on that page nor Meta's
+    ChatFormat contain.
+    """
     wanted = page("llama3_2", "## Zero shot function calling E2E format").replace(
         "<|python_tag|>[", "["
     )
@@ -183,7 +189,7 @@ def test_several_calls_are_one_list_and_results_follow_in_their_order(tokenizer)
 
 
 def test_the_template_with_built_in_tools(tokenizer):
-    """As the chat template of Llama-3.1-8B-Instruct renders it with builtin_tools."""
+    """Built-in tools give the prompt of the chat template of Llama-3.1-8B-Instruct."""
     dialog = [user("?"), {"role": "assistant", "tool_calls": [call("f", {"a": 1})]}]
     tools = [*SEARCHES, {"type": "function", "function": {"name": "f", "parameters": {}}}]
     text = tokenizer.decode(encode_chat(tokenizer, dialog, tools, add_generation_prompt=False))
@@ -194,7 +200,7 @@ def test_the_template_with_built_in_tools(tokenizer):
 
 @pytest.mark.parametrize("tool_format", [ToolFormat.LLAMA_3_1, PYTHON])
 def test_no_text_becomes_a_special_token(tokenizer, tool_format):
-    """The same special tokens in the same order, whatever the strings say."""
+    """No text becomes a special token: the special ids and their order do not depend on strings."""
     evil = "".join(tokenizer.special_tokens)[:600]
 
     def special(text: str) -> list[int]:

@@ -1,6 +1,6 @@
 """Tools in prompts against Meta's chat template, and calls in answers against Meta's parser.
 
-The expected text is what transformers renders with the template of Llama-3.1-8B-Instruct.
+The expected text is rendered by transformers with the template of Llama-3.1-8B-Instruct.
 """
 
 from pathlib import Path
@@ -83,8 +83,12 @@ def test_without_a_system_message_its_header_ends_in_an_empty_line(tokenizer):
 
 @pytest.mark.parametrize("tools", [None, [WEATHER], [WEATHER, {"name": "brave_search"}]])
 def test_calls_of_one_message_are_encoded_one_after_the_other(tokenizer, tools):
-    """Meta's template refuses two calls in a message; with one in each, and its result after it, it
-    is the dialog of a model that calls again. Results come in any order; their ids tell."""
+    """Several calls of one message are encoded one after the other.
+
+    Meta's template refuses two calls in a message; with one call in each message and its result
+    after it, it is the dialog of a model that calls again. Results come in any order, as their ids
+    match the calls.
+    """
     question = {"role": "user", "content": "And Bern?"}
     calls = [
         {"id": name, "function": {"name": "weather", "arguments": {"city": name}}}
@@ -108,7 +112,8 @@ def test_without_tools_it_is_the_chat_format(tokenizer):
     chat = ChatFormat(tokenizer)
     dialog: list[Any] = [{"role": "user", "content": " Hi <|eot_id|> "}]
     results: list[Any] = [{"role": role, "content": f' "{role}" '} for role in ("ipython", "tool")]
-    for each in (dialog, results, [*results, *dialog]):  # a result of no call is Meta's own too
+    # Meta's format also allows a result without a call
+    for each in (dialog, results, [*results, *dialog]):
         assert encode_chat(tokenizer, each) == chat.encode_dialog_prompt(each)
     open_end: list[Any] = [*dialog, {"role": "assistant", "content": "Well, "}]
     ids = encode_chat(tokenizer, open_end, add_generation_prompt=False, continue_final_message=True)

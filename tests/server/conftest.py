@@ -18,13 +18,13 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")  # not longer: playwright's event loop lives in this thread
 def browser() -> Iterator[Any]:
-    """Headless Chromium, the system's own."""
+    """Headless Chromium, as installed on the system."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("there is no Chromium: install the package chromium")
     with api.sync_playwright() as playwright:
-        # A container may have no user namespaces, which Chromium's sandbox needs. A zygote would
-        # not be waited for, and what its processes took not be counted.
+        # A container may lack user namespaces, which Chromium's sandbox needs. The processes of a
+        # zygote would not be waited for, and their CPU time would not be counted.
         arguments = ["--no-sandbox", "--no-zygote"]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         yield browser
@@ -33,7 +33,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def browser_context(browser) -> Iterator[Any]:
-    """Without chats of other tests."""
+    """A browser context without chats of other tests."""
     context = browser.new_context(viewport={"width": 1100, "height": 800}, has_touch=True)
     context.set_default_timeout(60_000)
     yield context
@@ -42,8 +42,10 @@ def browser_context(browser) -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser_context) -> Iterator[Callable[..., Any]]:
-    """Opens an address in a tab of its own, after `prepare(tab)`; at the end, the page's script
-    must not have failed."""
+    """A function that opens an address in a new tab, after `prepare(tab)`.
+
+    At the end, the page's script must not have failed.
+    """
     pages: list[Any] = []
     errors: list[str] = []
 
@@ -63,7 +65,7 @@ def opened(browser_context) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def page(opened, server) -> Any:
-    """The page of the server, ready."""
+    """The page of the server, ready for input."""
     page = opened(server.url)
     page.wait_for_selector("#state.ready")
     return page
@@ -71,6 +73,6 @@ def page(opened, server) -> Any:
 
 @pytest.fixture(scope="module")
 def llama_for_tools(make_checkpoint) -> Llama:
-    """A tiny random model of Llama 3.1's kind, which knows tools."""
+    """A tiny random model of the type Llama 3.1, which supports tools."""
     folder, _, _ = make_checkpoint(use_scaled_rope=True)
     return Llama.build(str(folder), max_seq_len=2048, max_batch_size=18, device="cpu")

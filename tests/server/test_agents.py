@@ -1,8 +1,8 @@
-"""What coding agents send, each field as Claude Code 2.1.197, Codex CLI 0.169 and opencode 1.18
-sent it in a turn with a tool, its result and the answer. The texts are not theirs.
+"""Requests of coding agents: Claude Code 2.1.197, Codex CLI 0.169 and opencode 1.18.
 
-The real app and the makers' own clients, with a model that follows a script. The prompt must be
-that of the same chat with functions.
+Each field is as they sent it in a turn with a tool, its result and the answer; the texts are not
+theirs. The real app and the makers' own clients are used, with a model that follows a script. The
+prompt must be that of the same chat with functions.
 """
 
 import json
@@ -33,7 +33,7 @@ def chat_tool(name: str, parameters: Any, description: str = "Runs it.") -> dict
 
 
 def called(name: str, arguments: Any, result: str) -> list[dict[str, Any]]:
-    """A call and its result, as messages of a chat."""
+    """Return a call and its result, as messages of a chat."""
     call = {"id": "a", "function": {"name": name, "arguments": arguments}}
     return [
         {"role": "assistant", "tool_calls": [call]},
@@ -83,7 +83,10 @@ CLAUDE_CODE: dict[str, Any] = {
 
 @pytest.mark.parametrize("found", ["3", [{"type": "tool_reference", "tool_name": "Fetch"}]])
 def test_a_turn_of_claude_code(scripted, found):
-    """found: what the tool returned, text or a tool that a search has found."""
+    """A turn of Claude Code gives the prompt of the chat.
+
+    `found` is what the tool returned: text, or a tool that a search has found.
+    """
     import anthropic
 
     def connect(connection: Any) -> Any:
@@ -158,13 +161,13 @@ SHELL = {
     },
     "required": ["command"],
 }
-SHOWN = [  # to the model
+SHOWN = [  # the tools shown to the model
     chat_tool("exec", SCHEMA),
     chat_tool("agents.close", TARGET, "Closes it."),
     chat_tool("apply_patch", INPUT, f"Edits files.\n{GRAMMAR}"),
     chat_tool("local_shell", SHELL, "Run a program with its arguments on the user's machine."),
 ]
-# The call that the model writes; its item; the events of what is given to it.
+# The call that the model writes, its item, and the events that carry its input.
 CALLS: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ("exec", CALLED,
      {"type": "function_call", "name": "exec", "arguments": '{"command": "ls | wc -l"}'},
@@ -185,7 +188,7 @@ CALLS: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize("added", [False, True])  # the tools come as an item of the input
 @pytest.mark.parametrize("number", range(len(CALLS)))
 def test_a_turn_of_codex(scripted, number, added):
-    """With the first tool, and the one that is called."""
+    """A turn of Codex gives the prompt of the chat, with the first tool and the called one."""
     name, arguments, item, events = CALLS[number]
     tools = [CODEX_TOOLS[i] for i in sorted({0, number})]
     user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": ASKED}]}

@@ -1,7 +1,7 @@
-"""Each bad request of the table gets its own answer, and the server goes on.
+"""Each bad request of the table gets its expected answer, and the server goes on.
 
-The answer: the status, the field at fault, words that say what is wrong, under 4 KB, and neither a
-path of this machine nor a trace. The next good request is answered.
+The answer has the status, the field at fault, a message that says what is wrong, at most 4 KB, and
+neither a path of this machine nor a trace. The next good request is answered.
 """
 
 import json
@@ -65,7 +65,7 @@ def test_a_bad_request_gets_its_own_error(tool_server, server, connection, case:
 
 @pytest.mark.parametrize("sent", [b"X: " + b"a" * 3_000_000, b"X: a\r\n" * 500_000])
 def test_headers_without_end_are_cut(tool_server, sent):
-    """They come before any check of a key: the server must not collect them."""
+    """Endless headers are cut off: they come before the key is checked, and must not accumulate."""
     address = urlsplit(tool_server.url)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     with socket.create_connection((address.hostname, address.port), timeout=60) as client:
@@ -82,7 +82,7 @@ def test_headers_without_end_are_cut(tool_server, sent):
 
 
 def test_a_body_in_chunks_is_cut(tool_server, connection):
-    """It says no length beforehand."""
+    """A chunked body, which declares no length, is cut off at the limit."""
     parts = (b"a" * 2**20 for _ in range(20))
     headers = {"Content-Type": "application/json", **KEY}
     found = connection.post(tool_server.url + TEXT, content=parts, headers=headers)

@@ -1,6 +1,6 @@
 """The schema of each route in /openapi.json is that of the model that reads its bodies.
 
-The app has no model of weights yet, so that a body which is read gets 503, and a bad one 400.
+The app has no weights loaded, so a body that is read gets 503, and a bad one 400.
 """
 
 import json
@@ -36,8 +36,8 @@ USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}, "caller": {"type
 HINT = {"type": "ephemeral"}
 TOOL = {"name": "f", "input_schema": SCHEMA, "defer_loading": False, "allowed_callers": ["direct"]}
 
-# Bodies that clients and agents send; those with parts, results and thinking were once read by
-# parsers and refused by the schemas beside them.
+# Bodies that clients and agents send. A past fault: parsers read those with parts, results and
+# thinking, while the published schemas refused them.
 GOOD: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": "x", "max_tokens": 5, "logit_bias": {"7": -100}, "stop": "a", "echo": True}),
     (TEXT, {"prompt": [[1, 2], [3]], "stop": ["a", "b"], "temperature": 1, "best_of": 2, "n": 2}),
@@ -90,7 +90,7 @@ def document(client) -> dict[str, Any]:
 
 
 def schema_of(document: dict[str, Any], path: str) -> dict[str, Any]:
-    """Of the body of a route, with all that it points to."""
+    """Return the schema of the body of a route, with everything that it references."""
     (content,) = document["paths"][path]["post"]["requestBody"]["content"].values()
     return {**content["schema"], "components": document["components"]}
 
@@ -100,8 +100,10 @@ def is_valid(document: dict[str, Any], path: str, body: Any) -> bool:
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """The schema with what it points to in the place of the pointers, whatever their names, and
-    without null as a default and with floats, as FastAPI writes it."""
+    """Return the schema with its references resolved, whatever their names.
+
+    As in FastAPI's output, null is not a default, and numbers are floats.
+    """
     if isinstance(schema, list):
         return [resolved(each, root) for each in schema]
     if not isinstance(schema, dict):
@@ -116,7 +118,7 @@ def resolved(schema: Any, root: Any) -> Any:
 
 
 def test_the_schema_of_each_route_is_that_of_its_parameter(document):
-    """Which is what reads the body: see the next tests."""
+    """The schema of each route is that of its parameter, which reads the body."""
     service = Service("demo", Limits())
     made = [route for api in APIS for route in api.routes(service).routes]
     posts = [each for each in made if isinstance(each, BodyRoute) and each.methods == {"POST"}]
@@ -125,7 +127,7 @@ def test_the_schema_of_each_route_is_that_of_its_parameter(document):
         own = TypeAdapter(route.endpoint.__annotations__["body"]).json_schema()
         published = schema_of(document, route.path)
         own, published = resolved(own, own), resolved(published, published)
-        for each in (own, published):  # names of whole schemas, which FastAPI gives
+        for each in (own, published):  # titles of whole schemas, which FastAPI adds
             each.pop("title", None), each.pop("components", None)
         assert published == own, route.path
         assert "additionalProperties" in json.dumps(own)
@@ -142,7 +144,10 @@ def test_what_is_read_is_valid(client, document, path, body):
 
 
 def test_what_is_not_valid_is_refused(client, document):
-    """Of the table of bad bodies: the schema refuses most of them, and then the route does."""
+    """Invalid bodies are refused.
+
+    The schema refuses most of the table of bad bodies, and the route then refuses them too.
+    """
     refused = 0
     for case in BAD_REQUESTS:
         if case.status != 400 or case.headers or not isinstance(case.body, dict):
@@ -163,7 +168,7 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     COUNT: (CountBody, {"messages": [ASKED]}),
 }
 OTHERS: list[Any] = ["other", True, 7, -0.5, ["other"], {"other": 1}]
-NO_STATE = {  # named to be refused
+NO_STATE = {  # fields that are named only to be refused
     RESPONSES: {"previous_response_id", "conversation", "prompt"},
     MESSAGES: {"thread"},
 }
@@ -175,7 +180,7 @@ def section() -> str:
 
 
 def documented() -> dict[str, list[Any] | None]:
-    """The fields of the page's table -> their values; None: any."""
+    """Return the fields of the page's table and their values; None stands for any value."""
     found: dict[str, list[Any] | None] = {}
     for names, values in re.findall(r"^\| (`.*?) \| (.*) \|$", section(), re.MULTILINE):
         literals = re.findall("`(.*?)`", values.partition(";")[0])

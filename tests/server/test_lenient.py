@@ -1,6 +1,6 @@
-"""Fields that cannot be honoured: status 400, or left out and named where the server is lenient.
+"""Unsupported fields: status 400, or dropped and named where the server is lenient.
 
-The real routes, with a model that follows a script.
+The tests use the real routes, with a model that follows a script.
 """
 
 import logging
@@ -21,7 +21,7 @@ INPUT: Any = {"name": "weather", "input_schema": SCHEMA}
 SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 FORM = {"type": "json_object"}
 
-# Path, body with what cannot be honoured, the names of that, the body without it.
+# Path, body with unsupported fields, their names, and the body without them.
 CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     (TEXT, {"prompt": "x", "suffix": "y", "topK": 1, "no": None}, "suffix, topK", {"prompt": "x"}),
     (TEXT, {"prompt": "x", "a\n\u20ac": 1}, "a\\n\\u20ac", {"prompt": "x"}),
@@ -72,7 +72,7 @@ CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     (TOKENIZE, {"prompt": "x", "Other": 7}, "Other", {"prompt": "x"}),
 ]  # fmt: skip
 
-# What is wrong in a field that is honoured stays wrong; the lenient server does not hide it.
+# Wrong values of supported fields stay errors; the lenient server does not hide them.
 BAD: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": "x", "temperature": -1, "topK": 1}, "temperature=-1"),
     (TEXT, {"topK": 1}, "prompt is needed"),
@@ -104,7 +104,7 @@ def ask(scripted: ScriptedServer, path: str, *bodies: Any, lenient: bool = True)
 
 
 def without_ids(found: Any) -> Any:
-    """Of one answer: what is the same when it comes again."""
+    """Return what is equal when an answer is repeated."""
     if isinstance(found, list):
         return [without_ids(each) for each in found]
     changes = ("id", "created", "created_at", "call_id", "cached_tokens", "prompt_tokens_details")
@@ -124,7 +124,8 @@ def test_what_cannot_be_honoured_is_left_out_and_named(scripted, caplog, path, b
     assert "x-ignored-fields" not in wanted.headers
     lines = [line for line in caplog.messages if "X-Ignored-Fields" in line]
     assert lines == [f"{found.headers['x-request-id']}: X-Ignored-Fields: {names}"]
-    kept = ("tools", "text") if path == RESPONSES else ()  # of the request, in the response
+    # fields of the request that the response repeats
+    kept = ("tools", "text") if path == RESPONSES else ()
     answers = [{k: v for k, v in each.json().items() if k not in kept} for each in (found, wanted)]
     assert without_ids(answers[0]) == without_ids(answers[1])
     if path in (CHAT, TEXT, RESPONSES, MESSAGES):
@@ -141,7 +142,7 @@ def test_a_bad_value_of_a_field_that_is_honoured_stays_an_error(scripted, path, 
 
 
 def test_the_header_is_short(scripted):
-    """However many names there are, and however long."""
+    """The header is bounded, however many names there are, and however long."""
     body = {"prompt": "x"} | {f"{i:02}{'y' * 5000}": i for i in range(40)}
     (found,) = ask(scripted, TEXT, body)
     names = found.headers["x-ignored-fields"].split(", ")

@@ -1,5 +1,6 @@
-"""Anthropic's Messages API, with Anthropic's own client: real sockets and the demo model, and, for
-tool calls, the real app with a model that follows a script. The tests import it, which takes long.
+"""Anthropic's Messages API, with Anthropic's own client, which takes long to import.
+
+Most tests use real sockets and the demo model; tool calls use the real app with a scripted model.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ ZURICH = {"city": "Zürich 🌧"}
 
 
 def raw_events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream; the name of each is its type."""
+    """Yield the events of a stream, after checking that the name of each is its type."""
     data = web.post(f"{url}/v1/messages", json={**body, "stream": True}, timeout=60).text
     events = []
     for each in filter(None, data.split("\n\n")):
@@ -39,7 +40,7 @@ def raw_events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def content_of(events: list[Any]) -> list[Any]:
-    """The blocks that the events join to; their order is checked."""
+    """Return the blocks that the events join to, after checking the order of events."""
     first, *middle, delta, stop = [e for e in events if e["type"] != "ping"]
     assert (first["type"], delta["type"]) == ("message_start", "message_delta")
     assert stop == {"type": "message_stop"} and first["message"]["content"] == []
@@ -81,7 +82,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("body", REQUESTS)
 def test_a_stream_is_the_message_that_does_not_stream(server, demo, body):
-    """And the message is the answer of the chat with the same dialog."""
+    """A stream joins to the message without streaming, which is the chat's answer to the dialog."""
     whole = web.post(f"{server.url}/v1/messages", json=body, timeout=60).json()
     events = raw_events(server.url, body)
     assert content_of(events) == whole["content"]
@@ -137,8 +138,11 @@ def test_the_client_sync_and_async(server):
 
 
 def test_what_coding_agents_send(server):
-    """More max_tokens than the context has, hints for a cache and for thinking, an address with a
-    query, headers of betas: the answer is that of the plain dialog."""
+    """Extras of coding agents do not change the answer, which is that of the plain dialog.
+
+    They are a max_tokens beyond the context, hints for caching and thinking, a query in the
+    address, and beta headers.
+    """
     system = ["You are a storyteller.", "Be kind."]
     cached: Any = {"type": "ephemeral", "ttl": "1h"}
     thought = {"type": "thinking", "thinking": "Hm <|eot_id|>", "signature": "abc"}
@@ -188,7 +192,10 @@ def test_what_coding_agents_send(server):
 
 
 def test_an_answer_that_is_begun_and_one_of_a_given_form(server, demo):
-    """A last message of the assistant is the beginning of the answer."""
+    """A started answer is continued, and an answer follows a given format.
+
+    The last message of the assistant is the start of the answer.
+    """
     begun = [*STORY, {"role": "assistant", "content": "Once upon"}]
     body = {"messages": begun, "max_tokens": 10, "temperature": 0}
     found = web.post(f"{server.url}/v1/messages", json=body).json()
@@ -213,7 +220,7 @@ def test_an_answer_that_is_begun_and_one_of_a_given_form(server, demo):
 
 class MessagesServer(ScriptedServer):
     def ask(self, work: Any, tool_format: ToolFormat | None = None) -> Any:
-        """What `work(client)` returns; client: an anthropic.AsyncAnthropic."""
+        """Return the result of `work(client)`, where `client` is an anthropic.AsyncAnthropic."""
         import anthropic
 
         def connect(connection: Any) -> Any:
@@ -224,7 +231,7 @@ class MessagesServer(ScriptedServer):
         return self.call(work, tool_format, connect=connect, http=httpx2)
 
     def message(self, tool_format: ToolFormat | None = None, **body: Any) -> Any:
-        """The whole message; the events must join to it."""
+        """Return the whole message, after checking that the events join to it."""
         body = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER], **body}
         body.setdefault("max_tokens", 300)
 
@@ -281,7 +288,7 @@ def test_calls_and_words(scripted):
 
 
 def test_an_answer_ends_with_the_context(scripted):
-    """A client may ask for more than there is; the reason says which end it was."""
+    """An answer ends with the context if a client asks for more; the stop reason says so."""
     scripted.says("and on " * 1200)
     for most, reason in ((32000, "model_context_window_exceeded"), (9, "max_tokens")):
         message = scripted.message(max_tokens=most, timeout=60)
@@ -292,7 +299,10 @@ def test_an_answer_ends_with_the_context(scripted):
 
 
 def test_the_dialog_goes_back_in(scripted):
-    """The client's own message and its results: the prompt is that of the same chat."""
+    """The dialog is sent back by the client.
+
+    With the client's own message and its results the prompt is that of the same chat.
+    """
     scripted.says(f"I will look. {CALL}")
     first = scripted.message()
     call = first.content[1]
@@ -323,7 +333,10 @@ def test_the_dialog_goes_back_in(scripted):
 
 
 def test_several_calls_of_another_model_go_in(scripted):
-    """One message with two calls, as agents send it back, where the format has one call in each."""
+    """Several calls of another model are accepted.
+
+    Agents send back one message with two calls; the format has one call in each message.
+    """
     uses = [
         {"type": "tool_use", "id": each, "name": "weather", "input": {"city": each}}
         for each in "ab"
@@ -358,7 +371,10 @@ def test_a_forced_call_fits_its_schema(scripted):
 
 
 def test_an_error_in_the_stream_and_the_pings_before_it(scripted, monkeypatch):
-    """The status is sent already: the client raises what the last event says."""
+    """Pings precede an error in a stream.
+
+    The status was sent already, so the client raises the error that the last event reports.
+    """
 
     async def broken(self: Service, requests: Any, request_id: str, *more: Any) -> Any:
         async with contextlib.aclosing(outputs(self, requests, request_id, *more)) as real:

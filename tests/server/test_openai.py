@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's API: every field that is taken.
+"""Request bodies of OpenAI's API: every supported field.
 
 Bad bodies are in the table of test_bad_requests.py, and responses are tested with real answers in
 batch/test_lines.py.
@@ -14,7 +14,11 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def test_every_field_reaches_the_sampler():
-    """All of SamplingParams by its own name, OpenAI's aliases, labels, and null for not given."""
+    """Every field reaches the sampler.
+
+    All of SamplingParams are accepted by their own names, with OpenAI's aliases, labels, and null
+    for absent values.
+    """
     changed: dict[str, Any] = {
         "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.25, "top_k": 3,
         "min_p": 0.125, "repetition_penalty": 1.5, "presence_penalty": 1.0,

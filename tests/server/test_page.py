@@ -1,7 +1,7 @@
 """The page at `/`, in headless Chromium against a real server: what a person does and sees.
 
-Skipped where playwright or a Chromium is missing. Answers that a model would not give on demand
-come from a scripted stream, in OpenAI's shapes.
+Skipped without playwright or a Chromium. Answers that a model would not give on demand come from a
+scripted stream, in OpenAI's format.
 """
 
 import json
@@ -67,7 +67,7 @@ def test_an_answer_streams_and_says_what_it_took(page, server):
     assert re.search(r"[\d.]+ tokens/s\s+First token \d+\.\d\d s\s", figures)
     assert f"{wanted['usage']['completion_tokens']} tokens" in figures
     assert f"Prompt {wanted['usage']['prompt_tokens']}, " in figures and "cached" in figures
-    # Nothing else can run here, nor be asked.
+    # Nothing else can run on this page, and no other host can be contacted.
     page.evaluate("""() => {
         const other = document.createElement("script");
         other.append("window.isOpen = true");
@@ -79,7 +79,7 @@ def test_an_answer_streams_and_says_what_it_took(page, server):
 
 
 def test_the_speed_is_the_servers_own(page):
-    """All of an answer in one burst: here it took no time at all."""
+    """The speed is the server's own; this answer arrives in one burst, without measurable time."""
     usage = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
     last = {"choices": [], "usage": usage, "timings": {"predicted_per_second": 249.6}}
     script(page, [{"content": word} for word in ("a", "b", "c")], last=last)
@@ -101,7 +101,10 @@ def test_markdown_means_what_commonmark_says(page):
 
 
 def test_a_growing_text_is_made_again_at_its_end_alone(page):
-    """What a text has become in the end does not depend on how it came, and what is done stays."""
+    """A growing text is rendered again only at its end.
+
+    The final rendering does not depend on how the text arrived, and finished blocks are kept.
+    """
     grown = page.evaluate(
         """(texts) => texts.map((text) => {
             const [grown, whole] = [document.createElement("div"), document.createElement("div")];
@@ -184,7 +187,7 @@ def test_no_text_can_run_or_load_anything(page, server):
 
 
 def test_no_text_takes_long(page):
-    """Each would take minutes where the time were the square of the length."""
+    """No text takes long to render; with quadratic time each of these would take minutes."""
     parts = "* ** _ ` `` [ ] ![ [a]( [a](< [a](b(  <http: &#1 | ~~ > - 1. *a_ **a* [[a]](b \\"
     texts = [part.strip() * 30_000 for part in parts.split(" ") if part]
     texts += ["> " * 20_000 + "a", "\n".join("  " * i + "- a" for i in range(400)), "a " * 60_000]
@@ -208,7 +211,7 @@ def test_no_text_takes_long(page):
 
 
 def test_stop_retry_and_edit(page, server):
-    # Any token: the end of the answer is far away, with this seed.
+    # Any token: with this seed, the end of the answer is far away.
     settings(page, temperature="100", top_p="1", seed="2")
     send(page, "Tell me a long story")
     page.wait_for_function("() => document.querySelector('.markdown')?.textContent.length > 20")
@@ -274,7 +277,11 @@ def test_a_token_shows_the_likeliest_others_and_is_continued_from(page, server):
 
 
 def test_what_is_no_text_cannot_be_continued_from(page):
-    """Neither half a character nor the end of the answer; a token's text may come later than it."""
+    """Only text can be continued from.
+
+    Neither half of a character nor the end of the answer is offered; a token's text may arrive
+    later than the token.
+    """
 
     def entry(token: bytes, logprob: float) -> dict[str, Any]:
         return {"token": token.decode(errors="replace"), "bytes": [*token], "logprob": logprob}
@@ -300,7 +307,10 @@ def test_what_is_no_text_cannot_be_continued_from(page):
 
 
 def test_the_composer_does_not_cover_the_alternatives(page):
-    """Not even those of the last token of a chat, where the page cannot scroll any further."""
+    """The composer does not cover the alternatives.
+
+    That includes those of a chat's last token, where the page cannot scroll any further.
+    """
     page.set_viewport_size({"width": 360, "height": 500})
     other = {"token": "x", "bytes": [120], "logprob": -2.0}
     scores: list[dict[str, Any]] = [
@@ -609,7 +619,7 @@ def test_two_tabs_do_not_destroy_each_others_chats(page, opened, server):
     script(other, [{"content": "Two"}], [{"content": "Four"}])
     send(other, "From the other tab")
     page.wait_for_selector("text=Two")
-    page.evaluate("tabs.onmessage = null")  # as if the news came too late
+    page.evaluate("tabs.onmessage = null")  # simulates a notification that arrives too late
     other.click("article.user >> nth=1 >> text=Copy")
     send(other, "Once more")
     other.wait_for_selector("text=Four")
@@ -756,7 +766,11 @@ def test_what_can_fail_says_so(page):
 
 
 def test_the_layout_fits_the_screen_and_its_colours_can_be_read(page):
-    """Wide and as a phone, light and dark. Contrast as WCAG has it: 4.5, 7 for most text."""
+    """The layout fits the screen and its colours are readable, on desktop and phone, light and
+    dark.
+
+    Contrast is computed as WCAG defines it: at least 4.5, and 7 for most text.
+    """
     settings(page, max_tokens="12", seed="1")
     send(page, "x" * 80 + " Tell me a story")
     show_tokens(page)

@@ -1,4 +1,4 @@
-"""Two servers behind nginx, with the example's own configuration; skipped where nginx is not."""
+"""Two servers behind nginx, with the example's own configuration; skipped without nginx."""
 
 import json
 import shutil
@@ -24,8 +24,11 @@ CONF = REPO / "torchrun_examples" / "nginx_two_servers.conf"
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
 def test_a_server_that_dies_behind_nginx_is_not_noticed(tmp_path):
-    """kill -9 of one of two servers under load: each line of a batch job has its
-    answer. Streams pass."""
+    """A server that dies behind nginx is not noticed by clients.
+
+    One of two servers gets SIGKILL under load: each line of a batch job still has its answer.
+    Streams are not buffered.
+    """
     with ExitStack() as stack:
         servers = [stack.enter_context(run_server("--max_seq_len", "512")) for _ in range(2)]
         url = stack.enter_context(_Nginx(tmp_path, servers))
@@ -39,7 +42,7 @@ def test_a_server_that_dies_behind_nginx_is_not_noticed(tmp_path):
         def work() -> None:
             reports.append(run_server_batch(url, str(tmp_path / "in"), str(out)))
 
-        thread = threading.Thread(target=work, daemon=True)  # it may try again for minutes
+        thread = threading.Thread(target=work, daemon=True)  # it may retry for minutes
         thread.start()
         wait_until(lambda: num_lines(out) >= 40)
         servers[0].process.kill()
@@ -49,7 +52,7 @@ def test_a_server_that_dies_behind_nginx_is_not_noticed(tmp_path):
 
 
 class _Nginx:
-    """nginx with the example's configuration, on free ports. `with` gives its URL."""
+    """A context that runs nginx with the example's configuration on free ports; gives its URL."""
 
     def __init__(self, folder: Path, servers: list[RunningServer]) -> None:
         self._folder, conf = folder, CONF.read_text()

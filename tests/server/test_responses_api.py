@@ -1,5 +1,7 @@
-"""OpenAI's Responses API, with OpenAI's own client: real sockets and the demo model, and, for tool
-calls, the real app with a model that follows a script."""
+"""OpenAI's Responses API, with OpenAI's own client.
+
+Most tests use real sockets and the demo model; tool calls use the real app with a scripted model.
+"""
 
 import asyncio
 import contextlib
@@ -28,7 +30,7 @@ CHANGES = ("id", "created_at", "call_id", "item_id", "cached_tokens")
 
 
 def raw_events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream; the name of each is its type."""
+    """Yield the events of a stream, after checking that the name of each is its type."""
     data = web.post(f"{url}/v1/responses", json={**body, "stream": True}, timeout=60).text
     events = []
     for each in filter(None, data.split("\n\n")):
@@ -39,7 +41,7 @@ def raw_events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def without_ids(value: Any) -> Any:
-    """What is the same in two answers to one request."""
+    """Return what is equal in two answers to one request."""
     if isinstance(value, list):
         return [without_ids(each) for each in value]
     if isinstance(value, dict):
@@ -48,7 +50,7 @@ def without_ids(value: Any) -> Any:
 
 
 def check_events(events: list[Any], whole: dict[str, Any]) -> None:
-    """Their order, and that they join to the response that does not stream."""
+    """Check the order of events, and that they join to the response without streaming."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     created, in_progress, *middle, last = events
     assert created["type"] == "response.created" and created["response"]["output"] == []
@@ -102,7 +104,7 @@ REQUESTS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 
 @pytest.mark.parametrize(("body", "messages"), REQUESTS)
 def test_a_stream_is_the_response_that_does_not_stream(server, body, messages):
-    """And the response is the answer of the chat with the same dialog."""
+    """A stream joins to the response without streaming, which equals the chat's answer."""
     whole = web.post(f"{server.url}/v1/responses", json=body, timeout=60).json()
     check_events(raw_events(server.url, body), whole)
     chat = {"messages": messages, "temperature": 0, "max_tokens": body.get("max_output_tokens")}
@@ -181,7 +183,7 @@ def test_an_answer_of_a_given_form(server):
 
 class ResponsesServer(ScriptedServer):
     def respond(self, tool_format: ToolFormat | None = None, **body: Any) -> Any:
-        """The whole response; the events must join to it."""
+        """Return the whole response, after checking that the events join to it."""
         body = {"model": "tiny", "input": QUESTION, "tools": [WEATHER], **body}
 
         async def both(client: openai.AsyncOpenAI) -> tuple[Any, list[Any]]:
@@ -231,7 +233,7 @@ def test_calls_and_words(scripted):
 
 
 def test_an_answer_ends_with_the_context(scripted):
-    """max_output_tokens is an upper bound; the context may end before it."""
+    """An answer ends with the context, although max_output_tokens is larger."""
     scripted.says("and on " * 1200)
     response = scripted.respond(max_output_tokens=32000)
     assert response.usage.total_tokens == 2048 and response.status == "incomplete"
@@ -239,7 +241,9 @@ def test_an_answer_ends_with_the_context(scripted):
 
 
 def test_the_dialog_goes_back_in(scripted):
-    """The items of the answer and the call's result: the prompt is that of the same chat."""
+    """The dialog is sent back: with the answer's items and the call's result, the ids are the
+    chat's.
+    """
     scripted.says(f"I will look. {CALL}")
     first = scripted.respond()
     question = {"role": "user", "content": QUESTION}
@@ -278,7 +282,7 @@ def test_a_forced_call_fits_its_schema(scripted):
 
 
 def test_an_error_in_the_stream(scripted, monkeypatch):
-    """The status is sent already: the last event is the response that failed."""
+    """An error in the stream is reported by its last event, as the status was sent already."""
 
     async def broken(self: Service, requests: Any, request_id: str, *more: Any) -> Any:
         async with contextlib.aclosing(outputs(self, requests, request_id, *more)) as real:

@@ -28,7 +28,7 @@ def client(server) -> openai.OpenAI:
 
 
 def greedy(llama: Llama, prompts: list, count: int, **params: Any) -> list[Any]:
-    """What the engine answers in this process."""
+    """Return the engine's greedy answers in this process."""
     asked = SamplingParams(max_tokens=count, temperature=0, skip_special_tokens=True, **params)
     engine = llama.llm_engine
     return engine.run(
@@ -50,7 +50,7 @@ def test_every_form_of_a_prompt_gets_the_engines_answer(client, demo):
     for one in (texts[0], ids[0]):
         found = client.completions.create(model=MODEL, prompt=one, max_tokens=12, temperature=0)
         assert [choice.text for choice in found.choices] == [wanted[0].outputs[0].text]
-    named = f"<|begin_of_text|>{texts[0]}"  # as lm-eval sends it: still one begin_of_text
+    named = f"<|begin_of_text|>{texts[0]}"  # lm-eval sends this; there is still one begin_of_text
     found = client.completions.create(model=MODEL, prompt=named, max_tokens=12, temperature=0)
     assert found.usage.prompt_tokens == len(ids[0])
     assert found.choices[0].text == wanted[0].outputs[0].text
@@ -66,8 +66,11 @@ def test_every_form_of_a_prompt_gets_the_engines_answer(client, demo):
 
 
 def test_a_prediction_changes_no_answer_and_its_tokens_are_counted(client, demo):
-    """OpenAI's predicted outputs, in an answer that is whole and in a stream: of the prediction's
-    tokens, those that are in the answer are accepted, and all others rejected."""
+    """A prediction changes no answer, and its tokens are counted.
+
+    OpenAI's predicted outputs are sent with and without streaming: the prediction's tokens that are
+    in the answer count as accepted, and all others as rejected.
+    """
     ask: Any = {"model": MODEL, "messages": STORY, "max_tokens": 30, "temperature": 0}
     create = client.chat.completions.create
     plain = create(**ask)
@@ -90,7 +93,10 @@ def test_a_prediction_changes_no_answer_and_its_tokens_are_counted(client, demo)
 
 
 def test_a_message_that_stays_open_is_continued(server, client, demo):
-    """The answer goes on from the last message, whose white space counts; /tokenize agrees."""
+    """An open message is continued.
+
+    The answer continues the last message, whose white space counts; /tokenize agrees.
+    """
     start = "Once upon a time, \n"
     messages = [*STORY, {"role": "assistant", "content": start}]
     ids = demo.formatter.encode_dialog_prompt(STORY)
@@ -114,7 +120,10 @@ def test_a_message_that_stays_open_is_continued(server, client, demo):
 
 
 def test_token_counters_go_on_while_a_request_runs(server):
-    """prompt_tokens and generation_tokens are the engine's, and do not wait for a request's end."""
+    """Token counters advance while a request runs.
+
+    prompt_tokens and generation_tokens are the engine's and do not wait for a request's end.
+    """
 
     def counts() -> list[float]:
         lines = web.get(f"{server.url}/metrics").text.splitlines()
@@ -132,9 +141,12 @@ def test_token_counters_go_on_while_a_request_runs(server):
 
 
 def test_echo_scores_the_prompt(client, demo):
-    """max_tokens 0: the prompt alone. The first entry is null; a token's own value is among the
-    likeliest, the same float; the values are the model's own, whatever the temperature. The server
-    has another number of threads, which changes how torch rounds sums in float32."""
+    """`echo` scores the prompt.
+
+    With max_tokens 0 only the prompt is scored. The first entry is null; a token's own value is the
+    same float among the top entries; the values are the model's own, whatever the temperature. The
+    server runs another number of threads, which changes how torch rounds sums in float32.
+    """
     prompt = "Once upon a time 🎈"
     (wanted,) = greedy(demo, [prompt], 0, prompt_logprobs=2, logprobs=2)
     ids = wanted.prompt_token_ids
@@ -233,7 +245,7 @@ def test_an_answer_of_a_given_form(client):
 
 
 def assert_same(found: Any, wanted: Any) -> None:
-    """Numbers may differ as sums in another order do: a stream finds more of its prompt cached."""
+    """Check equality up to the order of sums: a stream finds more of its prompt cached."""
     if isinstance(wanted, float):
         assert found == pytest.approx(wanted, abs=1e-4)
     elif isinstance(wanted, dict | list):
@@ -307,13 +319,17 @@ def test_a_client_that_leaves_frees_its_pages(server, stream):
 
 
 def test_signals_drain_and_a_full_queue_is_refused():
-    """With one place and one in the queue: the third request is refused at once. After SIGTERM the
-    two are answered, with drafts, another is not, and the exit code is 0. Before that, a flag gives
-    tools to a model of Llama 3.0."""
+    """Signals drain the server, and a full queue refuses requests.
+
+    With one slot and a queue of one, the third request is refused at once. After SIGTERM the two
+    are answered, with drafts, another one is refused, and the exit code is 0. Before that, a flag
+    gives tools to a model of Llama 3.0.
+    """
     flags = ("--max_seq_len", "512", "--max_batch_size", "1", "--max_queue", "1")
     body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True}
     more = ("--api_key", "k", "--tool_format", "llama3.2", "--speculate", "lookup")
-    with run_server(*flags, *more, env=dict(os.environ)) as server:  # a user's number of threads
+    # the number of threads is the user's
+    with run_server(*flags, *more, env=dict(os.environ)) as server:
         url, headers = f"{server.url}/v1/completions", {"Authorization": "Bearer k"}
         messages = f"{server.url}/v1/messages"
         assert web.post(messages, json={}, headers={"x-api-key": "k"}).status_code == 400

@@ -1,4 +1,4 @@
-"""What a step that fails does to the clients and the server, and what one bad row does not."""
+"""The effects of a failing step on clients and the server, and of one bad row on the others."""
 
 import os
 import re
@@ -25,15 +25,19 @@ from faulty_server import NAN, RAISE
 PROGRAM = (str(PROGRAMS / "faulty_server.py"),)
 FLAGS = ("--max_seq_len", "2048", "--dtype", "fp32", "--device", "cpu")
 LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True}
-LIMIT_S = 60.0  # generous: it tells a hang from an end
-SLACK_S = 5.0  # of a busy machine
+LIMIT_S = 60.0  # generous: distinguishes a hang from a slow end
+SLACK_S = 5.0  # slack for a busy machine
 SOON = httpx.Timeout(LIMIT_S, read=0.5)  # for a client that does not wait for its answer
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.dist)])
 def test_sigterm_while_the_model_is_loaded_is_an_end_in_order(num_ranks):
-    """There is nothing to finish: the exit code is that of a drain, and no rank complains; torch
-    may, of its store, as the environment that makes it silent is read when it is imported."""
+    """SIGTERM while the model is loaded ends the server in order.
+
+    There is nothing to finish: the exit code is that of a drain, and no rank complains. torch may
+    complain about its store, since the environment variable that silences it is read when torch is
+    imported.
+    """
     flags = [*FLAGS, "--port", "0", "--ranks", str(num_ranks)]
     process = warm.Popen(
         [sys.executable, *PROGRAM, "serve", *flags],
@@ -44,7 +48,7 @@ def test_sigterm_while_the_model_is_loaded_is_an_end_in_order(num_ranks):
         for _ in range(num_ranks):
             while (line := process.stderr.readline()) != "reading\n":
                 assert line, "it ended"
-        if num_ranks > 1:  # the launcher may be put aside between the ranks that it tells
+        if num_ranks > 1:  # the launcher may be descheduled between signalling the ranks
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             os.kill(int(children[-1]), signal.SIGTERM)
             time.sleep(0.3)
@@ -56,8 +60,11 @@ def test_sigterm_while_the_model_is_loaded_is_an_end_in_order(num_ranks):
 
 
 def test_a_row_that_fails_touches_no_other():
-    """NaN in one row: that request alone gets 500, its neighbours the answer as ever; the server
-    goes on. Then a step fails: all of them get 500, and the process ends."""
+    """A row that fails affects no other.
+
+    With NaN in one row, that request alone gets 500, its neighbours get their usual answers, and
+    the server goes on. Then a step fails: all requests get 500, and the process ends.
+    """
     with run_server(*FLAGS, program=PROGRAM, env=environment(FAULT="raise")) as server:
         url = f"{server.url}/v1/completions"
         good = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
@@ -80,8 +87,11 @@ def test_a_row_that_fails_touches_no_other():
 
 
 def test_a_step_that_fails_when_all_clients_have_left_ends_the_server(tmp_path):
-    """The one that sent the request leaves while the step runs: nobody is there to be told of its
-    failure, but /health says it, and the process ends."""
+    """A step that fails when all clients have left ends the server.
+
+    The only client leaves while the step runs: nobody receives the error, but /health reports it,
+    and the process ends.
+    """
     go_on = tmp_path / "go_on"
     env = environment(FAULT="raise", FAULT_FILE=str(go_on))
     with run_server(*FLAGS, program=PROGRAM, env=env) as server:
@@ -100,7 +110,10 @@ def test_a_step_that_fails_when_all_clients_have_left_ends_the_server(tmp_path):
 @pytest.mark.dist
 @pytest.mark.parametrize(("fault", "rank"), [("raise", None), ("kill", "1")])
 def test_a_step_that_fails_on_ranks_answers_and_ends(fault, rank):
-    """The model fails on both ranks; or rank 1 is gone, and rank 0 waits for it in the step."""
+    """A step that fails on ranks gives an answer and ends the job.
+
+    The model fails on both ranks; or rank 1 is gone, and rank 0 waits for it in the step.
+    """
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     env = environment(FAULT=fault, **({} if rank is None else {"FAULT_RANK": rank}))
     with run_server(*FLAGS, launcher=launcher, program=PROGRAM, env=env) as server:
@@ -114,14 +127,17 @@ def test_a_step_that_fails_on_ranks_answers_and_ends(fault, rank):
 
 @pytest.mark.dist
 def test_a_stopped_rank_of_an_idle_server_ends_it():
-    """Nobody asks anything: /ready is 503 and the figures say which rank, and the job ends."""
+    """A stopped rank ends an idle server.
+
+    There is no request: /ready is 503, the metrics name the rank, and the job ends.
+    """
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     with run_server(*FLAGS, launcher=launcher, env=environment()) as server:
         with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client:
             assert client.get("/ready").status_code == 200
             agent = Path(f"/proc/{server.process.pid}/task")
             ranks = [pid for file in agent.glob("*/children") for pid in file.read_text().split()]
-            os.kill(int(max(ranks, key=int)), signal.SIGSTOP)  # it was started last
+            os.kill(int(max(ranks, key=int)), signal.SIGSTOP)  # the rank that was started last
             began = time.monotonic()
             wait_until(lambda: client.get("/ready").status_code == 503)
             assert 'llama:rank_alive{rank="1"} 0.0' in client.get("/metrics").text
@@ -131,8 +147,10 @@ def test_a_stopped_rank_of_an_idle_server_ends_it():
 
 
 def _check_that_a_step_fails(server: RunningServer) -> None:
-    """Everyone in the step gets 500 in OpenAI's envelope, streaming or not, soon; then the server
-    says that it is broken, or is gone."""
+    """Check that every request in the step soon gets 500 in OpenAI's envelope, streaming or not.
+
+    The server then reports that it is broken, or is gone.
+    """
     url = f"{server.url}/v1/completions"
     answers = [_Asking(url, LONG) for _ in range(3)]
     wait_until(lambda: web.get(f"{server.url}/load").json() == {"server_load": len(answers)})

@@ -1,6 +1,6 @@
-"""Many clients at once, in numbers that a test can wait for; programs/server_load.py has them all.
+"""Many clients at once, on a small scale; programs/server_load.py has the full scale.
 
-Also what single requests may do to the event loop, as CPU time: the machine may be busy.
+The CPU time that single requests take on the event loop is also tested, as the machine may be busy.
 """
 
 import asyncio
@@ -22,20 +22,23 @@ from llama.server.errors import broken
 sys.path.insert(0, str(PROGRAMS))
 import server_load
 
-MOST_GROWTH_MB = 40.0  # of a process of 300: its allocator keeps some of what came and went
+MOST_GROWTH_MB = 40.0  # for a process of 300 MB, whose allocator retains some freed memory
 
 
 @pytest.fixture(scope="module")
 def small_server():
-    """8 places and a queue of 16."""
+    """A server with 8 slots and a queue of 16."""
     flags = ("--max_seq_len", "512", "--dtype", "fp32", "--max_batch_size", "8")
     with run_server(*flags, "--max_queue", "16") as running:
         yield running
 
 
 def test_a_crowd_is_served_and_leaves_nothing(small_server):
-    """More clients than the queue takes: all get their answer in the end, and 503 is all that they
-    see else. Then clients that leave, and some that do not read: each page comes back."""
+    """A crowd is served and leaves nothing behind.
+
+    More clients than the queue takes all get their answers eventually, and see no error but 503.
+    Clients that leave, and some that do not read, follow: each page is returned.
+    """
     client = server_load.Client(small_server.url)
     pid = small_server.process.pid
     asyncio.run(server_load.flood(client, 24, 8))
@@ -51,8 +54,11 @@ def test_a_crowd_is_served_and_leaves_nothing(small_server):
 
 @pytest.mark.parametrize("end", ["whole", "left", "failed"])
 def test_a_stream_that_ended_is_freed_at_once(end):
-    """Not by the collector, which may come 50,000 objects later. uvicorn's `receive` tells that the
-    client has left where it was sent all, too."""
+    """A finished stream is freed at once.
+
+    It does not wait for the garbage collector, which may come 50,000 objects later. uvicorn's
+    `receive` reports a disconnect also after everything was sent.
+    """
     has_left, sent = asyncio.Event(), list[dict[str, Any]]()
 
     async def events() -> AsyncGenerator[bytes, None]:
@@ -87,8 +93,11 @@ def test_a_stream_that_ended_is_freed_at_once(end):
 
 
 def test_no_request_holds_the_event_loop_up():
-    """Long texts, large bodies, many prompts, schemas: the loop's thread computes for less than a
-    second between two turns. (The bar is 0.2 s; the program says what each took.)"""
+    """No request blocks the event loop.
+
+    With long texts, large bodies, many prompts and schemas, the loop's thread computes for less
+    than a second between two turns. (The target is 0.2 s; the program prints each case.)
+    """
     words = ["letters", "MB of", "prompts of 400 ch", "schema", "20,000", "99,000 lists"]
     command = [sys.executable, str(PROGRAMS / "loop_times.py"), *words]
     env = environment(PYTHONPATH=f"{PROGRAMS.parent}:{PROGRAMS.parent.parent}")

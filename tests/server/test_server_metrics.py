@@ -1,4 +1,4 @@
-"""The figures of /metrics: they count what they say, and the dashboard asks for no others."""
+"""The metrics of /metrics are right, and the dashboard uses no others."""
 
 import json
 import os
@@ -30,7 +30,7 @@ NAMES = """
 
 
 def figures(url: str) -> dict[tuple[str, ...], float]:
-    """(name without llama:, its labels' values) -> value."""
+    """Return (name without llama:, its labels' values) -> value."""
     found = {}
     for family in text_string_to_metric_families(web.get(f"{url}/metrics").text):
         for sample in family.samples:
@@ -40,14 +40,17 @@ def figures(url: str) -> dict[tuple[str, ...], float]:
 
 @pytest.fixture(scope="module")
 def own_server():
-    """Its figures begin at 0; two sequences run at once."""
+    """A separate server, whose metrics start at 0; two sequences run at once."""
     with run_server("--max_seq_len", "512", "--dtype", "fp32", "--max_batch_size", "2") as running:
         yield running
 
 
 def test_figures_count_requests_and_tokens(own_server):
-    """Two prompts with 7 and 2 answers' tokens; the second time the first prompt is cached. While 5
-    sequences are asked for and 2 fit, 3 wait. A line in the log for each, without the prompt."""
+    """Metrics count requests and tokens.
+
+    Two prompts have answers of 7 and 2 tokens; the second time the first prompt is cached. Of 5
+    requested sequences 2 run and 3 wait. The log has a line for each request, without the prompt.
+    """
     url = f"{own_server.url}/v1/completions"
     prompt = [7] * 40
     body = {"prompt": [prompt, [5]], "max_tokens": 3, "ignore_eos": True}
@@ -84,12 +87,12 @@ def test_figures_count_requests_and_tokens(own_server):
 
 
 def lines_with(server: RunningServer, text: str) -> list[str]:
-    """Those of its log; a thread reads it, so a line may come later than what it tells of."""
+    """Wait for the lines of the log with a text; a thread reads the log, so they may come late."""
     return [line for line in server.log if text in line]
 
 
 def test_a_name_of_a_request_may_come_twice(own_server):
-    """The client chooses it: two at once with the same are two."""
+    """Two concurrent requests may have the same name, because the client chooses it."""
     url, answers = f"{own_server.url}/v1/completions", []
 
     def ask() -> None:
@@ -106,7 +109,10 @@ def test_a_name_of_a_request_may_come_twice(own_server):
 
 
 def test_a_rank_that_left_or_was_killed_is_not_alive():
-    """As rank 0 sees it: rank 1 said that it leaves, rank 2 is another process, and gone."""
+    """A rank that left or was killed is not alive in the metrics.
+
+    As rank 0 sees it, rank 1 reported that it leaves, and rank 2 is another process, which is gone.
+    """
     zero = Peers(0)
     own = zero.own
     with subprocess.Popen(["sleep", "60"]) as process:

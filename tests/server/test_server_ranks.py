@@ -1,4 +1,4 @@
-"""Servers on two and four ranks: the bytes of one process, whatever a request asks for."""
+"""Servers on two and four ranks give the bytes of one process, whatever a request asks for."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from helpers.launch import environment
 from helpers.server import RunningServer, run_server
 from helpers.web import web
 
-# The demo model has no tools of its own.
+# The demo model does not define tools.
 FLAGS = ["--max_seq_len", "1024", "--dtype", "fp32", "--device", "cpu"]
 FLAGS += ["--tool_format", "llama3.2"]
 STORY: Any = [{"role": "user", "content": "Tell me a story about a cat"}]
@@ -52,15 +52,18 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 ALONE = [REQUESTS[0], REQUESTS[3]]
 LONG = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
-# What each answer has of its own: names, times, and what was cached when it came.
+# What differs between answers: names, times, and how much of the prompt was cached.
 _OWN = {"id", "created", "created_at", "call_id", "item_id", "input_tokens", "sequence_number"}
 _OWN |= {"prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens"}
-_LABELS = {"type", "object", "model", "role"}  # that every part of a stream may repeat
+_LABELS = {"type", "object", "model", "role"}  # fields that every chunk of a stream may repeat
 
 
 def answers(url: str, requests: list[tuple[str, dict[str, Any]]] = REQUESTS) -> list[Any]:
-    """To the requests at once: rows with and without a grammar, greedy and drawn, share steps. Then
-    to the greedy ones alone: where a step has no others, ranks exchange their top ids only."""
+    """Return the answers to the requests, sent all at once and then the greedy ones alone.
+
+    At first rows with and without a grammar, greedy and sampled, share steps. In steps without
+    sampled rows, ranks exchange their top ids only.
+    """
     with ThreadPoolExecutor(len(requests)) as pool:
         found = list(pool.map(lambda request: _answer(url, *request), requests))
     return found + [_answer(url, *request) for request in ALONE]
@@ -80,8 +83,10 @@ def _answer(url: str, path: str, body: dict[str, Any]) -> Any:
 
 
 def _join(value: Any, place: str, joined: dict[str, Any]) -> None:
-    """Add each string and number of a part of a stream to those of the same place: how many tokens
-    a part brings is a matter of time."""
+    """Add each string and number of a chunk to the one at the same path.
+
+    How many tokens a chunk has depends on timing.
+    """
     if isinstance(value, dict):
         place += f"[{value.get('index', '')}]"
         for key in value.keys() - _OWN - _LABELS:
@@ -96,7 +101,7 @@ def _join(value: Any, place: str, joined: dict[str, Any]) -> None:
 
 
 def assert_same(found: Any, wanted: Any) -> None:
-    """Log-probabilities are sums, which ranks add up in parts; all else is equal."""
+    """Check equality; log probabilities may differ, as ranks add partial sums."""
     if isinstance(wanted, float):
         assert found == pytest.approx(wanted, abs=1e-4)
     elif isinstance(wanted, dict):
@@ -123,10 +128,14 @@ def of_one_process() -> tuple[list[Any], Any]:
 @pytest.mark.dist
 @pytest.mark.parametrize("size", [2, 4])
 def test_several_ranks_answer_as_one_and_end_in_order(of_one_process, size):
-    """Rank 0 leads: the same texts as of one process. After SIGTERM, what runs is answered, no rank
-    complains, and nothing else is said; the exit code is 0, and torchrun's is 1 whatever its ranks
-    do. Four ranks get every second request, of each API and each kind of step. Two guess tokens
-    ahead, which no answer shows: tools, forms, streams, and what runs at the signal."""
+    """Several ranks answer as one process and end in order.
+
+    Rank 0 leads, and the texts are those of one process. After SIGTERM, running requests are
+    answered, no rank complains and nothing else is printed; the exit code is 0, while torchrun's is
+    1 in any case. Four ranks get every second request, of each API and each kind of step. Two ranks
+    use speculative decoding, which must show in no answer: tools, formats, streams, and requests
+    that run at the signal.
+    """
     every = slice(0, len(REQUESTS), size // 2)
     of_one, long = of_one_process
     alone = [*of_one[every], *of_one[len(REQUESTS) :]]

@@ -1,7 +1,7 @@
-"""What /openapi.json says of the server, held by schemathesis: random requests, good and bad.
+"""schemathesis checks the server against /openapi.json with random requests, good and bad.
 
-A bad one is a 400 with its API's error object; a good one may still be one, where the schema cannot
-say what the engine needs. No answer is a 5xx, and the server answers after all of them.
+A bad request gets 400 with its API's error object; a valid one may also get 400, where the schema
+cannot express what the engine needs. No answer is a 5xx, and the server answers after all of them.
 """
 
 import pytest

@@ -1,6 +1,6 @@
-"""Text at the edges of the server: special tokens' names in requests, and characters in streams.
+"""Text at the edges of the server: names of special tokens in requests, characters in streams.
 
-In process: the app of the server over httpx's ASGI transport, with the demo model.
+The app of the server runs in this process over httpx's ASGI transport, with the demo model.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ async def client_of(
 
 
 def capture_prompts(service: Service) -> list[list[int]]:
-    """Prompts that reach the engine, in place of their answers: each request ends with 503."""
+    """Capture the prompts that reach the engine; each request then ends with 503."""
     found: list[list[int]] = []
     prepare = service.prepare
 
@@ -55,7 +55,7 @@ def capture_prompts(service: Service) -> list[list[int]]:
 
 
 def requests_with(text: str, tool_format: ToolFormat) -> list[tuple[str, dict[str, Any]]]:
-    """Every string that a request has, one at a time, with the text in it."""
+    """Yield each string of a request, one at a time, with the text inserted."""
     function = {
         "name": "find",
         "description": "Find it.",
@@ -100,7 +100,7 @@ def requests_with(text: str, tool_format: ToolFormat) -> list[tuple[str, dict[st
 
 
 def with_text(value: Any, text: str) -> list[Any]:
-    """The value with the text in one of its strings or names of fields: all such values."""
+    """Return all variants of the value with the text in one of its strings or field names."""
     if isinstance(value, str):
         return [value + text, text]
     found: list[Any] = []
@@ -117,8 +117,11 @@ def with_text(value: Any, text: str) -> list[Any]:
 
 @pytest.mark.parametrize("tool_format", list(ToolFormat))
 def test_no_text_of_a_request_becomes_a_special_token(demo, tool_format):
-    """Each string of a request, names of fields too, gets a special token's name, then plain text
-    in its place. Both are refused, or both prompts have the same special ids in the same order."""
+    """No text of a request becomes a special token.
+
+    Each string of a request, including field names, gets a special token's name, then plain text
+    instead. Both are refused, or both prompts have the same special ids in the same order.
+    """
     tokenizer = demo.tokenizer
     first = tokenizer.n_words - len(tokenizer.special_tokens)
     used = ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
@@ -161,7 +164,7 @@ WORDS = ["🎈", "👩‍👩‍👧", "é", "東京", "の", "。", "안녕", "
 
 
 def stream_bodies() -> list[dict[str, Any]]:
-    """100 requests whose answers are full of emoji, CJK, half characters and stop strings."""
+    """Return 100 requests whose answers have emoji, CJK, split characters and stop strings."""
     rng = random.Random(11)
     found: list[dict[str, Any]] = []
     for i in range(100):
@@ -171,11 +174,11 @@ def stream_bodies() -> list[dict[str, Any]]:
             body["prompt"] = prompt
         else:
             body["messages"] = [{"role": "user", "content": prompt}]
-        if i % 5 < 3:  # the answer has these characters; else bytes at random
+        if i % 5 < 3:  # the answer has these characters; otherwise random bytes
             characters = "🎈東京の語é👩안aΩ"
             body["structured_outputs"] = {"regex": f"[{characters}]{{6,20}}"}
             body["max_tokens"] = 60
-        if i % 3 == 0:  # it begins or ends beside a character of several bytes
+        if i % 3 == 0:  # the stop string starts or ends next to a multi-byte character
             body["stop"] = ["a🎈", "京の", "é東", "안a", "\ufffd"]
             body["include_stop_str_in_output"] = i % 2 == 0
         found.append(body)
@@ -183,8 +186,11 @@ def stream_bodies() -> list[dict[str, Any]]:
 
 
 def test_raw_streams_are_the_answers_that_do_not_stream(demo):
-    """The bytes of the events are UTF-8 by themselves, each delta is, and joined they are the
-    answer; U+FFFD is there only where the whole answer has it."""
+    """Raw streams join to the answers without streaming.
+
+    The bytes of each event and each delta are valid UTF-8, and joined they are the answer; U+FFFD
+    occurs only where the whole answer has it.
+    """
 
     async def check(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
         is_chat = "messages" in body
@@ -217,7 +223,10 @@ def test_raw_streams_are_the_answers_that_do_not_stream(demo):
 
 @pytest.mark.parametrize("allowed", [[], ["http://a:3000", "http://b"], ["*"]])
 def test_a_browser_lets_the_pages_ask_that_the_server_allows(allowed):
-    """The preflight, for which no key comes; and answers, of errors, too."""
+    """A browser permits the pages that the server allows.
+
+    This covers the preflight, which carries no key, and answers, including errors.
+    """
     app = make_app(Service("demo", Limits()), api_keys=["secret"], allowed_origins=allowed)
     ask = {
         "Access-Control-Request-Method": "POST",

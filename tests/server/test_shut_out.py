@@ -1,6 +1,6 @@
-"""No client shuts others out: not by large requests, silent connections or half bodies.
+"""No client shuts others out by large requests, silent connections or half-sent bodies.
 
-A server with small limits, in this process; a second signal needs a process of its own.
+A server with small limits runs in this process; a second signal needs a process of its own.
 """
 
 import contextlib
@@ -38,7 +38,8 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 @pytest.fixture(scope="module")
 def url(demo) -> Iterator[str]:
     server = Server(Service("demo", LIMITS), host="127.0.0.1", port=0, api_keys=[])
-    server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of all its connections
+    # inherited by all of its connections
+    server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     server.start()
     server.service.start(demo)
     yield f"http://127.0.0.1:{server.port}"
@@ -49,7 +50,7 @@ def url(demo) -> Iterator[str]:
 
 @pytest.fixture
 def connect(url) -> Iterator[Callable[..., socket.socket]]:
-    """Opens a connection, and sends bytes."""
+    """Return a function that opens a connection and sends bytes."""
     port = int(url.rpartition(":")[2])
     with contextlib.ExitStack() as stack:
 
@@ -61,7 +62,7 @@ def connect(url) -> Iterator[Callable[..., socket.socket]]:
             return found
 
         yield opened
-    time.sleep(0.1)  # for the server to see it
+    time.sleep(0.1)  # gives the server time to see it
 
 
 def all_of(connection: socket.socket) -> bytes:
@@ -89,8 +90,11 @@ def test_what_never_fits_is_told_the_limit(url, demo, body):
 
 
 def test_a_small_request_does_not_wait_for_a_large_one(url, demo):
-    """The large one is as large as one request may be; the small one is let in, and gets one of the
-    first places that become free."""
+    """A small request does not wait for a large one.
+
+    The large one has the maximal size; the small one is admitted and gets one of the first free
+    slots.
+    """
     count = demo.model.params.max_batch_size + 100
     large: list[httpx.Response] = []
     body = {"prompt": ["x"] * count, "max_tokens": 30, "ignore_eos": True}
@@ -129,7 +133,10 @@ def test_silence_ends(url, connect, monkeypatch, sent):
 
 @pytest.mark.parametrize("reads", [False, True], ids=["never", "slowly"])
 def test_an_answer_that_is_not_read_ends(url, monkeypatch, caplog, reads):
-    """Its request is aborted. A client that reads slowly gets all of it."""
+    """An answer that is not read ends, and its request is aborted.
+
+    A client that reads slowly gets all of it.
+    """
     monkeypatch.setattr(connections, "UNREAD_S", 1.0)
     body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 4, "stream": True}
     text = json.dumps(body).encode()
@@ -152,8 +159,11 @@ def test_an_answer_that_is_not_read_ends(url, monkeypatch, caplog, reads):
 
 
 def test_connections_have_limits(url, connect, caplog):
-    """Beyond those of one address, another address still comes in; beyond all, nobody. Who is
-    refused is told; a request of a connection that was there goes on."""
+    """Connections are limited per address and in total.
+
+    Beyond the limit of one address, another address is still accepted; beyond the total, nobody is.
+    A refused client gets an error; a request on an existing connection goes on.
+    """
     caplog.set_level("WARNING", "llama.server")
     held = [connect() for _ in range(8)]
     refused = all_of(connect())
@@ -186,7 +196,10 @@ def test_descriptors_are_kept_back(monkeypatch):
 
 
 def test_half_bodies_have_one_bound(url, connect):
-    """The later one of two is refused, whichever the server reads first."""
+    """Half-sent bodies share one bound.
+
+    The later one of two is refused, whichever the server reads first.
+    """
     head = POST + b"Content-Length: 200000\r\n\r\n"
     both = [connect(head + b" " * 90_000) for _ in range(2)]
     (refused,), _, _ = select.select(both, [], [], 60)

@@ -1,4 +1,4 @@
-"""Grammars that compile without end have threads of their own; no other request waits for them."""
+"""Grammars that never finish compiling have threads of their own and delay no other request."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from llama.server.service import Limits, Service
 SLOW = {"structured_outputs": {"regex": "slow"}}
 QUICK = {"structured_outputs": {"regex": "yes|no"}}
 NUM_SLOW = 6 + (os.cpu_count() or 1)  # more than the threads of asyncio's default executor
-LIMIT_S = 60.0  # generous: it tells a hang from an answer
+LIMIT_S = 60.0  # generous: distinguishes a hang from an answer
 
 
 @pytest.fixture
@@ -50,8 +50,11 @@ def _error(response: httpx.Response) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_long", [False, True])
 def test_slow_grammars_hold_up_no_other_request(demo, is_released, monkeypatch, is_long):
-    """Six and more grammars that do not end: a request without one is answered, small or large. The
-    grammars that began get 400, others 503; later ones are compiled as ever."""
+    """Slow grammars delay no other request.
+
+    With six or more grammars that never finish, a request without a grammar is answered, small or
+    large. The compiling requests get 400 and others 503; later grammars compile as usual.
+    """
     monkeypatch.setattr(service_module, "_PREPARE_S", 0.3)
 
     async def run() -> None:

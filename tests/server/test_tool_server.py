@@ -1,6 +1,6 @@
 """Tool calls through the real routes, with OpenAI's own client and a model that follows a script.
 
-The checkpoint, the engine and the app are real; only the ids that are sampled come from a script.
+The checkpoint, the engine and the app are real; only the sampled ids come from a script.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ ZURICH = {"city": "Zürich 🌧"}
 
 class ChatServer(ScriptedServer):
     def chat(self, tool_format: ToolFormat | None = None, **body: Any) -> Any:
-        """The whole answer; it must be what the chunks of a stream join to."""
+        """Return the whole answer, after checking that the chunks of a stream join to it."""
         return self.chats(tool_format, [body])[0]
 
     def chats(self, tool_format: ToolFormat | None, bodies: list[dict[str, Any]]) -> list[Any]:
-        """As above, of several requests at once."""
+        """Return the answers of several requests that run at once, checked in the same way."""
 
         async def both(client: openai.AsyncOpenAI, **body: Any) -> tuple[Any, list[Any]]:
             async def chunks() -> list[Any]:
@@ -65,7 +65,7 @@ def check_stream(choice: Any, parts: list[Any]) -> None:
             assert call.id is call.type is call.function.name is None
             calls[call.index][2] += call.function.arguments
     assert list(calls) == list(range(len(calls)))
-    # The ids of a response are its own.
+    # The ids of a response are unique.
     wanted = [[c.function.name, c.function.arguments] for c in choice.message.tool_calls or []]
     assert [each[1:] for each in calls.values()] == wanted
 
@@ -102,7 +102,10 @@ def test_several_python_calls(server):
 
 
 def test_code_after_its_token(server):
-    """The token is no text, so the ids tell that it came; eom_id ends the answer."""
+    """Code follows its special token.
+
+    The token is not text, so its id marks the code; eom_id ends the answer.
+    """
     server.says("<|python_tag|>print('ü')<|eom_id|>")
     (choice,) = server.chat(tools=[WEATHER, CODE]).choices
     assert calls_of(choice) == [("code_interpreter", {"code": "print('ü')"})]
@@ -135,7 +138,10 @@ def test_words_and_calls_that_are_cut_off(server):
     ],
 )
 def test_a_call_that_was_cut_off_goes_back_in_as_its_text(server, tools, text, count):
-    """The prompt of the next turn has the tokens of the answer, as far as they came."""
+    """A truncated call is sent back as its text.
+
+    The prompt of the next turn has the tokens of the answer, as far as they came.
+    """
     server.says(text)
     (choice,) = server.chat(max_tokens=count, tools=tools).choices
     assert choice.message.tool_calls and choice.finish_reason == "length"
@@ -153,7 +159,7 @@ def test_a_call_that_was_cut_off_goes_back_in_as_its_text(server, tools, text, c
     )
     assert after[: len(before) + count] == before + server.script.ids[:count]
     assert after[len(before) + count] == server.llama.tokenizer.eot_id
-    whole = server.chat(messages=dialog, tools=tools)  # and the chat takes it
+    whole = server.chat(messages=dialog, tools=tools)  # the chat route accepts it
     assert whole.usage.prompt_tokens > len(before) + count
 
 
@@ -180,8 +186,11 @@ def test_a_python_call_that_was_cut_off_goes_back_in(llama_for_tools, calls, wan
 
 
 def test_the_dialog_goes_back_in(server):
-    """The client's own message, with its calls, and their results: the ids are those of the
-    format, and /tokenize and the chat agree."""
+    """The dialog is sent back by the client.
+
+    With the client's own message, its calls and their results, the ids are those of the format, and
+    /tokenize agrees with the chat.
+    """
     server.says(CALL)
     first = server.chat()
     message = first.choices[0].message
@@ -216,8 +225,11 @@ FORECAST: dict[str, Any] = {
 
 @pytest.mark.parametrize("tool_format", [ToolFormat.LLAMA_3_1, ToolFormat.LLAMA_3_2])
 def test_a_forced_call_fits_its_schema_whatever_the_weights(server, tool_format):
-    """Random weights: a call where there must be one; where strict holds it, a call that fits, or
-    words."""
+    """A forced call fits its schema whatever the weights.
+
+    With random weights there is a call where one is required; where `strict` applies, it is a valid
+    call or plain text.
+    """
     function = {"name": "forecast", "parameters": FORECAST}
     tools = [{"type": "function", "function": function}, WEATHER]
     strict = [{"type": "function", "function": {**function, "strict": True}}]

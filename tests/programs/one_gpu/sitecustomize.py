@@ -1,6 +1,6 @@
-"""In a folder of PYTHONPATH: Python processes believe that their machine has one GPU.
+"""A module for PYTHONPATH that makes Python processes believe that their machine has one GPU.
 
-It cannot compute; whoever picks it by default fails as soon as memory is asked for.
+The GPU cannot compute; whoever selects it by default fails as soon as memory is allocated.
 """
 
 import torch
