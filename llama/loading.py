@@ -90,7 +90,7 @@ def load_model(args: BuildArgs) -> Loaded:
         longest = min(x.checkpoint.params.longest_context for x in models)
         # A wrong name in a variable is an error before weights are read.
         allowed = selection.asked_for()
-        native.asked_for()
+        native.allowed_instruction_sets()
         compared = {
             **args.shared(),
             "device": device.type,

@@ -102,7 +102,7 @@ def test_the_variable_names_one_body_or_none(fresh, monkeypatch):
     assert native.kernels() is None
     monkeypatch.setenv(native.VARIABLE, "avx9")
     with pytest.raises(ValueError, match=r"LLAMA_CPU_KERNELS='avx9': .* one of none, .*avx2"):
-        native.asked_for()
+        native.allowed_instruction_sets()
 
 
 def test_the_fastest_body_comes_first(monkeypatch):
@@ -118,8 +118,8 @@ def test_the_fastest_body_comes_first(monkeypatch):
         (AVX2.needs, "avx2"),
     ]:  # fmt: skip
         monkeypatch.setattr(native, "cpu_flags", lambda flags=flags: flags)
-        assert native.asked_for()[0].name == first
-        assert {x.name for x in native.asked_for()} >= {first, "avx2"}
+        assert native.allowed_instruction_sets()[0].name == first
+        assert {x.name for x in native.allowed_instruction_sets()} >= {first, "avx2"}
 
 
 @needs_kernels

@@ -1,9 +1,9 @@
-"""From the C++ files beside it to one library per instruction set: the flags, and the compiler.
+"""Compiles the C++ files beside it to one library per instruction set.
 
-The same flags are used at first use (native.py) and for the libraries in a wheel
-(scripts/wheel.py), so that both give the same bits. This file imports neither torch nor the
-package: a wheel is built where torch is not installed. It knows nothing of caches, or of what the
-kernels compute.
+In: an instruction set and a path. Out: a library there. native.py compiles at first use and
+scripts/wheel.py for a wheel, with the same flags, so that both give the same bits. This file
+imports neither torch nor the package: a wheel is built where torch is not installed. It must not
+know where libraries are stored, or what the kernels compute.
 """
 
 import functools
@@ -18,18 +18,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(__file__).parent  # of the sources, *.cpp and *.h
+FOLDER = Path(__file__).parent  # the folder of the sources
 _SUFFIXES = (".cpp", ".h")
+_HASH_BYTES = 32
 # Fused multiply-add everywhere: a row's result must not depend on the batch that it is in.
 _COMPILE = "-O3 -std=c++17 -ffp-contract=fast -fno-exceptions -fPIC -fopenmp".split()
-# No -fopenmp here: a second OpenMP runtime beside torch's would bring threads of its own, which
-# fight with torch's for the cores. The names are found in the runtime that torch has loaded.
+# No -fopenmp here: a second OpenMP runtime would bring threads of its own, which would compete with
+# torch's for the cores. The symbols are found in the runtime that torch has loaded.
 _LINK = "-shared -s -nodefaultlibs -lc".split()
 
 
 class InstructionSet(NamedTuple):
-    """One body of the kernels: how it is compiled, and the /proc/cpuinfo flags that it needs; and
-    flags of CPUs on which others are faster."""
+    """A set of CPU instructions for which the kernels are compiled.
+
+    Attributes:
+        name: The value of LLAMA_CPU_KERNELS that selects it.
+        flags: The compiler's flags.
+        needs: The flags of /proc/cpuinfo that a CPU must have.
+        slow_on: The flags of CPUs on which the other sets are faster.
+    """
 
     name: str
     flags: tuple[str, ...]
@@ -64,27 +71,31 @@ INSTRUCTION_SETS = (_AMX, _AVX512_BF16, _AVX512, _AVX2)  # the fastest first
 
 
 def is_supported_system() -> bool:
-    """Whether the kernels are for this system: Linux on x86-64, where a C long has 64 bits."""
+    """Return whether the kernels are for this system: Linux on x86-64, where a long has 64 bits."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 def find_compiler() -> str | None:
+    """Return the path of the C++ compiler, or None."""
     return shutil.which("g++") or shutil.which("c++")
 
 
 def library_name(instruction_set: InstructionSet) -> str:
-    """The file name of a library that lies beside the sources, in a package built for users."""
+    """Return the file name of a library that a wheel has beside the sources."""
     return f"kernels.{instruction_set.name}.so"
 
 
 def accepts(compiler: str, instruction_set: InstructionSet) -> bool:
-    """Whether the compiler knows the instruction set: g++ 10 knows avx512_bf16, g++ 11 AMX."""
+    """Return whether the compiler knows the instruction set.
+
+    avx512_bf16 needs g++ 10, AMX g++ 11.
+    """
     command = [compiler, *instruction_set.flags, "-x", "c++", "-E", os.devnull]
     return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
 
 
 def fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
-    """A name made of all that a library depends on."""
+    """Return a name that is made of all that a library depends on."""
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, timeout=60, check=True
     ).stdout
@@ -96,8 +107,12 @@ def fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
 def build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
     """Compile and link to `path`, which appears whole or not at all.
 
-    The library ends in its SHA-256, see `is_whole`. Raises OSError, or subprocess.SubprocessError
-    with the compiler's words. Temporary files lie beside `path`, in a folder named build-*.
+    The library ends in its SHA-256, see `is_whole`. Temporary files are beside `path`, in a folder
+    named build-*.
+
+    Raises:
+        OSError: The compiler or the folder cannot be used.
+        subprocess.SubprocessError: The compiler failed; `stderr` has its message.
     """
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as temporary:
         library = Path(temporary) / path.name
@@ -113,12 +128,15 @@ def build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the library is there and complete: to run half a file ends the process (SIGBUS)."""
+    """Return whether a library is there and complete.
+
+    Half a library loads, and ends the process when the missing half is used (SIGBUS).
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return False
-    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+    return hashlib.sha256(content[:-_HASH_BYTES]).digest() == content[-_HASH_BYTES:]
 
 
 def _run(compiler: str, *arguments: str) -> None:

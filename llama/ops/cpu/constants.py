@@ -33,14 +33,14 @@ class KvFormat(IntEnum):
 
 
 class BodyKind(IntEnum):
-    """What a half layer computes between its two products."""
+    """The computation of a half layer between its two products."""
 
     ATTENTION = 0
     FEED_FORWARD = 1
 
 
 class PackState(IntEnum):
-    """What became of the rows of a file that were packed."""
+    """The outcome of packing rows of a file."""
 
     PACKED = 0
     NOT_FINITE = 1
@@ -48,7 +48,7 @@ class PackState(IntEnum):
 
 
 class ChannelState(IntEnum):
-    """What an operation on memory that ranks share returns."""
+    """The result of an operation on memory that ranks share."""
 
     DONE = 0
     PENDING = 1
@@ -57,7 +57,7 @@ class ChannelState(IntEnum):
 
 
 class SumType(IntEnum):
-    """The types of numbers that ranks sum in shared memory."""
+    """The types that ranks can sum in shared memory."""
 
     BF16 = 0
     FP16 = 1

@@ -1,9 +1,9 @@
 """The CPU kernels as functions to call: a library from the package, or compiled at first use.
 
-`kernels()` gives the loaded library, or None, and the ops then run their torch body; `call` runs
-one of its functions. A wheel holds a library per instruction set. A checkout compiles the one for
-this CPU, which needs g++, and keeps it in ~/.cache/llama (or $XDG_CACHE_HOME/llama), where this
-user alone can write. LLAMA_CPU_KERNELS names one body of them, or none.
+`kernels()` returns the loaded library, or None, and the ops then run their torch body. `call` runs
+one of its functions. A wheel has a library per instruction set. A checkout compiles the library for
+this CPU, which needs g++, and stores it in ~/.cache/llama (or $XDG_CACHE_HOME/llama), where this
+user alone can write. LLAMA_CPU_KERNELS names one instruction set, or none.
 """
 
 import contextlib
@@ -26,31 +26,41 @@ from llama.ops.cpu import build, constants
 from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
 
 VARIABLE = "LLAMA_CPU_KERNELS"
-_COMPILE_S = 1200.0  # that a process waits for another to compile
+_COMPILE_S = 1200.0  # the time that a process waits for another to compile
+_LOCK_POLL_S = 0.1
+_MAX_MESSAGE = 500  # characters of the compiler's output in a warning
 
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """What the CPU can do, in Linux's words; empty on other systems."""
+    """Return what the CPU can do, as Linux names it; nothing on other systems."""
     if not build.is_supported_system():
         return frozenset()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return frozenset(next((x for x in lines if x.startswith("flags")), "").split())
+    flags = next((x for x in lines if x.startswith("flags")), "")
+    return frozenset(flags.split())
 
 
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
-    """The kernels for this CPU; None on a CPU that they are not for, or after a warning."""
-    supported = asked_for()
-    shipped = [build.FOLDER / build.library_name(x) for x in supported]
-    if path := next((path for path in shipped if path.exists()), None):
+    """Return the kernels for this CPU.
+
+    None if there are none for it, if LLAMA_CPU_KERNELS says so, or, after a warning, if they cannot
+    be compiled.
+    """
+    allowed = allowed_instruction_sets()
+    if not allowed:
+        return None
+    shipped = [build.FOLDER / build.library_name(x) for x in allowed]
+    path = next((path for path in shipped if path.exists()), None)
+    if path is not None:
         return checked(ctypes.CDLL(str(path)))
     try:
-        return checked(_compiled(supported)) if supported else None
+        return checked(_compiled(allowed))
     except (OSError, subprocess.SubprocessError) as e:
-        detail = str(getattr(e, "stderr", None) or e)[:500]
+        detail = str(getattr(e, "stderr", None) or e)[:_MAX_MESSAGE]
         warnings.warn(
-            f"the CPU kernels could not be built, and torch's slower ones are used: {detail}",
+            f"the CPU kernels could not be compiled, so PyTorch's slower operators run: {detail}",
             stacklevel=2,
         )
         return None
@@ -59,13 +69,14 @@ def kernels() -> ctypes.CDLL | None:
 def checked(library: ctypes.CDLL) -> ctypes.CDLL:
     """Return the library; RuntimeError where its constants are not those of constants.py.
 
-    It takes 20 microseconds. A library of other sources would read one format as another.
+    A library of other sources would read one format as another. It takes 20 microseconds.
     """
     value_of = library.constant_value
     value_of.argtypes = [ctypes.c_char_p]
     value_of.restype = ctypes.c_long
     for name, value in constants.ALL.items():
-        if (compiled := value_of(name.encode())) != value:
+        compiled = value_of(name.encode())
+        if compiled != value:
             raise RuntimeError(
                 f"{library._name}: the CPU kernels were compiled with {name}={compiled}, and this "
                 f"package has {value}: install the package again"
@@ -73,27 +84,35 @@ def checked(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def asked_for() -> list[InstructionSet]:
-    """The bodies that may run, the fastest first: all that this CPU can, or what the variable
-    names. ValueError if that is not one of them."""
+def allowed_instruction_sets() -> list[InstructionSet]:
+    """Return the instruction sets that may be used, the fastest first.
+
+    They are all that this CPU has, or the one that LLAMA_CPU_KERNELS names. ValueError if the CPU
+    does not have that one.
+    """
     supported = [x for x in INSTRUCTION_SETS if cpu_flags() >= x.needs]
     supported.sort(key=lambda x: bool(x.slow_on) and cpu_flags() >= x.slow_on)
     name = os.environ.get(VARIABLE, "")
+    if not name:
+        return supported
     named = [x for x in supported if x.name == name]
-    if name not in ("", "none") and not named:
+    if name != "none" and not named:
         names = ", ".join(["none", *(x.name for x in supported)])
         raise ValueError(f"{VARIABLE}={name!r}: on this CPU give one of {names}")
-    return named if name else supported
+    return named
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "llama"
+    """Return the folder where compiled kernels and results of checks are stored."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "llama"
 
 
-def _compiled(supported: list[InstructionSet]) -> ctypes.CDLL:
+def _compiled(allowed: list[InstructionSet]) -> ctypes.CDLL:
+    """Return the library for the fastest instruction set that the compiler knows."""
     compiler = _compiler()
-    known = (x for x in supported if build.accepts(compiler, x))
-    return load(cache_folder(), next(known, supported[-1]))
+    known = (x for x in allowed if build.accepts(compiler, x))
+    return load(cache_folder(), next(known, allowed[-1]))
 
 
 def _compiler() -> str:
@@ -104,41 +123,51 @@ def _compiler() -> str:
 
 
 def load(folder: Path, instruction_set: InstructionSet) -> ctypes.CDLL:
-    """The library from `folder`, built there if it is missing or damaged.
+    """Load the library from `folder`; compile it there first if it is missing or damaged.
 
-    Processes that need it at once build it once: the others wait. Raises OSError, or
-    subprocess.SubprocessError with the compiler's words.
+    Of processes that need it at once, one compiles and the others wait.
+
+    Raises:
+        OSError: The compiler or the folder cannot be used.
+        subprocess.SubprocessError: The compiler failed; `stderr` has its message.
     """
     compiler = _compiler()
-    name = f"{build.fingerprint(compiler, instruction_set)}.so"
-
-    def made_in(folder: Path) -> ctypes.CDLL:
-        if not build.is_whole(folder / name):
-            what = f"the CPU kernels ({instruction_set.name}), once on this machine"
-            print(f"llama: compiling {what} ...", file=sys.stderr)
-            build.build(compiler, instruction_set, folder / name)
-        return ctypes.CDLL(str(folder / name))
-
     try:
         make_private(folder)
     except OSError as e:
         warnings.warn(
-            f"the CPU kernels are compiled again in every process, as they cannot be kept: {e}. "
-            "Set XDG_CACHE_HOME to a folder that only you can write.",
+            "the CPU kernels are compiled again in every process, as they cannot be stored: "
+            f"{e}. Set XDG_CACHE_HOME to a folder that only you can write.",
             stacklevel=2,
         )
         with tempfile.TemporaryDirectory() as temporary:
-            return made_in(Path(temporary))
-    if build.is_whole(folder / name):
-        return made_in(folder)
+            return _load_or_build(Path(temporary), compiler, instruction_set)
+    if build.is_whole(folder / _file_name(compiler, instruction_set)):
+        return _load_or_build(folder, compiler, instruction_set)
     with locked(folder / "lock", _COMPILE_S):
-        for left in folder.glob("build-*"):  # by builds that were killed; none can be running
-            shutil.rmtree(left, ignore_errors=True)
-        return made_in(folder)
+        # Under the lock no build is running: folders of builds are those of killed processes.
+        for abandoned in folder.glob("build-*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+        return _load_or_build(folder, compiler, instruction_set)
+
+
+def _file_name(compiler: str, instruction_set: InstructionSet) -> str:
+    return f"{build.fingerprint(compiler, instruction_set)}.so"
+
+
+def _load_or_build(folder: Path, compiler: str, instruction_set: InstructionSet) -> ctypes.CDLL:
+    path = folder / _file_name(compiler, instruction_set)
+    if not build.is_whole(path):
+        print(
+            f"llama: compiling the CPU kernels ({instruction_set.name}), once on this machine ...",
+            file=sys.stderr,
+        )
+        build.build(compiler, instruction_set, path)
+    return ctypes.CDLL(str(path))
 
 
 def make_private(folder: Path) -> None:
-    """Libraries in this folder are run: OSError unless this user owns it and alone can write."""
+    """Make a folder whose files are run; OSError unless this user owns it and alone can write."""
     if not folder.is_absolute():
         raise FileNotFoundError(f"{folder}: this user has no home")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -153,25 +182,31 @@ def make_private(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, limit_s: float) -> Iterator[None]:
-    """Hold a lock, which ends with its holder; who has waited for too long goes on without, as
-    does who is on a file system that has none, or is full."""
+    """Hold a lock on a file; it ends with this process at the latest.
+
+    Who has waited for `limit_s` goes on without the lock, and so does who is on a file system that
+    is full or has no locks: a computation that is made twice does no harm.
+    """
     import fcntl  # Linux has it; this module is imported everywhere
 
     deadline = time.monotonic() + limit_s
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            file = held.enter_context(open(path, "w"))
+            file = stack.enter_context(open(path, "w"))
             while time.monotonic() < deadline:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    time.sleep(0.1)
+                    time.sleep(_LOCK_POLL_S)
         yield
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Whether kernels take them: bf16 on the CPU, with rows of a multiple of 32 numbers."""
+    """Return whether kernels take these tensors.
+
+    They take bf16 on the CPU, with rows of a multiple of 32 elements.
+    """
     for x in tensors:
         if x.dtype is not torch.bfloat16 or x.device.type != "cpu" or x.shape[-1] % 32:
             return False
@@ -179,24 +214,30 @@ def has_kernel(*tensors: Tensor) -> bool:
 
 
 Argument = Tensor | int | float | str
-_BF16, _F32, _I64, _U8 = torch.bfloat16, torch.float32, torch.int64, torch.uint8
-# The C functions: what each returns, and its arguments, a dtype for a tensor that holds it. Every
-# tensor is contiguous and on the CPU. Functions that return None take the number of threads too.
-SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
+_Kind = torch.dtype | type  # a dtype for a tensor that holds it, or a type
+_BF16 = torch.bfloat16
+_F32 = torch.float32
+_I32 = torch.int32
+_I64 = torch.int64
+_U8 = torch.uint8
+_C64 = torch.complex64
+# The C functions: what each returns, and the kinds of its arguments. Every tensor is contiguous and
+# on the CPU. Functions that return None also take the number of threads.
+SIGNATURES: dict[str, tuple[type | None, tuple[_Kind, ...]]] = {
+    "constant_value": (int, (str,)),
     "attention_workspace": (int, (_I64, _I64, int, int, int, int)),
     "paged_attention_bf16": (None, (_BF16, Tensor, *[_I64] * 3, _BF16, _U8, *[int] * 8, float)),
     "rms_norm_bf16": (None, (_BF16, _BF16, _BF16, int, int, float)),
     "silu_mul_bf16": (None, (_BF16, _BF16, int, int)),
-    "rope_and_store_bf16": (None, (_BF16, torch.complex64, Tensor, _I64, _BF16, *[int] * 7)),
+    "rope_and_store_bf16": (None, (_BF16, _C64, Tensor, _I64, _BF16, *[int] * 7)),
     "pack_workspace": (int, (int, int)),
     "pack_bf16": (int, (_BF16, _U8, int, int, int)),
     "pack_rows": (None, (_BF16, Tensor, _F32, _U8, int, int)),
-    "pack_nibbles": (None, (_U8, torch.int32, int, int)),
-    "pack_six_bits": (None, (_U8, torch.int32, int, int)),
+    "pack_nibbles": (None, (_U8, _I32, int, int)),
+    "pack_six_bits": (None, (_U8, _I32, int, int)),
     "pack_bytes": (None, (_U8, _U8, int, int)),
     "pack_scales": (None, (_F32, _U8, _I64, int, int, int)),
-    "pack_int4": (int, (_BF16, torch.int32, Tensor, int, int, int)),
-    "constant_value": (int, (str,)),
+    "pack_int4": (int, (_BF16, _I32, Tensor, int, int, int)),
     "gguf_type": (int, (str,)),
     "unpack_gguf": (None, (_U8, _U8, _F32, _F32, int, int)),
     "pack_gguf": (None, (Tensor, Tensor, _F32, _I64, *[int] * 11)),
@@ -206,8 +247,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     "layers_workspace": (int, (_I64, _I64, *[int] * 8)),
     "layers_bf16": (
         None,
-        (_I64, _BF16, _BF16, torch.complex64, Tensor, _I64, _I64, _I64, _I64, _U8)
-        + (*[int] * 13, float, float),
+        (_I64, _BF16, _BF16, _C64, Tensor, *[_I64] * 4, _U8, *[int] * 13, float, float),
     ),
     "top_tokens": (None, (_F32, _F32, _I64, int, int)),
     "sample_workspace": (int, (int, int, int)),
@@ -230,10 +270,13 @@ _C_TYPES: dict[object, type] = {
 
 
 def call(name: str, *args: Argument) -> int:
-    """Run one of `kernels()` and return its result, 0 if it has none.
+    """Run one of the functions of `kernels()` and return its result, 0 if it has none.
 
-    TypeError if the arguments are not those of SIGNATURES. Checked at each call, as a wrong pointer
-    or a missing argument would write anywhere. A function that computes runs on torch's threads.
+    A function that returns None computes on as many threads as torch does. The arguments are
+    checked at each call, as a wrong pointer or a missing argument would write anywhere.
+
+    Raises:
+        TypeError: The arguments are not those of SIGNATURES.
     """
     returns, kinds = SIGNATURES[name]
     if len(args) != len(kinds) or not all(map(_is_of_kind, args, kinds)):
@@ -255,7 +298,7 @@ def _c_value(value: Argument) -> int | float | bytes:
     return value.encode() if isinstance(value, str) else value
 
 
-def _is_of_kind(value: Argument, kind: torch.dtype | type) -> bool:
+def _is_of_kind(value: Argument, kind: _Kind) -> bool:
     if not isinstance(value, Tensor):
         return type(value) is kind
     kinds = (value.dtype, Tensor)
