@@ -1,4 +1,4 @@
-"""The client of `--url` and servers that misbehave: each of its waits ends, with the URL named."""
+"""The client of `--url` and misbehaving servers: each of its waits ends, and the URL is named."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHUNK = HEAD + b"Transfer-Encoding: chunked\r\n\r\n100\r\ndata: {}\n"
 REFUSAL = b"HTTP/1.1 503 Busy\r\nContent-Length: 2\r\nRetry-After: 0\r\n\r\nno"
 WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(EVENTS)
-# What a server does: what it sends at once, what byte by byte, and whether it then hangs up.
+# The behaviour of a server: what it sends at once, what byte by byte, and whether it disconnects.
 ACTIONS: dict[str, tuple[bytes, bytes, bool]] = {
     "never answers": (b"", b"", False),
     "trickles the head": (b"", HEAD + b"Content-Length: 2\r\n\r\n{}", False),
@@ -72,7 +72,7 @@ class Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """A client that leaves is what is tested."""
+        """Ignore errors: a client that leaves is what is tested."""
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def misbehaving(
 
 
 def call(url: str, make: Callable[[Client], Any]) -> Any:
-    """The result of a coroutine of a client of that server."""
+    """Return the result of a coroutine of a client of that server."""
     with contextlib.closing(Client(url)) as client:
         return client.run(make(client))
 
@@ -107,8 +107,11 @@ def _short_limits(monkeypatch) -> None:
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_each_wait_ends_with_an_error_that_names_the_server(tmp_path, action):
-    """An answer, a stream, the list of models, and a batch job that tries once. A server that sends
-    a byte now and then would be whole after 3 s: the limit is that of the whole answer."""
+    """Each wait ends with an error that names the server.
+
+    The cases are an answer, a stream, the list of models, and a batch job that tries once. A server
+    that sends a byte now and then would finish after 3 s: the limit applies to the whole answer.
+    """
     said = "status 503: no" if action == "refuses for ever" else LATE
     if "hangs up" in action:
         said = "(lost the connection: .|the stream ended without its last event)"
@@ -129,7 +132,11 @@ def test_each_wait_ends_with_an_error_that_names_the_server(tmp_path, action):
 
 
 def test_a_late_answer_does_not_spoil_the_next():
-    """The connection is given up with it; the limit of a request begins with the request."""
+    """A late answer does not affect the next request.
+
+    The connection is abandoned with the late answer; the limit of a request starts with the
+    request.
+    """
     with misbehaving("trickles the body") as url, contextlib.closing(Client(url)) as client:
         for _ in range(3):
             assert client.run(client.model(None)) == ("m", None)
@@ -140,7 +147,10 @@ def test_a_late_answer_does_not_spoil_the_next():
 
 
 def test_what_the_environment_has_for_others_stays_here(monkeypatch):
-    """A key of OpenAI's own service, and a proxy, are not for the server of --url."""
+    """Settings of the environment for other services are not used.
+
+    A key of OpenAI's service and a proxy are not meant for the server of --url.
+    """
     for name in ("API_KEY", "ADMIN_KEY", "ORG_ID", "PROJECT_ID"):
         monkeypatch.setenv(f"OPENAI_{name}", "secret")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")

@@ -1,6 +1,6 @@
-"""`llama download` against a hub on loopback: what comes, where it is found, and what may go wrong.
+"""`llama download` against a hub on loopback: the files, where they are found, and failures.
 
-huggingface_hub fetches, and says where its cache is.
+huggingface_hub fetches the files and reports where its cache is.
 """
 
 import os
@@ -35,7 +35,9 @@ COMPLETE += ["--max_seq_len", "64", "--device", "cpu", "--dtype", "fp32"]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, bytes]:
-    """As Meta's repositories have them: both layouts, and what no program needs."""
+    """Return the files of one of Meta's repositories: both layouts, and files that no program
+    needs.
+    """
     folder = tmp_path_factory.mktemp("hub") / "hf"
     convert(DEMO, folder)
     found = {path.name: path.read_bytes() for path in folder.glob("*.*")}
@@ -50,7 +52,8 @@ def hub(files, tmp_path, monkeypatch) -> Iterator[Hub]:
         "WORLD_SIZE",
     ):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # read at its import
+    # the library reads the variable at import
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with run_hub(Hub(REPO, files)) as running:
@@ -77,7 +80,7 @@ def test_a_model_comes_once_and_every_command_finds_it_by_its_name(hub, files, c
     assert Path(folder) == model_folder(REPO) and following == f"next: llama chat {NAME}"
     assert {name for name, _ in hub.sent} == here() and len(hub.sent) == len(here())
     assert main(["download", REPO]) == 0 and len(hub.sent) == len(here()), "it came twice"
-    monkeypatch.delenv("HF_ENDPOINT")  # nothing below asks a hub
+    monkeypatch.delenv("HF_ENDPOINT")  # nothing below contacts a hub
     texts = []
     for name in (NAME, REPO, str(DEMO)):
         capfd.readouterr()
@@ -114,7 +117,7 @@ def test_a_gguf_file_and_all_of_its_parts(hub, capfd):
         assert main(["download", NAME, *words]) == 1
         assert re.search(message, capfd.readouterr().err)
     assert main(["download", NAME, "--file", "m-Q4_K_M.gguf"]) == 0 and here() == {"m-Q4_K_M.gguf"}
-    assert main(["verify", NAME]) == 1  # a file of four bytes: but it was found
+    assert main(["verify", NAME]) == 1  # the file has four bytes, but it was found
     assert "m-Q4_K_M.gguf" in capfd.readouterr().err
     assert main(["download", NAME, "--file", parts[1]]) == 0
     path, following = capfd.readouterr().out.splitlines()
@@ -164,7 +167,7 @@ def test_an_error_is_one_line_that_says_what_to_type(
         monkeypatch.setenv(name, value)
     assert main(["download", *words]) in (1, 2)
     out, err = capfd.readouterr()
-    last = err.splitlines()[-1]  # before it, the package's bar
+    last = err.splitlines()[-1]  # the lines before it are the library's progress bar
     assert re.search(message, last), last
     assert not out and last.startswith("error: ")
 
@@ -188,8 +191,11 @@ def test_no_room_no_weights_no_package(hub, monkeypatch, capfd):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_it_at_once_and_the_next_download_leaves_no_part(hub, files, number):
-    """The package's threads would go on for hours, or leave gigabytes of parts, which no other
-    process goes on from. Of SIGKILL they stay, until the file has come."""
+    """A signal ends the download at once, and the next download leaves no partial file.
+
+    The library's threads would go on for hours, or leave gigabytes of partial files, which no other
+    process resumes. After SIGKILL they remain until the file has been downloaded.
+    """
     hub.held = {"model.safetensors": 5_000_000}
     process = subprocess.Popen(
         [sys.executable, "-m", "llama", "download", NAME], env=environment(), stderr=subprocess.PIPE

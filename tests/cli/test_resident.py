@@ -26,7 +26,7 @@ from helpers.waiting import wait_until
 from llama.cli import main, resident
 from llama.cli.client import Client, json_at
 
-LIMIT_S = 60  # tells a hang from an end
+LIMIT_S = 60  # distinguishes a hang from a slow end
 ONCE = "Once upon a time"
 FLAGS = ["--dtype", "fp32", "--device", "cpu"]
 OPTIONS = argparse.Namespace(ckpt_dir=None, dtype="fp32", device="cpu", quantize=None)
@@ -39,7 +39,7 @@ WITHOUT_TORCH = (
 
 @pytest.fixture
 def folder(monkeypatch) -> Iterator[Path]:
-    """That of the sockets; its path is short, as a socket's must be."""
+    """The folder of the sockets, with a short path, as a socket needs one."""
     place = tempfile.mkdtemp()
     monkeypatch.setenv("XDG_RUNTIME_DIR", place)
     yield Path(place, "llama")
@@ -62,21 +62,25 @@ def run(*words: str, text: str = "") -> tuple[int, str, str]:
 
 
 def process_of(log: Path) -> int:
-    """The server's, which lives: it holds the lock of its log."""
+    """Return the pid of a server, after checking that it holds the lock of its log."""
     assert not is_free(log)
     return int(log.read_text().partition("\n")[0].removeprefix("process "))
 
 
 def is_free(path: Path) -> bool:
-    """Whether nobody holds a lock of the file."""
+    """Return whether no process holds a lock of the file."""
     with path.open("ab") as file:
         return resident._try_lock(file, fcntl.LOCK_EX)
 
 
 @pytest.mark.slow
 def test_clients_share_a_server_that_outlives_them(folder, demo, tmp_path):
-    """A stale socket is replaced. Of two that start at once one starts the server, and Ctrl-C of
-    that one leaves it. The answers are those of this process; SIGTERM lets what runs end."""
+    """Clients share a server that outlives them.
+
+    A stale socket is replaced. Of two clients that start at once, one starts the server, and Ctrl-C
+    of that client does not end it. The answers are those of this process; SIGTERM lets running
+    requests finish.
+    """
     stem = resident._stem(OPTIONS)
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(f"{stem}.sock")
@@ -119,7 +123,10 @@ def test_clients_share_a_server_that_outlives_them(folder, demo, tmp_path):
 
 @pytest.mark.slow
 def test_a_server_in_the_background_ends_once_nobody_has_come_for_long(folder, demo):
-    """It has flags that --resident cannot give, and is found all the same; a second is refused."""
+    """A server in the background ends after a long time without clients.
+
+    It has flags that --resident cannot give, but clients find it; a second server is refused.
+    """
     words = ["serve", "--background", *FLAGS, "--max_seq_len", "64", "--idle_minutes", "1"]
     code, out, err = run(*words)
     assert code == 0 and out.startswith(f"unix:{folder}/"), err
@@ -130,7 +137,7 @@ def test_a_server_in_the_background_ends_once_nobody_has_come_for_long(folder, d
     with begin("chat", "--resident", *FLAGS) as client:
         wait_until(lambda: not is_free(users))
         os.utime(users, (1, 1))
-        wait_until(lambda: users.stat().st_mtime > 1)  # it looked, and somebody was here
+        wait_until(lambda: users.stat().st_mtime > 1)  # it checked, and a client was connected
         assert process_of(log) == server
         client.communicate("/bye\n", timeout=LIMIT_S)
     code, out, err = run(*COMPLETE[:-2], "--prompt", ONCE)
@@ -146,7 +153,7 @@ def test_a_server_in_the_background_ends_once_nobody_has_come_for_long(folder, d
 
 @pytest.fixture
 def fake(monkeypatch, tmp_path) -> Callable[[str], None]:
-    """Servers are shell scripts in place of Python."""
+    """Replace Python by shell scripts as servers."""
 
     def install(script: str) -> None:
         path = tmp_path / "server"
@@ -173,7 +180,10 @@ def test_a_killed_server_is_replaced(folder, fake):
 
 
 def test_a_server_that_cannot_start_is_told_with_its_last_words(folder, fake, monkeypatch, capfd):
-    """Also one that does not come: the wait has a limit, and its process is named."""
+    """A server that cannot start is reported with its last log lines.
+
+    If it never becomes ready, the wait has a limit, and the error names its process.
+    """
     monkeypatch.setenv("LLAMA_DTYPE", "fp32")
     fake('echo "error: no $LLAMA_DTYPE$*"; echo more; exit 1')
     assert main([*COMPLETE, "--prompt", "x"]) == 1
@@ -219,7 +229,10 @@ def test_each_model_and_way_to_hold_it_has_a_server(folder, tmp_path, monkeypatc
 
 
 def test_a_folder_that_others_can_enter_is_refused(folder, monkeypatch):
-    """In place of XDG_RUNTIME_DIR, one beside other users' in /tmp."""
+    """A folder that other users can enter is refused.
+
+    Without XDG_RUNTIME_DIR, the folder is one beside those of other users in /tmp.
+    """
     folder.mkdir(0o755)
     for is_link in (False, True):
         if is_link:

@@ -1,4 +1,4 @@
-"""A server with the demo model, for the hosts that ask one."""
+"""A server with the demo model, for hosts that send requests to one."""
 
 from collections.abc import Iterator
 

@@ -1,8 +1,8 @@
 """DB-GPT's own DefaultModelWorker, with this runtime as its model.
 
 It runs where `dbgpt` is installed (0.8.2, with cloudpickle, shortuuid and fastapi, which its worker
-imports), and is skipped elsewhere. DB-GPT builds the prompt, calls our functions and reads what
-they yield; the oracle is chat_completion.
+imports), and is skipped elsewhere. DB-GPT builds the prompt, calls our functions and reads their
+output; the oracle is chat_completion.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def build() -> Llama:
 
 
 class Adapter(vllm_adapter.VLLMModelAdapterWrapper):  # type: ignore[name-defined]
-    """DB-GPT's own adapter for vLLM, but for what it loads and the function that it calls."""
+    """DB-GPT's own adapter for vLLM, with another model and another function to call."""
 
     provider = "llama-async"
 
@@ -84,7 +84,7 @@ def worker(request):
 
 
 def ask(content: str, **changes: Any) -> dict[str, Any]:
-    """A request as DB-GPT's own class sends it to a worker."""
+    """Return a request as DB-GPT's own class sends it to a worker."""
     message = core.ModelMessage.build_human_message(content)
     sent = core.ModelRequest.build_request(
         "llama", [message], temperature=0.0, max_new_tokens=12, span_id="1:2"
@@ -93,7 +93,7 @@ def ask(content: str, **changes: Any) -> dict[str, Any]:
 
 
 def outputs(worker, requests: list[dict[str, Any]]) -> list[list[Any]]:
-    """What each request's stream yields; the async worker serves them at once."""
+    """Return the output of each request's stream; the async worker serves them at once."""
     if not worker.support_async():
         return [list(worker.generate_stream(request)) for request in requests]
 
@@ -122,7 +122,10 @@ def test_it_streams_the_answers_of_chat_completion(worker, demo):
 
 
 def test_it_counts_the_tokens_that_the_model_reads(worker):
-    """With our tokenizer: had its call failed, DB-GPT would have asked a tokenizer of OpenAI's."""
+    """The worker counts tokens with our tokenizer.
+
+    If that call had failed, DB-GPT would have used an OpenAI tokenizer.
+    """
     prompt = worker.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True
     )
@@ -132,7 +135,7 @@ def test_it_counts_the_tokens_that_the_model_reads(worker):
 
 
 def test_an_error_is_an_answer_with_a_code(worker):
-    """The host shows it, and the worker goes on."""
+    """An error is an answer with a code, which the host shows, and the worker goes on."""
     ((error,), told) = outputs(worker, [ask("Hello", max_new_tokens="many"), ask("Hello")])
     assert error.error_code == 1 and "max_new_tokens='many' must be a whole number" in error.text
     assert told[-1].error_code == 0

@@ -35,7 +35,7 @@ FRANCE = {"role": "user", "content": "What is the capital of France?"}
 
 
 class Client:
-    """One request to an ASGI app, which the client may leave."""
+    """One request to an ASGI app, which the client may abandon."""
 
     def __init__(
         self, worker: FastChatWorker, path: str, body: bytes = b"", method: str = "POST", **app: Any
@@ -96,7 +96,10 @@ def make_worker(llama: Llama, **limits) -> FastChatWorker:
 
 
 def written(dialog, conv: dict) -> str:
-    """As FastChat's ADD_COLON_TWO writes a dialog; test_fastchat_host.py has FastChat's own."""
+    """Return the prompt of a dialog in FastChat's ADD_COLON_TWO style.
+
+    test_fastchat_host.py compares it with FastChat itself.
+    """
     system = "".join(m["content"] for m in dialog if m["role"] == "system")
     prompt = conv["system_template"].format(system_message=system) + conv["sep"]
     for i, message in enumerate([m for m in dialog if m["role"] != "system"]):
@@ -107,7 +110,7 @@ def written(dialog, conv: dict) -> str:
 
 
 def written_by_main(dialog) -> str:
-    """As the style LLAMA3 of FastChat's main branch writes a dialog; its web pages use it."""
+    """Return the prompt in the style LLAMA3 of FastChat's main branch, which its web pages use."""
     prompt = "<|begin_of_text|>"
     for message in dialog:
         prompt += f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n"
@@ -181,7 +184,10 @@ def test_errors_are_reports_that_fastchat_and_openai_clients_show(demo):
 
 
 def test_fastchat_has_no_key_and_needs_none(demo):
-    """Its routes alone are open. What is no request of FastChat's is refused as by any route."""
+    """FastChat has no key and needs none for its own routes.
+
+    Only those are open. A request that is not FastChat's is refused as on any route.
+    """
 
     async def scenario():
         worker = make_worker(demo)
@@ -241,7 +247,7 @@ def test_a_full_queue_and_a_server_that_ends_are_reports(demo):
 def test_a_controller_that_is_away_or_forgets_is_told_again(demo, monkeypatch, caplog):
     posts: list[tuple[str, dict]] = []
     answers = iter([
-        OSError("refused"), OSError("refused"), None,  # away, away, registered
+        OSError("refused"), OSError("refused"), None,  # unavailable twice, then registered
         {"exist": True}, {"exist": False}, None,  # known, forgotten, registered again
     ])  # fmt: skip
     done = threading.Event()
@@ -292,7 +298,7 @@ def test_a_wrong_heartbeat_ends_the_worker_early(monkeypatch, capsys):
 
 
 class Controller(http.server.BaseHTTPRequestHandler):
-    """What FastChat's controller does with a worker: it notes what the worker says of itself."""
+    """A stand-in for FastChat's controller: it records what the worker reports."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -308,7 +314,7 @@ class Controller(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def controller() -> Iterator[tuple[str, queue.Queue]]:
-    """Its address, and what it hears."""
+    """The address of a controller, and a queue of the reports that it receives."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Controller) as server:
         server.said = queue.Queue()  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -329,7 +335,7 @@ def ask(url: str, **params: Any) -> bytes:
 
 @pytest.mark.dist
 def test_two_ranks_are_one_worker(demo, tmp_path):
-    """Rank 0 alone registers, with requests at once, a bad one, and a drain."""
+    """Two ranks are one worker: rank 0 alone registers, serves, refuses and drains."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     prompt = written([FRANCE], conversation_template(demo.tokenizer))
     greedy = {"prompt": prompt, "temperature": 0, "max_new_tokens": 40, "echo": False}

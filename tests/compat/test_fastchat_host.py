@@ -1,6 +1,6 @@
 """FastChat itself: its controller and OpenAI server, our worker, and OpenAI's client.
 
-All are processes of their own on loopback. FastChat lives in an environment of its own, which
+All are separate processes on loopback. FastChat is installed in an environment of its own, which
 FASTCHAT_PYTHON names (docs/guides/hosts.md); without it these tests are skipped.
 """
 
@@ -153,7 +153,10 @@ def test_models_and_token_check(client, worker_url, demo):
 
 
 def test_fastchats_prompts_are_the_chat_format(demo):
-    """As its API server fills in a conversation; LLAMA3 is what its main branch has of its own."""
+    """FastChat's prompts are the chat format.
+
+    Its API server fills in a conversation; LLAMA3 is the style that its main branch has of its own.
+    """
     fields = conversation_template(demo.tokenizer)
     command = [PYTHON, str(PROGRAMS / "fastchat_prompts.py")]
     job = json.dumps({"fields": fields, "dialogs": DIALOGS})
@@ -180,7 +183,7 @@ def test_chat_is_chat_completion(client, demo, dialog):
 
 
 def test_messages_in_parts(client):
-    """Text is text, as one that is no list; an image is refused."""
+    """Messages in parts are accepted: text parts and plain text; an image is refused."""
     import openai
 
     text = {"type": "text", "text": FRANCE[0]["content"]}
@@ -275,8 +278,11 @@ def test_eight_streams_at_once(client, demo):
 
 
 def test_a_client_that_leaves_frees_the_engine(client, worker_url):
-    """The request of one that left has more sequences than run at once, and so would outlast the
-    request that comes after it."""
+    """A client that leaves frees the engine.
+
+    Its request has more sequences than run at once, and would otherwise outlast the request after
+    it.
+    """
     chunks = client.chat.completions.create(
         model="demo", messages=FRANCE, max_tokens=400, n=3, stream=True
     )

@@ -1,8 +1,8 @@
-"""The hosts' own loops around generate_stream, written anew: one for each program that has one.
+"""The hosts' own loops around generate_stream, rewritten: one for each program that has one.
 
-What a loop makes of our reports is compared with the same request to LLMEngine. Where FastChat's
-inference code is installed (fschat 0.2.36 with accelerate and peft), its function, on transformers
-with our tokenizer, is compared with ours, and its chat loop runs on ours.
+The result of a loop is compared with the same request to LLMEngine. Where FastChat's inference code
+is installed (fschat 0.2.36 with accelerate and peft), its function, on transformers with our
+tokenizer, is compared with ours, and its chat loop runs on ours.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ def answer(llama: Llama, **sampling: Any) -> list[str]:
 
 
 def words_printed(reports: Iterator[Any]) -> str:
-    """FastChat's command line: whole words as they come, and the rest at the end."""
+    """Print as FastChat's command line does: whole words as they come, and the rest at the end."""
     shown, printed = 0, ""
     words: list[str] = []
     for report in reports:
@@ -44,7 +44,7 @@ def words_printed(reports: Iterator[Any]) -> str:
 
 
 def test_fastchats_chat_loop(demo):
-    """It names context_len and judge_sent_end, and prints words by their number so far."""
+    """FastChat's chat loop passes context_len and judge_sent_end, and prints new words by count."""
     sent = {
         "model": "demo", "prompt": PROMPT, "temperature": 0.7, "repetition_penalty": 1.0,
         "max_new_tokens": 40, "stop": None, "stop_token_ids": [None], "echo": False, "seed": 3,
@@ -58,7 +58,7 @@ def test_fastchats_chat_loop(demo):
 
 
 def fastchat_gate(function: Callable, llama: Llama, sent: dict[str, Any]) -> Iterator[bytes]:
-    """FastChat's model worker: it knows these keys and these exceptions, and no others."""
+    """Act as FastChat's model worker: it knows these keys and these exceptions, and no others."""
     try:
         for output in function(llama, llama.tokenizer, sent, "cpu", 512, 2):
             reply = {"text": output["text"], "error_code": 0}
@@ -71,7 +71,7 @@ def fastchat_gate(function: Callable, llama: Llama, sent: dict[str, Any]) -> Ite
 
 
 def openai_chunks(chunks: Iterator[bytes]) -> list[tuple[str | None, str | None]]:
-    """FastChat's OpenAI server: the text that is new, by its length; then reasons without text."""
+    """Act as FastChat's OpenAI server: send the new text, by its length; then a reason alone."""
     previous, sent, ends = "", [], []
     for chunk in chunks:
         content = json.loads(chunk[:-1])
@@ -87,8 +87,11 @@ def openai_chunks(chunks: Iterator[bytes]) -> list[tuple[str | None, str | None]
 
 
 def test_fastchats_model_worker_and_openai_server(demo):
-    """The first piece is the first token's, no piece is lost, and the end has a chunk of its own.
-    An error reaches the client; one of another kind would end the stream without a word."""
+    """FastChat's model worker and OpenAI server lose nothing.
+
+    The first piece is the first token's, and the end has a chunk of its own. An error reaches the
+    client; an exception of another type would end the stream without a message.
+    """
     sent = {"model": "m", "prompt": PROMPT, "temperature": 0, "top_k": -1.0, "top_p": None,
             "max_new_tokens": 31.0, "logprobs": None, "echo": None, "stop": [], "best_of": None,
             "stop_token_ids": None, "use_beam_search": False}  # fmt: skip
@@ -109,7 +112,7 @@ def test_fastchats_model_worker_and_openai_server(demo):
 
 
 def db_gpt_pieces(outputs: Iterator[Any]) -> list[str]:
-    """DB-GPT's worker: dicts with the text so far; what is new is what is longer."""
+    """Act as DB-GPT's worker: dicts with the text so far, of which the added part is new."""
     previous, pieces = "", []
     for output in outputs:
         text = output["text"]
@@ -119,7 +122,7 @@ def db_gpt_pieces(outputs: Iterator[Any]) -> list[str]:
 
 
 def test_db_gpts_function_for_vllm(demo):
-    """Several at once, each with its own answers, which are joined; a set of stops; echo."""
+    """DB-GPT's function for vLLM works: several concurrent answers, a set of stops, and echo."""
     calls: list[dict[str, Any]] = [
         {"prompt": PROMPT, "temperature": 1.0, "seed": seed, "n": n, "max_new_tokens": "20",
          "stop": {"."}, "stop_token_ids": [None], "top_k": -1, "best_of": None, "echo": True,
@@ -157,7 +160,7 @@ def fastchat(name: str) -> Any:
 
 
 class HostTokenizer:
-    """Our tokenizer, without decode's two options for spaces, which only transformers has."""
+    """Our tokenizer, accepting decode's two options for spaces, which only transformers has."""
 
     def __init__(self, llama: Llama) -> None:
         self.tokenizer = ClientTokenizer(llama.tokenizer)
@@ -172,7 +175,7 @@ class HostTokenizer:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory) -> Any:
-    fastchat("inference")  # or skip, before any work
+    fastchat("inference")  # skips before any work
     from transformers import LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("hosts") / "hf"
@@ -188,7 +191,10 @@ def theirs(tmp_path_factory) -> Any:
      {"logprobs": 1, "echo": False, "max_new_tokens": 8}, {"top_k": "3"}, {"n": 1, "best_of": 1}],
 )  # fmt: skip
 def test_fastchats_own_function_says_the_same(changes, demo, theirs):
-    """Greedily, text by text: the same texts, as many of them, and the same logprobs."""
+    """FastChat's own function gives the same texts, as many of them, and the same logprobs.
+
+    Decoding is greedy, and each text is compared.
+    """
     sent = {"prompt": PROMPT, "temperature": 0.0, "max_new_tokens": 21, **changes}
     inference = fastchat("inference")
     for interval in (2, 3):
@@ -196,7 +202,7 @@ def test_fastchats_own_function_says_the_same(changes, demo, theirs):
             inference.generate_stream(theirs, HostTokenizer(demo), dict(sent), "cpu", 512, interval)
         )
         found = list(generate_stream(demo, demo.tokenizer, sent, "cpu", 512, interval))
-        if "stop" not in sent:  # FastChat holds a whole report back for a part of a stop string
+        if "stop" not in sent:  # FastChat delays a whole report for a part of a stop string
             assert [f["text"] for f in found] == [w["text"] for w in wanted]
         assert found[-1]["text"] == wanted[-1]["text"]
         assert found[-1]["finish_reason"] == wanted[-1]["finish_reason"]
@@ -213,7 +219,10 @@ def test_fastchats_own_function_says_the_same(changes, demo, theirs):
 
 @pytest.mark.hosts
 def test_fastchats_own_chat_loop(demo, monkeypatch):
-    """A turn typed in, the answer printed; its import of generate_stream is changed, no more."""
+    """FastChat's own chat loop works: a turn is typed, and the answer is printed.
+
+    Only its import of generate_stream is replaced.
+    """
     inference = fastchat("inference")
     cli = fastchat("cli")
     typed = iter(["Once upon a time", ""])

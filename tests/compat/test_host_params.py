@@ -1,4 +1,4 @@
-"""What hosts put into params: understood as the plain value, or refused by a ValueError."""
+"""Params that hosts send: understood as the plain value, or refused by a ValueError."""
 
 from typing import Any
 
@@ -56,7 +56,10 @@ ODD: list[Any] = [
 
 @pytest.mark.parametrize("odd", ODD, ids=range(len(ODD)))
 def test_any_value_is_understood_or_a_value_error(odd, shared_llama):
-    """FastChat catches no TypeError, AttributeError or OverflowError: its stream just ends."""
+    """Any value is understood or gives a ValueError.
+
+    FastChat catches no TypeError, AttributeError or OverflowError: its stream would just end.
+    """
     keys = (
         "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
         "presence_penalty", "frequency_penalty", "seed", "n", "best_of", "logprobs", "stop",

@@ -1,7 +1,7 @@
-"""generate_stream and its dialects: what a host may send, what it gets, what it is told.
+"""generate_stream and its dialects: what a host may send, its output, and its errors.
 
-The oracles: the same request to LLMEngine, transformers' scores of the same weights, the raw model
-asked token by token, and FastChat's own rules written down here.
+The oracles are the same request to LLMEngine, transformers' scores of the same weights, the raw
+model token by token, and FastChat's own rules, written down here.
 """
 
 import asyncio
@@ -20,7 +20,9 @@ from llama.compat.hosts import async_generate_stream, generate_stream
 
 
 def key_of(llama: Llama, token: int) -> str:
-    """A token in OpenAI's logprobs: its text, or its bytes where they are no whole characters."""
+    """Return a token as in OpenAI's logprobs: its text, or its bytes if these are partial
+    characters.
+    """
     raw = llama.tokenizer.decode_bytes([token])
     with contextlib.suppress(UnicodeDecodeError):
         return raw.decode()
@@ -56,7 +58,7 @@ def stream_async(llama: Llama, *, context_len: int = 128, **changes: Any) -> lis
 
 
 def answer(llama: Llama, prompt: str, **sampling: Any) -> list[str]:
-    """What LLMEngine says to the same request, without special tokens."""
+    """Return LLMEngine's answer to the same request, without special tokens."""
     engine = llama.llm_engine
     wanted = SamplingParams(skip_special_tokens=True, **sampling)
     (output,) = engine.run(
@@ -65,12 +67,15 @@ def answer(llama: Llama, prompt: str, **sampling: Any) -> list[str]:
     return [each.text for each in output.outputs]
 
 
-# --- what is streamed
+# --- streaming
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 20])
 def test_a_dict_comes_with_the_first_token_then_every_interval(interval, shared_llama):
-    """FastChat's counts, by its rule: i % interval == 0 for the i-th token from 0, and the end."""
+    """A dict comes with the first token, then at every interval, and at the end.
+
+    FastChat's rule is i % interval == 0 for the i-th token, counted from 0.
+    """
     told = list(
         generate_stream(shared_llama, shared_llama.tokenizer, params(), "cpu", 128, interval)
     )
@@ -88,7 +93,10 @@ def test_a_dict_comes_with_the_first_token_then_every_interval(interval, shared_
 
 
 def test_special_tokens_do_not_show(shared_llama):
-    """A random model says many: they are counted, and in no text, and in logprobs by name."""
+    """Special tokens do not show.
+
+    A random model emits many: they are counted, are in no text, and are in logprobs by name.
+    """
     changes: dict[str, Any] = {
         "max_new_tokens": 60, "temperature": 1.0, "seed": 5, "logprobs": 0,
     }  # fmt: skip
@@ -100,8 +108,11 @@ def test_special_tokens_do_not_show(shared_llama):
 
 
 def test_a_template_of_special_tokens_is_read(demo):
-    """Hosts write Llama 3's template as text: the answer is chat_completion's. An echo is what a
-    host decodes of the prompt, or, from DB-GPT, the prompt as it came."""
+    """A template of special tokens is read.
+
+    Hosts write Llama 3's template as text: the answer is chat_completion's. An echo is the host's
+    decoded prompt, or, for DB-GPT, the unchanged prompt.
+    """
     dialog: list[Any] = [{"role": "user", "content": "Hello"}]
     prompt = ClientTokenizer(demo.tokenizer).apply_chat_template(
         dialog, tokenize=False, add_generation_prompt=True
@@ -115,7 +126,9 @@ def test_a_template_of_special_tokens_is_read(demo):
 
 
 def test_logprobs_are_fastchats(shared_llama):
-    """The scores that the raw model gives; with echo the prompt's, the first of which is None."""
+    """Logprobs are FastChat's: the raw model's scores; with echo those of the prompt, the first
+    None.
+    """
     for echo in (False, True):
         last = stream(shared_llama, logprobs=2, echo=echo, ignored=None)[-1]
         found = last["logprobs"]
@@ -150,7 +163,11 @@ def test_closing_aborts(shared_llama):
 
 
 def test_no_token_to_choose_is_a_runtime_error(shared_llama):
-    """FastChat catches that one and tells its client; a text with no error would look like one."""
+    """A constraint without possible tokens gives a RuntimeError.
+
+    FastChat catches it and reports it to its client; text without an error would look like an
+    answer.
+    """
     weights = shared_llama.model.norm.weight.data
     before = weights.clone()
     try:
@@ -161,7 +178,7 @@ def test_no_token_to_choose_is_a_runtime_error(shared_llama):
         weights.copy_(before)
 
 
-# --- what is refused
+# --- refusals
 
 
 @pytest.mark.parametrize(
@@ -214,8 +231,11 @@ def test_another_model_tokenizer_or_device_is_refused(shared_llama, demo):
 
 
 def test_the_prompt_is_kept_and_the_answer_is_shorter(shared_llama):
-    """As vLLM does, whichever function is called: all of the prompt is read, and the answer ends
-    where the context does. A prompt that leaves no room is refused: none loses its beginning."""
+    """The prompt is kept, and the answer is shortened.
+
+    As in vLLM, whichever function is called, all of the prompt is read, and the answer ends with
+    the context. A prompt that fills the context is refused: none loses its beginning.
+    """
     prompt = "z" * 90
     wanted = answer(shared_llama, prompt, max_tokens=9, temperature=0, ignore_eos=False)[0]
     for function in (stream, stream_async):
@@ -239,7 +259,10 @@ def test_n_answers_are_joined_and_each_has_its_reason(shared_llama):
 
 
 def test_the_benchmark_variable_ignores_every_stop(shared_llama, monkeypatch):
-    """DB_GPT_MODEL_BENCHMARK, read at the call: each request makes max_new_tokens."""
+    """The benchmark variable disables every stop.
+
+    DB_GPT_MODEL_BENCHMARK is read at the call: each request makes max_new_tokens.
+    """
     changes: dict[str, Any] = {"stop": ["e", "a"], "stop_token_ids": [*range(200)]}
     stopped = stream_async(shared_llama, max_new_tokens=30, **changes)[-1]
     assert stopped["finish_reason"] == "stop"

@@ -1,7 +1,8 @@
-"""lm-eval's own code against the server: equal to its transformers backend on the same weights.
+"""lm-eval's own code against the server equals its transformers backend on the same weights.
 
-It lives in an environment of its own, with `lm-eval[api]`, torch, transformers and accelerate. In
-this environment: LM_EVAL_PYTHON=ITS/bin/python python -m pytest -m hosts tests/compat
+It is installed in an environment of its own, with `lm-eval[api]`, torch, transformers and
+accelerate. In this environment run: LM_EVAL_PYTHON=ITS/bin/python python -m pytest -m hosts
+tests/compat
 """
 
 import json
@@ -34,8 +35,11 @@ def results(server, tmp_path_factory) -> dict[str, Any]:
 @pytest.mark.skipif(not PYTHON, reason="LM_EVAL_PYTHON names no Python with lm-eval")
 @pytest.mark.timeout(300)
 def test_lm_eval_finds_what_its_own_backend_finds(results):
-    """Prompts as ids, as text, and as ids of the server's tokenizer, 8 in a request and 16 requests
-    at once; and chats. The same answers and accuracies; log-probabilities within 1e-3."""
+    """lm-eval finds the same as with its own backend.
+
+    Prompts are sent as ids, as text, and as ids of the server's tokenizer, 8 in a request and 16
+    requests at once; and as chats. Answers and accuracies are equal, log probabilities within 1e-3.
+    """
     for way, wanted in (
         ("ids", "hf"), ("text", "hf"), ("remote", "hf remote"), ("chat", "hf chat")
     ):  # fmt: skip
@@ -51,7 +55,7 @@ def test_lm_eval_finds_what_its_own_backend_finds(results):
 
 
 def _compare(found: Any, wanted: Any, where: tuple[str, str]) -> None:
-    """Numbers may be text in JSON that lm-eval made."""
+    """Compare results; numbers may be text in JSON written by lm-eval."""
     if isinstance(found, list):
         for one, other in zip(found, wanted, strict=True):
             _compare(one, other, where)

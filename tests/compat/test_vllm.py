@@ -1,4 +1,4 @@
-"""vLLM's API on random models and the demo: the flows of its clients, and what it refuses.
+"""vLLM's API on random models and the demo: the flows of its clients, and its refusals.
 
 The oracles are Meta's calls on the same model; where vLLM itself is installed, its own classes.
 """
@@ -61,7 +61,7 @@ def engine(shared_llama) -> LLMEngine:
 
 
 def ends_of(engine: LLMEngine) -> dict[str, RequestOutput]:
-    """What a client's loop over `step` comes to."""
+    """Return the finished outputs of a client's loop over `step`."""
     ends = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -123,7 +123,8 @@ def test_each_prompt_may_have_its_own_parameters(llm, capsys):
 
 
 def test_a_seed_is_that_seed_for_each_request(llm):
-    asked = SamplingParams(temperature=5.0, seed=5, max_tokens=8)  # or it tells what it knows
+    # with a lower temperature it recites its training data
+    asked = SamplingParams(temperature=5.0, seed=5, max_tokens=8)
     first, second = llm.generate(["The cat"] * 2, asked)
     (wanted,) = llm.llama.text_completion(["The cat"], 5.0, 1.0, 8, seed=5)
     assert first.outputs[0].text == second.outputs[0].text == wanted["generation"]
@@ -153,7 +154,7 @@ def test_the_tokenizer_has_the_calls_of_transformers(llm):
 
 
 def test_the_stop_token_is_the_last_id_and_has_a_logprob(llm):
-    """vLLM counts it; Meta's calls leave it out."""
+    """The stop token is the last id and has a logprob, as in vLLM; Meta's calls leave it out."""
     prompt = encode_chat(llm.llama.tokenizer, [user(FRANCE)])
     (output,) = llm.generate([prompt], greedy(60, logprobs=2))
     (tokens,), scores = llm.llama.generate([prompt], 60, 0.0, logprobs=True)
@@ -186,7 +187,7 @@ def test_prompt_logprobs_and_the_rank_of_an_unlikely_token(llm):
 
 
 def test_special_tokens_show_only_where_they_are_asked_for(engine):
-    """The random model's vocabulary is half special tokens."""
+    """Special tokens show only on request; they are half of the random model's vocabulary."""
     tokenizer = engine.llama.tokenizer
     for name, fields in {
         "skipped": {}, "shown": {"skip_special_tokens": False}, "none": {"detokenize": False},
@@ -270,7 +271,7 @@ def test_aborted_requests_are_gone_and_others_go_on(engine):
 
 
 def test_a_failed_step_leaves_no_request_behind(engine, shared_llama, monkeypatch):
-    """A client's loop asks has_unfinished_requests: it must not go on for ever."""
+    """A failed step leaves no request behind, so that a client's loop over them ends."""
     engine.add_request("a", IDS[0], greedy())
 
     def fail(*_: object) -> None:
@@ -369,7 +370,7 @@ def test_chat_is_chat_completion(llm):
 
 
 def test_tools_are_told_in_the_form_of_the_model(make_checkpoint):
-    """3.2's prompt is another one than 3.1's."""
+    """Tools are described in the format of the model: 3.2's prompt differs from 3.1's."""
     folder, _, _ = make_checkpoint(use_scaled_rope=True, rope_scale_factor=32.0)
     own = LLM(str(folder), max_model_len=2048, max_num_seqs=1, device="cpu")
     dialog = [user(FRANCE)]
@@ -384,9 +385,12 @@ TOOLS = [{"type": "function", "function": {"name": "capital", "parameters": {"co
 
 
 def test_the_flow_of_a_chatglm_client(llm):
-    """History and tools into a text, the text streamed by increments, the call read from it, and
-    the tool's result in the next prompt: the program of ChatGLM's server for vLLM. It gives no
-    seed, so `min_tokens` alone says how long an answer is."""
+    """The flow of a ChatGLM client works, as in ChatGLM's server for vLLM.
+
+    History and tools become a text, the answer is streamed by increments, the call is parsed from
+    it, and the tool's result is in the next prompt. The client gives no seed, so `min_tokens` alone
+    determines the minimal length of an answer.
+    """
     engine = AsyncLLMEngine(llm.llama, AsyncEngineArgs(str(DEMO)))
     history: list[dict[str, Any]] = [{"role": "user", "content": FRANCE}]
 
@@ -511,7 +515,7 @@ def test_parameters_may_change_before_use(llm):
     assert SamplingParams(seed=-1).seed is None
     asked = greedy(30)
     copy = asked.clone()
-    asked.max_tokens = 2  # type: ignore[misc]  # clients do
+    asked.max_tokens = 2  # type: ignore[misc]  # clients assign to fields
     assert len(llm.generate("One", asked)[0].outputs[0].token_ids) == 2 and copy.max_tokens == 30
     asked.top_p = 2.0  # type: ignore[misc]
     with pytest.raises(ValueError, match=r"top_p=2\.0 must be a number from 0 to 1"):
@@ -627,7 +631,10 @@ def test_names_and_defaults_are_those_of_vllm():
 
 @pytest.mark.hosts
 def test_a_client_of_vllm_gets_the_same_answers(tmp_path):
-    """One program, run on vLLM and on this module: ids, reasons, log-probabilities and ranks."""
+    """A vLLM client gets the same answers: ids, reasons, log probabilities and ranks.
+
+    One program runs on vLLM and on this module.
+    """
     pytest.importorskip("vllm", reason="vLLM is not installed here")
     convert(DEMO, tmp_path / "model")
     command = [sys.executable, str(PROGRAMS / "vllm_answers.py"), str(tmp_path / "model"),

@@ -1,7 +1,7 @@
 """One rank fails, stalls or leaves, in real processes: the job ends, and one message says why.
 
-Ranks are forked from a program that has imported torch once; where torchrun has a part in it, it is
-torchrun. No time is asserted but 60 seconds, which tell a hang from an end.
+Ranks are forked from a program that has imported torch once; where torchrun takes part, it is the
+real torchrun. No time is asserted but 60 seconds, which distinguish a hang from a slow end.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from llama.ranks.stalls import find_stalled_rank
 
 pytestmark = pytest.mark.dist
 
-LIMIT_S = 60  # tells a hang from an end
-SLACK_S = 5  # of a busy machine
+LIMIT_S = 60  # distinguishes a hang from a slow end
+SLACK_S = 5  # slack for a busy machine
 HOST = socket.gethostname()
 KILLED = "was killed by SIGKILL (if nobody sent it, memory ran out: `dmesg` knows)"
 STALLED = ": the others waited 2 s in "
 LIMIT = " (the limit is timeout_s)"
 
-# name: world, fault, rank, when, seconds that a step may take, what is said after "rank R on HOST"
+# name: world, fault, rank, when, limit of a step in seconds, the message after "rank R on HOST"
 CASES = {
     "kill-prefill": (2, "SIGKILL", 1, "prefill", 60, KILLED),
     "kill-decode": (2, "SIGKILL", 0, "decode", 60, KILLED),
@@ -54,7 +54,7 @@ CASES = {
     "kill-groups": (2, "SIGKILL", 1, "groups", 60, KILLED),
     "stop-groups": (2, "SIGSTOP", 1, "groups", 2, "is stopped (by SIGSTOP or a debugger)"),
 }  # fmt: skip
-MEETINGS = {  # name: as above; what one of the ranks that wait for another says
+MEETINGS = {  # name: as above; the message of one of the ranks that wait for another
     "never": (3, "SIGKILL", 1, "never", 2, "of 3 did not come to 127.0.0.1:"),
     "never-0": (2, "SIGKILL", 0, "never", 2, ""),  # it would have made the store
     "came": (4, "SIGKILL", 1, "came", 6, KILLED + ", before all ranks had met"),
@@ -74,8 +74,10 @@ def folder(make_checkpoint) -> str:
 
 @pytest.fixture(scope="module")
 def ended(folder, tmp_path_factory) -> dict[str, Any]:
-    """What came of every case, and the processes that are left: one program forks all of them, in
-    a session of its own."""
+    """The results of every case, and the remaining processes.
+
+    One program forks all of them, in a session of its own.
+    """
     keys = ("world", "fault", "rank", "when", "timeout_s")
     cases = {name: dict(zip(keys, case, strict=False)) for name, case in (CASES | MEETINGS).items()}
     cases["pause"] = PAUSE
@@ -96,18 +98,21 @@ def ended(folder, tmp_path_factory) -> dict[str, Any]:
 
 
 def processes_of(session: int) -> list[str]:
-    """What the kernel says of each process of a session (proc_pid_stat(5))."""
+    """Return the kernel's record of each process of a session (proc_pid_stat(5))."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             found.append(path.read_text())
     return [stat for stat in found if int(stat.rpartition(")")[2].split()[3]) == session]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_that_fails_ends_the_job_with_one_message(name, ended):
-    """No rank is left, none ends with success, and one message names the rank and the cause; there
-    is one traceback for an exception, else none; no rank ends with SIGABRT."""
+    """A rank that fails ends the job with one message.
+
+    No rank is left, none ends with success, and one message names the rank and the cause; there is
+    one traceback for an exception, and none otherwise; no rank ends with SIGABRT.
+    """
     world, fault, rank, _, _, cause = CASES[name]
     statuses, said = ended[name]["statuses"], ended[name]["said"]
     assert None not in statuses, f"still there after 60 s: {statuses}\n{said}"
@@ -116,7 +121,7 @@ def test_a_rank_that_fails_ends_the_job_with_one_message(name, ended):
     assert -signal.SIGABRT not in statuses
     assert said.count("error: ") == 1, said
     assert f"rank {rank} on {HOST} {cause}" in said
-    if name != "no-memory":  # which may have none for that
+    if name != "no-memory":  # which may leave no memory for the message
         assert said.count("Traceback") == (fault in ("exception", "memory") or name == "exit"), said
     if name in ("stop-idle", "no-memory"):
         assert ended[name]["seconds"] < 5 + SLACK_S
@@ -127,8 +132,11 @@ def test_a_rank_that_fails_ends_the_job_with_one_message(name, ended):
 
 @pytest.mark.parametrize("name", MEETINGS)
 def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(name, ended):
-    """One rank says which came and which did not, or where they were to meet. With "came", rank 3
-    comes when all others have ended, and has to say that the store is gone."""
+    """A rank that does not come ends the others within the limit.
+
+    One rank says which ranks came and which did not, or where they were to meet. With "came", rank
+    3 arrives when all others have ended, and must report that the store is gone.
+    """
     _, _, rank, _, limit_s, cause = MEETINGS[name]
     statuses, said = ended[name]["statuses"], ended[name]["said"]
     assert None not in statuses and all(statuses), f"{statuses}\n{said}"
@@ -148,13 +156,16 @@ def open_alone(monkeypatch, limit_s: float = 0.5, **variables: str) -> None:
     told = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", **variables}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    # The groups of this process are of other tests, and their store would be taken.
+    # The groups of this process belong to other tests, and their store would be used.
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     _meet_all(2, 2, limit_s)
 
 
 def test_a_wrong_address_or_port_is_one_line_with_the_remedy(monkeypatch):
-    """torch's own errors have several lines, and its own wait cannot be broken off."""
+    """A wrong address or port gives one line with the remedy.
+
+    torch's own errors have several lines, and its own wait cannot be interrupted.
+    """
     with socket.socket() as taken, socket.socket() as free:
         for s in (taken, free):
             s.bind(("127.0.0.1", 0))
@@ -172,14 +183,21 @@ def test_a_wrong_address_or_port_is_one_line_with_the_remedy(monkeypatch):
 
 
 def test_idle_is_not_a_stall(ended):
-    """Ranks that are idle for longer than a step may take go on afterwards; and so they do where
-    all of them are stopped meanwhile, as by Ctrl-Z, for longer than one of them alone may be."""
+    """Idle ranks are not stalled.
+
+    Ranks that are idle for longer than a step may take continue afterwards. So they do when all of
+    them are stopped, as by Ctrl-Z, for longer than a single one may be.
+    """
     assert ended["pause"]["statuses"] == [0, 0], ended["pause"]["said"]
     assert ended["pause"]["said"] == ""
 
 
 def test_a_stall_on_another_machine_is_named():
-    """By what a rank there last said in torch's store, if that is newer than the stall."""
+    """A stall on another machine is named.
+
+    The message is what a rank there last reported in torch's store, if that is newer than the
+    stall.
+    """
     own = {"what": "a step", "waits": True, "steps": 4}
     for change, told in (
         ({"waits": False}, "rank 1 on b is in the step, but does not come to"),
@@ -195,15 +213,21 @@ def test_a_stall_on_another_machine_is_named():
 
 
 def test_a_rank_that_is_stopped_alone_on_its_machine_is_killed_there(ended):
-    """The other machine hears nothing of it and ends. Where it is nobody could kill it but the
-    kernel: its limit is the step's 2 seconds and 4 more."""
+    """A rank that is stopped alone on its machine is killed there.
+
+    The other machine loses contact and ends. On its own machine only the kernel can kill the rank:
+    the limit is the step's 2 seconds and 4 more.
+    """
     assert ended["apart"]["statuses"] == [1, -signal.SIGKILL], ended["apart"]["said"]
     assert "rank 1) was not heard of for 3 s" in ended["apart"]["said"]
     assert ended["apart"]["said"].count("error: ") == 1
 
 
 def test_the_kernel_kills_a_process_that_does_not_set_the_timer_again():
-    """Not even one that is stopped stays; one that goes on, or turns it off, does."""
+    """The kernel kills a process that does not renew its timer.
+
+    Even a stopped process is killed; one that continues, or disables the timer, is not.
+    """
     code = """
 import os, signal, sys, time
 from llama.ranks.processes import KillTimer
@@ -224,15 +248,22 @@ time.sleep(2.5)
 
 
 def test_nothing_is_left_of_the_jobs(ended):
-    """No process, and with it no socket (all are without files); nor segments of shared memory."""
+    """Nothing is left of the jobs.
+
+    There is no process, and hence no socket (all are without files), and no segment of shared
+    memory.
+    """
     assert ended["processes"] == []
     shm = Path("/dev/shm")
     assert not [p for p in shm.iterdir() if "llama" in p.name] if shm.is_dir() else True
 
 
 def test_a_signal_lets_a_batch_job_finish_what_runs(ended):
-    """The four requests that ran are answered whole, nothing new starts, the exit code is 0. A
-    second signal ends it at once, and so does the limit, which is an error."""
+    """A signal lets a batch job finish what runs.
+
+    The four running requests are answered completely, no new one starts, and the exit code is 0. A
+    second signal ends the job at once; so does the time limit, which is an error.
+    """
     done = ended["drain"]
     assert done["statuses"] == [0, 0], done["said"]
     assert done["said"].startswith("SIGTERM: running requests have 20 s to finish, and no new")
@@ -246,7 +277,10 @@ def test_a_signal_lets_a_batch_job_finish_what_runs(ended):
 
 
 def test_a_signal_lets_a_chat_finish_its_answer(ended):
-    """The answer is whole, the next question is not waited for, and the exit code is 0."""
+    """A signal lets a chat finish its answer.
+
+    The answer is complete, no next question is read, and the exit code is 0.
+    """
     done = ended["drain-chat"]
     assert done["statuses"] == [0, 0], done["said"]
     assert done["said"].startswith("SIGTERM: running requests have 20 s to finish")
@@ -256,8 +290,11 @@ def test_a_signal_lets_a_chat_finish_its_answer(ended):
 def launched(
     folder: str, mark: Path, before: list[str], after: list[str], **cases: tuple[int, str]
 ) -> tuple[dict[str, warm.Popen], dict[str, str]]:
-    """Ranks that the words before and after the program start, for each fault (its rank, when):
-    the launches, which are over, and what was said."""
+    """Ranks under the launchers: the arguments before and after the program, the fault, rank and
+    time.
+
+    The launches have ended; the results contain their output.
+    """
     launches = {}
     leaving = ["--no-python", "sh", "-c", 'test $RANK = 1 || exec "$0" "$@"', sys.executable]
     for fault, (rank, when) in cases.items():
@@ -274,9 +311,12 @@ def launched(
 
 
 def test_torchrun_and_its_ranks_end_together(folder, tmp_path):
-    """Where torchrun is killed, its idle ranks end and say why. Where a rank is killed, torchrun's
-    own summary names it, too, and not a rank that ended because of it. A rank that leaves before
-    it comes, with 0, is no failure to torchrun: the others see that its process is gone."""
+    """torchrun and its ranks end together.
+
+    If torchrun is killed, its idle ranks end and say why. If a rank is killed, torchrun's own
+    summary names this rank, and not one that ended because of it. For torchrun, a rank that exits
+    with 0 before the meeting is no failure: the others see that its process is gone.
+    """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     cases = {"agent": (0, "idle"), "SIGKILL": (1, "decode"), "leaves": (1, "before")}
     launches, said = launched(folder, tmp_path / "mark", torchrun, [], **cases)
@@ -293,14 +333,18 @@ def test_torchrun_and_its_ranks_end_together(folder, tmp_path):
 
 
 def test_ranks_without_torchrun_end_together(folder, tmp_path):
-    """Where their launcher is killed, or rank 0, which has torch's store. One message is said, and
-    nothing else."""
+    """Ranks without torchrun end together.
+
+    Their launcher is killed, or rank 0, which has torch's store. There is one message, and nothing
+    else.
+    """
     cases = {"agent": (1, "idle"), "SIGKILL": (0, "decode")}
     launches, said = launched(folder, tmp_path / "mark", [], ["--ranks"], **cases)
     assert {fault: x.returncode for fault, x in launches.items()} == {"agent": -9, "SIGKILL": 137}
     started = f"error: llama --ranks (process {launches['agent'].pid}) on {HOST}, which started"
     assert said["agent"].startswith(started) and said["agent"].count("\n") == 1
-    assert said["SIGKILL"].count("error: ") == 1  # beside torch's stack, which is off in a launch
+    # beside torch's stack trace, which is disabled in a launch
+    assert said["SIGKILL"].count("error: ") == 1
     assert said["SIGKILL"].endswith(f"error: rank 0 on {HOST} {KILLED}\n")
 
 
@@ -336,8 +380,11 @@ sys.exit(len(terms) - 1 if terms else 0)
     ],
 )
 def test_a_launch_ends_with_the_code_of_the_work(how, code, said):
-    """Rank 0 alone reads standard input. SIGTERM comes once to each rank, from outside or once
-    rank 0 has failed. Where ranks do not heed it, or the death of one, they are killed."""
+    """A launch ends with the exit code of its work.
+
+    Rank 0 alone reads standard input. SIGTERM reaches each rank once, from outside or after rank 0
+    has failed. Ranks that ignore it, or the death of another, are killed.
+    """
     words = [sys.executable, "-c", LAUNCH, CHILD, how]
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(words, env=environment(), text=True, **pipes) as process:

@@ -1,4 +1,4 @@
-"""Tests of what a rank holds: ranges of heads, columns, rows and layers, equal and uneven.
+"""What a rank holds: ranges of heads, columns, rows and layers, equal and uneven.
 
 The expected ranges of equal ranks are computed by the plain formulas of Megatron-LM.
 """
@@ -20,7 +20,7 @@ PARAMS = ModelArgs(
 
 
 def spans(count: int, size: int, unit: int = 1, shares: tuple[int, ...] = ()) -> list[range]:
-    """The span of each rank."""
+    """Return the span of each rank."""
     ranks = (Placement(rank=rank, size=size, shares=shares) for rank in range(size))
     return [placement.span(count, unit) for placement in ranks]
 
@@ -84,7 +84,11 @@ def test_what_cannot_be_divided_is_refused():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_stages_of_a_pipeline_hold_every_layer_once(tied):
-    """Modules and shapes agree; the ends are on the first and the last stage, tied ones on both."""
+    """The stages of a pipeline hold every layer once.
+
+    Modules and shapes agree; the embedding and lm_head are on the first and last stage, tied ones
+    on both.
+    """
     params = ModelArgs(**{**vars(PARAMS), "tied_output": tied})
     stages = [Placement(stage=stage, stages=2, rank=1, size=2) for stage in range(2)]
     assert [stage.layers(5) for stage in stages] == [range(3), range(3, 5)]

@@ -1,4 +1,4 @@
-"""Ranks of several machines meet at a store and hear of one another, here in one process."""
+"""Ranks of several machines meet at a store and learn of one another, here in one process."""
 
 import sys
 import threading
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peers have sock
 
 
 class DictStore:
-    """What a Rendezvous uses of torch's stores, in a dict."""
+    """A dict with those methods of torch's stores that a Rendezvous uses."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -56,7 +56,7 @@ def quick(monkeypatch) -> None:
 
 @contextmanager
 def ranks_of(store: DictStore, machines: list[str], limit_s: float = 20.0) -> Iterator[list]:
-    """A Rendezvous for each rank, not yet begun; a machine is a name."""
+    """Return a Rendezvous for each rank, not yet started; a machine is a name."""
     with ExitStack() as stack:
         found = []
         for rank, machine in enumerate(machines):
@@ -69,7 +69,11 @@ def ranks_of(store: DictStore, machines: list[str], limit_s: float = 20.0) -> It
 
 
 def test_a_rank_is_whole_when_others_are_told_of_it():
-    """It was looked at before the time was noted at which it came, and then counted as silent."""
+    """A rank is fully recorded before others learn of it.
+
+    A past fault: it was visible before its time of arrival was recorded, and then counted as
+    silent.
+    """
     failures = []
     with ranks_of(DictStore(), ["a", "a", "b"]) as found:
         for one in found:
@@ -92,18 +96,22 @@ def test_ranks_hear_where_the_others_are_and_why_one_ends_until_they_leave():
         assert two.cause == ("rank 1 on a failed", 3.0)
         one.close()
         wait_until(lambda: two.peers.all[1].has_left)
-        zero._error = one._error = "gone"  # of the store: the first of each machine speaks
+        # the store is gone: the first rank of each machine reports it
+        zero._error = one._error = "gone"
         assert zero.claim("rank 2 on b failed", 3.0) and not one.claim("rank 2 on b failed", 3.0)
 
 
 def test_what_is_silent_is_named():
-    """A machine that is heard no more, a store that does not answer, a rank that does not come."""
+    """Silence is reported with its origin.
+
+    A machine stops reporting, a store does not answer, or a rank does not come.
+    """
     store = DictStore()
     with ranks_of(store, ["a", "b", "b"]) as found:
         for each in found:
             each.start()
         assert all(each.has_met.wait(60) for each in found)
-        found[1]._is_done.set()  # as if it were gone
+        found[1]._is_done.set()  # simulates its end
         end = time.monotonic() + 1.5
         while time.monotonic() < end:
             assert not found[0].failure(), "its machine is there"
@@ -124,8 +132,10 @@ def test_what_is_silent_is_named():
 
 
 def test_the_first_claim_does_not_wait_for_a_store_whose_rank_is_stopped(monkeypatch):
-    """Rank 0 has the store where torchrun has not. Nobody could say why the job ends for as long
-    as that is silent."""
+    """The first claim does not wait for a store whose rank is stopped.
+
+    Without torchrun, rank 0 has the store. A wait for it would delay the reason for the job's end.
+    """
     monkeypatch.setattr(rendezvous_module, "SILENCE_S", 20.0)
     store = DictStore()
     with ranks_of(store, ["a", "a"]) as found:
@@ -140,8 +150,11 @@ def test_the_first_claim_does_not_wait_for_a_store_whose_rank_is_stopped(monkeyp
 
 
 def test_one_rank_says_why_where_there_is_no_store(monkeypatch):
-    """The lowest that runs of those that one process has started, as rank 0 may be gone before it
-    has made the store."""
+    """One rank reports the reason where there is no store.
+
+    It is the lowest running rank of those that one process has started, as rank 0 may be gone
+    before it has made the store.
+    """
     monkeypatch.setenv("LLAMA_LAUNCHER", "1")
     monkeypatch.setattr(processes, "ranks_started_by", lambda pid: {1, 2} if pid == 1 else set())
     store = DictStore()

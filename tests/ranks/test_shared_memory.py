@@ -1,5 +1,7 @@
-"""Ranks that share memory, as processes of their own: sums to the bit, and peers that stop, fail,
-differ or do not come. What they run is in programs/shared_ranks.py."""
+"""Ranks that share memory, in separate processes: exact sums, and peers that fail or differ.
+
+Peers also stop, or do not come. The ranks run programs/shared_ranks.py.
+"""
 
 import itertools
 import os
@@ -34,7 +36,10 @@ def start(tmp_path) -> Callable[..., Ranks]:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_operations_are_their_definition_to_the_bit(size, start):
-    """Sums in float32 in the order of the ranks, gathers and broadcasts: 0 bytes to over 1 MB."""
+    """Random operations equal their definition bit for bit.
+
+    They are float32 sums in the order of the ranks, gathers and broadcasts of 0 bytes to over 1 MB.
+    """
     with start(size, "operations", 7 * size, 60) as ranks:
         found = ranks.results()
     assert len(set(found)) == 1 and len(found[0]) == 64, found
@@ -58,7 +63,10 @@ def test_counts_begin_anew_after_four_billion(start):
 
 
 def test_ranks_that_are_stopped_and_continued_at_random_miss_nothing(start):
-    """Asleep or spinning, before or after its own part: whoever waited for it is woken."""
+    """Ranks that are stopped and continued at random miss nothing.
+
+    They are asleep or spinning, before or after their own part; ranks that wait for them are woken.
+    """
     choose = random.Random(5)
     with start(3, "operations", 11, 80) as ranks:
         while not all(pipe.poll(0) for pipe in ranks.pipes):
@@ -71,7 +79,10 @@ def test_ranks_that_are_stopped_and_continued_at_random_miss_nothing(start):
 
 
 def test_a_rank_that_does_not_come_is_named_when_the_limit_ends(start):
-    """Two of four are late: the others name both, by their numbers in the world."""
+    """A rank that does not come is named when the limit ends.
+
+    Two of four ranks are late: the others name both, by their world ranks.
+    """
     with start(4, "absent", [1, 3], "sum", 0.5) as ranks:
         for rank in (0, 2):
             assert ranks.result(rank).startswith(
@@ -81,7 +92,7 @@ def test_a_rank_that_does_not_come_is_named_when_the_limit_ends(start):
 
 @pytest.mark.parametrize("what", ["sum", "idle"])
 def test_a_job_that_fails_is_seen_at_once(what, start):
-    """Long before the limit, or where there is none."""
+    """A failed job is noticed at once, long before the limit, or where there is none."""
     with start(3, "absent", [0, 2], what, 600.0) as ranks:
         shared_ranks.wait_until(lambda: all((ranks.folder / f"ready-{r}").exists() for r in (0, 2)))
         time.sleep(0.3)  # rank 1 waits
@@ -102,7 +113,10 @@ def test_an_idle_rank_uses_no_core_and_has_no_limit(start):
 
 
 def test_a_message_wakes_a_sleeping_rank(start):
-    """It would look by itself only 50 ms after the message: each sleep ends after 100."""
+    """A message wakes a sleeping rank.
+
+    By itself the rank would look only about 50 ms after the message, as each sleep lasts 100 ms.
+    """
     with start(2, "woken") as ranks:
         assert ranks.results()[1] < 0.04
 
@@ -118,7 +132,10 @@ def test_an_interrupt_leaves_the_ranks_in_step_and_a_second_ends_the_wait(start)
 
 
 def test_nothing_is_left_when_the_memory_is_let_go(start):
-    """No file, no descriptor, no mapping; /dev/shm is not used at all."""
+    """Nothing is left when the memory is released.
+
+    There is no file, descriptor or mapping; /dev/shm is not used at all.
+    """
     with start(2, "leave_nothing") as ranks:
         for used, left in ranks.results():
             assert "mapping" in used

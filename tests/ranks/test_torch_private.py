@@ -1,4 +1,4 @@
-"""The names of torch that are not public: each is there in this torch, and what happens without."""
+"""The private names of torch in use: each exists in this torch, and its absence is handled."""
 
 import importlib
 from datetime import timedelta
@@ -57,8 +57,11 @@ def test_a_switch_adds_up_what_lies_in_the_symmetric_memory(monkeypatch, multica
 
 
 def test_what_happens_without(monkeypatch):
-    """A process alone takes gloo, a group keeps torch's limit, and the store of groups that the
-    program made is asked for in words."""
+    """The absence of private names is handled.
+
+    A single process uses gloo, a group keeps torch's limit, and an error message asks for the store
+    of groups that the program made.
+    """
     group: Any = object()
     monkeypatch.delattr(dist.distributed_c10d, "_set_pg_timeout")
     torch_private.set_timeout(group, timedelta(seconds=1))

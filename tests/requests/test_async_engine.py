@@ -1,4 +1,4 @@
-"""AsyncLLMEngine where programs end early: closes, aborts, loops that go, slow readers."""
+"""AsyncLLMEngine with programs that end early: closes, aborts, loops that end, slow readers."""
 
 import asyncio
 import gc
@@ -25,7 +25,7 @@ def served(shared_llama):
     served.close()
     pool = shared_llama.engine.scheduler.pool
     assert not shared_llama.llm_engine.has_unfinished_requests()
-    shared_llama.generate([[256]], 1, 0.0)  # a step in which those that left are let go
+    shared_llama.generate([[256]], 1, 0.0)  # a step in which abandoned requests are released
     assert pool.num_free == pool.num_pages
 
 
@@ -55,7 +55,7 @@ def test_close_ends_what_is_in_flight_and_what_comes_after(served):
 
 
 def test_an_abort_before_the_first_step_counts(served, shared_llama, monkeypatch):
-    """The step is held back until the abort has been said."""
+    """An abort before the first step counts; the step is held back until the abort was made."""
     step, may_step = shared_llama.engine.step, threading.Event()
     monkeypatch.setattr(
         shared_llama.engine, "step", lambda *args: may_step.wait(60) and step(*args)
@@ -77,7 +77,10 @@ def test_an_abort_before_the_first_step_counts(served, shared_llama, monkeypatch
 
 
 def test_nothing_is_kept_of_a_request_that_ended_while_another_runs(served):
-    """Neither by what waits for the engine's thread nor for the garbage collector."""
+    """No memory of an ended request is kept while another one runs.
+
+    Neither the queue of the engine's thread nor the garbage collector keeps it.
+    """
 
     async def one(i: int) -> weakref.ref:
         request = await served.prepare(PROMPTS[i], GREEDY, f"small{i}")
@@ -111,7 +114,10 @@ def test_a_loop_that_ends_early_leaves_the_next_one_alone(served, shared_llama):
 
 
 def test_several_loops_and_engines_share_one_model(served, shared_llama):
-    """Two event loops in two threads, and a second AsyncLLMEngine on the same Llama."""
+    """Several loops and engines share one model.
+
+    There are two event loops in two threads, and a second AsyncLLMEngine on the same Llama.
+    """
     other = AsyncLLMEngine(shared_llama.llm_engine)
 
     def loop(engine: AsyncLLMEngine, name: str) -> list[list[int]]:
@@ -128,7 +134,7 @@ def test_several_loops_and_engines_share_one_model(served, shared_llama):
 
 
 def test_a_slow_reader_gets_several_steps_in_one_output(served, shared_llama):
-    """What it did not read is merged, and waits for it in one place."""
+    """A slow reader gets several steps in one output, in which unread outputs were merged."""
 
     async def main() -> list[RequestOutput]:
         stream = served.generate(PROMPTS[0], LONG, "slow")
@@ -145,7 +151,7 @@ def test_a_slow_reader_gets_several_steps_in_one_output(served, shared_llama):
 
 
 class StrangeError(BaseException):
-    """Not an Exception: nobody expects it."""
+    """A BaseException that is not an Exception, which no handler expects."""
 
 
 @pytest.mark.parametrize(
@@ -153,7 +159,10 @@ class StrangeError(BaseException):
     [(MemoryError, MemoryError), (StrangeError, RuntimeError), (SystemExit, RuntimeError)],
 )
 def test_who_arrives_in_a_failing_step_is_not_in_it(kind, told, served, shared_llama, monkeypatch):
-    """An error of any kind ends those in the step. One that came meanwhile is served after it."""
+    """A request that arrives in a failing step does not fail.
+
+    An error of any kind ends the requests in the step. One that came meanwhile is served after it.
+    """
     start = shared_llama.engine.runner.start
     in_step, may_fail = threading.Event(), threading.Event()
 
@@ -180,7 +189,7 @@ def test_who_arrives_in_a_failing_step_is_not_in_it(kind, told, served, shared_l
 
 
 def test_a_long_prompt_does_not_hold_the_loop_up(served, shared_llama, monkeypatch):
-    """It is encoded in another thread than the event loop's."""
+    """A long prompt does not block the loop: it is encoded in another thread."""
     encode, threads = shared_llama.tokenizer.encode, []
 
     def noted(*args, **kwargs):

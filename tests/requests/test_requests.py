@@ -1,7 +1,7 @@
 """LLMEngine, streaming, beam search and the async engine, on a random model.
 
-The oracles: the same requests alone, transformers' beam search and generate on the same weights,
-and the answers that are not streamed.
+The oracles are the same requests alone, transformers' beam search and generate on the same weights,
+and the answers without streaming.
 """
 
 import asyncio
@@ -37,14 +37,17 @@ def demo() -> Llama:
     return Llama.build(str(DEMO), None, 384, 8, device="cpu", dtype="fp32")
 
 
-# No byte comes twice in the UTF-8 of this text, so each byte has one successor.
+# No byte occurs twice in the UTF-8 of this text, so each byte has one successor.
 BABBLE = "é😀漢字한ひ⛄. "
 
 
 @pytest.fixture(scope="module")
 def babbler(make_checkpoint) -> Llama:
-    """A model that says BABBLE over and over, byte by byte, with a byte in fifty astray: its layers
-    add nothing, its hidden states are one-hot, and each output row points at the bytes before."""
+    """A model that repeats BABBLE byte by byte, with one byte in fifty astray.
+
+    Its layers add nothing, its hidden states are one-hot, and each row of lm_head points at the
+    preceding bytes.
+    """
     folder, state, _ = make_checkpoint(n_layers=1, dim=512, ffn_dim_multiplier=0.02, seed=7)
     data = BABBLE.encode()
     assert len(set(data)) == len(data)
@@ -112,7 +115,10 @@ def answers(output: RequestOutput) -> list[tuple]:
 
 
 def test_a_mixed_batch_equals_each_request_alone(engine):
-    """All settings at once, then each by itself, then all in another order with late arrivals."""
+    """A mixed batch equals each request alone.
+
+    All settings run at once, then each by itself, then all in another order with late arrivals.
+    """
     prompts = prompts_of([5 + 3 * i for i in range(len(SETTINGS))], seed=30)
     requests = {
         f"r{i}": (prompt, SamplingParams(max_tokens=20, **settings))
@@ -134,7 +140,11 @@ def test_a_mixed_batch_equals_each_request_alone(engine):
 
 
 def test_outputs_grow_and_count(engine):
-    """Each output has all so far and what is new; usage adds up; ids in the order of the steps."""
+    """Outputs grow and count.
+
+    Each output has the whole text so far and what is new; usage adds up; ids come in the order of
+    steps.
+    """
     (prompt,) = prompts_of([40], seed=31)
     engine.add_request("a", prompt, SamplingParams(max_tokens=10, temperature=0, ignore_eos=True))
     seen = []
@@ -170,8 +180,11 @@ def test_logprobs_hold_the_token_and_the_likeliest(engine, llama):
 
 
 def test_n_are_the_seeds_own_answers_and_best_of_the_likeliest(engine, llama):
-    """n answers are those of n requests with the derived seeds; best_of returns the n with the
-    highest sum of log-probabilities, which are transformers-checked elsewhere."""
+    """n answers are those of the seeds, and best_of returns the most likely.
+
+    The n answers are those of n requests with the derived seeds; best_of returns the n with the
+    highest sum of log probabilities, which another test compares with transformers.
+    """
     (prompt,) = prompts_of([9], seed=33)
     common: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "logprobs": 0}
     found = run(engine, {"n": (prompt, SamplingParams(n=5, seed=4, **common))})["n"].outputs
@@ -190,8 +203,11 @@ def test_n_are_the_seeds_own_answers_and_best_of_the_likeliest(engine, llama):
 
 
 def test_best_of_is_chosen_by_the_scores_that_transformers_gives(engine, theirs):
-    """The sum of log-probabilities of each answer, computed by transformers, within 1e-3; the n
-    returned come in its order, and none that was left out scores higher."""
+    """best_of is chosen by the scores that transformers gives.
+
+    The sum of log probabilities of each answer agrees with transformers within 1e-3; the n returned
+    are in its order, and none that was left out scores higher.
+    """
     (prompt,) = prompts_of([9], seed=37)
     common: dict[str, Any] = {
         "max_tokens": 8,
@@ -242,7 +258,11 @@ def test_bad_words_are_never_said(babbler):
 
 
 def test_a_thousand_aborts_leave_the_pool_as_it_was(engine, llama):
-    """Requests of every kind, 1,000 aborted at random moments; those that finish are right."""
+    """A thousand aborts leave the pool as it was.
+
+    Requests of every kind run, and 1,000 are aborted at random moments; those that finish are
+    right.
+    """
     rng = random.Random(1)
     prompts = prompts_of([rng.randrange(1, 60) for _ in range(20)], seed=36)
     params = [SamplingParams(max_tokens=12, **settings) for settings in SETTINGS]
@@ -275,8 +295,11 @@ def test_a_thousand_aborts_leave_the_pool_as_it_was(engine, llama):
 
 
 def test_a_ten_turn_chat_computes_only_what_is_new(demo):
-    """Prefix reuse, counted: each turn prefills its new tokens and at most a page of old ones; the
-    answers are those of an engine without reuse."""
+    """A chat of ten turns computes only new tokens.
+
+    Counted with prefix reuse, each turn prefills its new tokens and at most a page of old ones; the
+    answers are those of an engine without reuse.
+    """
     plain = Llama.build(str(DEMO), None, 384, 1, device="cpu", dtype="fp32")
     never_found(plain.engine.scheduler.pool)
     dialog: list[Message] = []
@@ -323,7 +346,10 @@ def test_bad_requests_are_refused_before_anything_is_queued(args, kind, message,
 
 
 def test_one_rule_says_what_is_too_long(engine):
-    """The answer ends with the context; for doors whose callers must know, that is an error."""
+    """One rule decides what is too long.
+
+    The answer ends with the context; where callers must know, that is an error.
+    """
     (prompt,) = prompts_of([100], seed=38)
     asked = SamplingParams(max_tokens=29, temperature=0, ignore_eos=True)
     answer = run(engine, {"a": (prompt, asked)})["a"].outputs[0]
@@ -339,7 +365,10 @@ def test_one_rule_says_what_is_too_long(engine):
 
 
 def test_an_aborted_request_is_not_heard_of_again(engine, llama):
-    """It moved in somebody else's call, and was aborted before its output was asked for."""
+    """An aborted request gives no more output.
+
+    It advanced in another caller's call, and was aborted before its output was read.
+    """
     engine.add_request("a", [256, 65], SamplingParams(max_tokens=9, temperature=0))
     llama.generate(prompts_of([5]), 1, 0)
     assert engine.abort_request("a") is not None
@@ -373,8 +402,11 @@ def some_prompts(count: int, seed: int) -> list[str]:
 
 
 def test_streamed_equals_not_streamed_on_80_prompts(babbler):
-    """Emoji and CJK in prompts and answers, characters cut by the length limit, bytes astray."""
-    prompts = some_prompts(80, seed=2)  # 50 at once
+    """Streaming equals no streaming on 80 prompts.
+
+    Prompts and answers have emoji and CJK, characters cut by the length limit, and stray bytes.
+    """
+    prompts = some_prompts(80, seed=2)  # 50 run at once
     for temperature in (0.0, 1.1):
         whole = babbler.text_completion(prompts, temperature, 1.0, 31, seed=3)
         increments = list(babbler.stream_text(prompts, temperature, 1.0, 31, seed=3))
@@ -384,16 +416,20 @@ def test_streamed_equals_not_streamed_on_80_prompts(babbler):
         assert sorted(ends) == list(range(80))
         said = "".join(text.values())
         assert all(c in said for c in BABBLE)
-        # An increment never holds half a character: what is odd is odd in the whole answer too.
+        # An increment never has half a character: an invalid one is invalid in the whole answer
+        # too.
         assert "".join(inc.text for inc in increments).count("\ufffd") == said.count("\ufffd")
 
 
 def test_stop_strings_never_leak_wherever_tokens_end(babbler):
-    """Stops cut out of the answers themselves, across the borders of one-byte tokens."""
+    """Stop strings never leak, wherever tokens end.
+
+    The stop strings are cut out of the answers themselves, across the borders of one-byte tokens.
+    """
     rng = random.Random(3)
     prompts = some_prompts(60, seed=4)
     whole = [r["generation"] for r in babbler.text_completion(prompts, 1.0, 1.0, 60, seed=1)]
-    streams = []  # begun one after the other, so that they share the steps
+    streams = []  # started one after the other, so that they share the steps
     for place, (prompt, text) in enumerate(zip(prompts, whole, strict=True)):
         at = rng.randrange(1, len(text) - 4)
         stops = [text[at : at + rng.randrange(1, 4)], "never there"]
@@ -423,8 +459,11 @@ def test_leaving_a_stream_aborts_what_is_left(engine, llama):
 
 
 def test_two_streams_and_a_call_between_share_the_engine(engine, llama):
-    """A call to generate or beam_search in the middle of a stream moves it on, here to its end,
-    and loses nothing of it."""
+    """Two streams and a call between them share the engine.
+
+    A call to generate or beam_search in the middle of a stream advances it, here to its end, and
+    loses nothing of it.
+    """
     wanted = [llama.text_completion([p], 0.0, max_gen_len=20)[0]["generation"] for p in "ab"]
     first = llama.stream_text(["a"], 0.0, max_gen_len=20)
     second = llama.stream_text(["b"], 0.0, max_gen_len=20)
@@ -445,7 +484,9 @@ def test_bad_streams_are_refused_at_the_call(change, llama):
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0, -1.0])
 def test_beam_search_equals_transformers(penalty, early_stopping, llama, theirs):
-    """The same beams in the same order, their scores within 1e-4, or 1e-6 of one above 100: a
+    """Beam search equals transformers'.
+
+    The same beams are in the same order, with scores within 1e-4, or 1e-6 relative above 100: a
     penalty below 0 multiplies them, and float32 has no more digits (both are that far from
     float64). A token that ends many beams is made likely by stopping on a common one.
     """
@@ -512,7 +553,7 @@ def test_bad_beams_are_refused(change, llama):
 
 
 def test_many_async_requests_at_once(engine, llama):
-    """Twenty tasks with their own settings: each gets what its request gets alone."""
+    """Many async requests run at once: of twenty tasks, each gets what its request gets alone."""
     prompts = prompts_of([3 + i for i in range(20)], seed=40)
     params = [SamplingParams(max_tokens=15, **SETTINGS[i % len(SETTINGS)]) for i in range(20)]
     wanted = [
@@ -535,7 +576,10 @@ def test_many_async_requests_at_once(engine, llama):
 
 
 def test_leaving_or_cancelling_an_async_request_frees_its_pages(engine, llama):
-    """Hundreds of tasks that break out, are cancelled, or are aborted by name at random moments."""
+    """Leaving or cancelling an async request frees its pages.
+
+    Hundreds of tasks leave the loop, are cancelled, or are aborted by name at random moments.
+    """
     rng = random.Random(4)
     prompts = prompts_of([rng.randrange(1, 50) for _ in range(300)], seed=41)
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)

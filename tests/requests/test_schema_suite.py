@@ -1,4 +1,4 @@
-"""The JSON Schema test suite's schemas as forms of answers: what compiles is what answers have.
+"""The schemas of the JSON Schema test suite as constraints: a compiled schema is enforced.
 
 JSON_SCHEMA_SUITE names a folder of the suite that has tests/draft2020-12 and tests/draft7, such as
 `json` in the source of the package jsonschema (MIT):
@@ -24,19 +24,19 @@ VALIDATORS = {
 }
 SAMPLES = 4
 ENDINGS = '"}]'  # made likelier: random weights would hardly end a string
-# Python's re, which jsonschema asks, has other sets for these than ECMA 262, or none.
+# For these Python's re, which jsonschema uses, has other character sets than ECMA 262, or none.
 _ECMA = re.compile(r"\\[wWdDsSpPcb]")
 
 
 @pytest.fixture(scope="module")
 def llama(make_checkpoint) -> Llama:
-    """Random weights, and a token for each byte."""
+    """A model with random weights, and a token for each byte."""
     folder, _, _ = make_checkpoint()
     return Llama.build(str(folder), max_seq_len=256, max_batch_size=64, device="cpu", dtype="fp32")
 
 
 def schemas(draft: str) -> list[tuple[str, Any]]:
-    """(where it is, schema), each with the draft's name in it, so that it is read as one."""
+    """Return (path, schema), each schema with the identifier of its draft."""
     found = []
     for path in sorted(Path(SUITE, "tests", draft).rglob("*.json")):
         for i, group in enumerate(json.loads(path.read_text())):
@@ -52,8 +52,11 @@ def schemas(draft: str) -> list[tuple[str, Any]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("draft", list(VALIDATORS))
 def test_what_compiles_is_held(llama, draft):
-    """Each schema is refused before any work, or each of its answers validates, or ended by its
-    length."""
+    """A schema that compiles is enforced.
+
+    Each schema is refused before any work, or each of its answers validates, or ended by its
+    length.
+    """
     engine, judge, bias = llama.llm_engine, VALIDATORS[draft], {}
     for text in ENDINGS:
         (token,) = llama.tokenizer.encode(text, bos=False, eos=False)

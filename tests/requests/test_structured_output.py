@@ -1,6 +1,7 @@
-"""Answers of a given form: regular expressions, choices, grammars, JSON schemas; drawn at random.
+"""Structured answers: regular expressions, choices, grammars and JSON schemas, sampled at random.
 
-The oracles: Python's re, the package jsonschema, and the rules of each grammar, written down here.
+The oracles are Python's re, the package jsonschema, and the rules of each grammar, written down
+here.
 """
 
 import json
@@ -46,7 +47,7 @@ def answers(llama, forms: list[dict], **params: Any) -> list:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
 def test_an_answer_has_the_form(demo, temperature):
-    """Beside a row without a form, which is as it would be alone."""
+    """An answer matches its constraint; the row beside it, without one, is as it would be alone."""
     params: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "n": 3}
     free = SamplingParams(**params, seed=9)
     (alone,) = demo.llm_engine.run([demo.llm_engine.prepare("", "The dog", free)])
@@ -72,7 +73,7 @@ def test_an_answer_has_the_form(demo, temperature):
 
 
 def random_schema(choose: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A JSON schema of the keywords that people use."""
+    """Return a random JSON schema of common keywords."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
     kind = choose.choice(kinds + ["object", "array", "anyOf"] * (depth < 3))
     if kind == "string":
@@ -109,7 +110,9 @@ def random_schema(choose: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def test_json_is_valid_under_its_schema(demo):
-    """300 schemas: each answer validates, or ended by its length."""
+    """JSON is valid under its schema: of 300 schemas, each answer validates, or ended by its
+    length.
+    """
     choose = random.Random(11)
     schemas = [random_schema(choose) for _ in range(300)]
     found = answers(demo, [{"json": s} for s in schemas], max_tokens=60, temperature=1.0)
@@ -137,7 +140,10 @@ PERSON: dict[str, Any] = {
 
 
 def test_json_is_not_made_of_blanks(demo):
-    """The demo model has never seen JSON: where it may write blanks it writes little else."""
+    """JSON does not consist of white space.
+
+    The demo model has never seen JSON: where white space is allowed it writes little else.
+    """
     for output in answers(demo, [{"json": PERSON}] * 10, max_tokens=160, temperature=0.7):
         (answer,) = output.outputs
         assert answer.finish_reason == "stop", answer.text
@@ -209,7 +215,10 @@ def test_a_form_is_compiled_once_and_a_broken_matcher_allows_nothing(demo, monke
 
 
 def test_an_object_of_many_properties_goes_on_after_its_brace():
-    """With the real vocabulary: the package's own limits ended the answer there."""
+    """An object of many properties continues after its brace.
+
+    A past fault with the real vocabulary: the library's own limits ended the answer there.
+    """
     tokenizer = Tokenizer(Path(oracle_module.__file__).with_name("tokenizer.model"))
     compiler = GrammarCompiler(tokenizer)
     properties = {f"p{i}": {"type": "string"} for i in range(400)}
@@ -238,7 +247,10 @@ def test_a_constraint_that_fails_ends_its_own_request_only(demo):
 
 
 def test_a_form_that_is_too_large_says_so(demo):
-    """The package stops it while it runs: that is no token to choose, but for another reason."""
+    """A constraint that is too large gives its own error.
+
+    The library stops it while it runs: no token is possible then, but for another reason.
+    """
     form = StructuredOutput(regex="(.{1,300}){1,300}")
     banned = dict.fromkeys(demo.tokenizer.stop_tokens, -100.0)
     params = SamplingParams(max_tokens=400, structured_output=form, logit_bias=banned)

@@ -1,6 +1,6 @@
-"""Many threads at one door: each gets what it gets alone, and keeps its errors to itself.
+"""Many threads call one API: each gets its usual result, and its errors affect no other.
 
-Also what an interrupt (Ctrl-C) leaves behind, at every statement of the engine.
+The effects of an interrupt (Ctrl-C), at every statement of the engine, are tested too.
 """
 
 import itertools
@@ -40,7 +40,7 @@ def assert_empty(engine: LLMEngine) -> None:
 
 
 def in_threads(jobs: list[Callable[[], Any]], count: int = 16) -> list[Any]:
-    """What each job returns or raises; all start at once."""
+    """Return what each job returns or raises; all start at once."""
     start = threading.Barrier(min(count, len(jobs)))
 
     def run(job: Callable[[], Any]) -> Any:
@@ -55,7 +55,10 @@ def in_threads(jobs: list[Callable[[], Any]], count: int = 16) -> list[Any]:
 
 
 def test_sixteen_threads_get_what_each_gets_alone(shared_llama, engine):
-    """Calls of every kind at once, bad ones and abandoned streams among them."""
+    """Sixteen threads get what each gets alone.
+
+    Calls of every kind run at once, bad ones and abandoned streams among them.
+    """
     llama: Llama = shared_llama
     prompts = prompts_of([3 + 5 * i for i in range(16)], seed=50)
     texts = ["a", "Once upon", "The end of", "xyz"]
@@ -96,9 +99,10 @@ def test_sixteen_threads_get_what_each_gets_alone(shared_llama, engine):
 
 
 def test_threads_are_one_batch(shared_llama, engine):
-    """Eight threads of one prompt each take about the steps of one call with eight, not the sum.
+    """Threads are one batch.
 
-    Counted, not timed: 30 tokens take 30 steps, and the threads do not start at the same step.
+    Eight threads of one prompt each take about the steps of one call with eight, not the sum. Steps
+    are counted, not timed: 30 tokens take 30 steps, and the threads do not start at the same step.
     """
     prompts = prompts_of([9] * 4, seed=51)
     steps = shared_llama.engine.stats
@@ -126,9 +130,12 @@ def test_a_failing_step_reaches_everyone_in_it_and_nobody_after(shared_llama, en
 
 @pytest.mark.parametrize("first", ["short", "long"])
 def test_threads_wake_one_another(first, shared_llama, engine, monkeypatch):
-    """The first thread runs the model, and the other sleeps. A short first one leaves and hands the
-    model on; a long first one wakes the other as soon as its answer is there. No thread wakes up by
-    itself: the limit of a sleep is set to more than the test may take."""
+    """Threads wake one another.
+
+    The first thread runs the model, and the other sleeps. A short first one leaves and hands the
+    model over; a long first one wakes the other as soon as its answer is there. No thread wakes up
+    by itself: the limit of a sleep is longer than the test may take.
+    """
     monkeypatch.setattr("llama.requests.llm_engine._LONGEST_SLEEP_S", 3600.0)
     prompts = prompts_of([5, 6], seed=53)
     generate = shared_llama.generate
@@ -158,12 +165,15 @@ def test_threads_wake_one_another(first, shared_llama, engine, monkeypatch):
         futures["short"].add_done_callback(lambda _: short_is_done.set())
         try:
             assert {name: future.result(30) for name, future in futures.items()} == wanted
-        finally:  # or the pool would wait for a thread that nobody wakes
+        finally:  # otherwise the pool would wait for a thread that nobody wakes
             engine._ring(list(engine._waiters))
 
 
 def test_step_serves_who_adds_while_others_run(shared_llama, engine):
-    """vLLM's loop in one thread, Meta's call in another: no output goes to the wrong one."""
+    """`step` serves its caller's requests while others run.
+
+    vLLM's loop runs in one thread, Meta's call in another: no output goes to the wrong one.
+    """
     prompts = prompts_of([8, 9], seed=54)
     params = SamplingParams(max_tokens=30, temperature=0)
 
@@ -183,8 +193,11 @@ def test_step_serves_who_adds_while_others_run(shared_llama, engine):
 
 
 def test_an_output_costs_the_same_at_any_length(shared_llama, engine, monkeypatch):
-    """Nothing is rebuilt that nobody reads: tokens and log-probabilities are counted as they are
-    copied, and an old output still says what it said."""
+    """An output costs the same at any length.
+
+    Nothing unread is rebuilt: tokens and log probabilities are counted as they are copied, and an
+    old output keeps its contents.
+    """
     (prompt,) = prompts_of([9], seed=55)
     params = SamplingParams(max_tokens=100, temperature=0, logprobs=2, ignore_eos=True)
     engine.add_request("a", prompt, params)
@@ -213,8 +226,8 @@ OURS = [str(Path(package.__path__[0])) for package in (llama.engine, llama.reque
 class Interrupt:
     """Ctrl-C, a real signal, at the n-th statement that the engine executes in this thread.
 
-    But not at the end of a `with` statement, which Python traces as a statement: a real signal is
-    heard there only after the lock has been released.
+    The end of a `with` statement, which Python traces as a statement, is excluded: there a real
+    signal is handled only after the lock has been released.
     """
 
     def __init__(self, at: int) -> None:
@@ -232,9 +245,12 @@ class Interrupt:
 
 
 def test_an_interrupt_at_any_statement_loses_nothing(make_checkpoint):
-    """Ctrl-C at each of the statements of a call: no page is lost, a request of somebody else that
-    was under way gets its answer, and the next call is right. (What is left may be a request whose
-    cleaning up was interrupted itself: it is none the less gone after the next call.)"""
+    """An interrupt at any statement loses nothing.
+
+    With Ctrl-C at each of the statements of a call, no page is lost, a running request of another
+    caller gets its answer, and the next call is right. (A request whose cleanup was interrupted may
+    remain, but it is gone after the next call.)
+    """
     folder, _, _ = make_checkpoint(n_layers=1, seed=60)
     llama = Llama.build(str(folder), None, 64, 2, device="cpu", dtype="fp32")
     engine = llama.llm_engine
@@ -281,8 +297,11 @@ def interrupted_step(engine: LLMEngine, times: int) -> Callable[[list], Any]:
 
 
 def test_an_interrupt_takes_effect_after_the_step(shared_llama, engine, monkeypatch):
-    """A step that breaks off would leave pages and counts that nobody can trust, and the other
-    ranks waiting in it."""
+    """An interrupt takes effect after the step.
+
+    A step that broke off would leave inconsistent pages and counts, and the other ranks waiting in
+    it.
+    """
     prompts = prompts_of([5, 6], seed=57)
     wanted = shared_llama.generate(prompts[:1], 8, 0.0)[0]
     engine.add_request("other", prompts[0], SamplingParams(max_tokens=8, temperature=0))
@@ -298,7 +317,10 @@ def test_an_interrupt_takes_effect_after_the_step(shared_llama, engine, monkeypa
 
 
 def test_a_second_interrupt_breaks_the_step_off(shared_llama, engine, monkeypatch):
-    """Who waits for a step of minutes need not wait: all requests in it end with an error."""
+    """A second interrupt breaks the step off.
+
+    A user need not wait for a step of minutes: all requests in it end with an error.
+    """
     prompts = prompts_of([5, 6], seed=58)
     engine.add_request("other", prompts[0], SamplingParams(max_tokens=8, temperature=0))
     monkeypatch.setattr(engine.core.runner, "start", interrupted_step(engine, 2))

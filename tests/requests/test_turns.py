@@ -1,4 +1,4 @@
-"""Calls share the batch in turn: a small one does not wait for the end of a large one."""
+"""Calls share the batch in turn: a small call does not wait for the end of a large one."""
 
 import contextlib
 from typing import Any
@@ -17,8 +17,11 @@ def engine(demo):
 
 
 def test_a_small_call_waits_for_no_sequence_of_a_large_one(engine):
-    """A large call came first, with twice as many sequences as the batch holds. The small one ends
-    before any of them, and what gave up its place comes to what it would have."""
+    """A small call waits for no sequence of a large one.
+
+    A large call came first, with twice as many sequences as the batch holds. The small one ends
+    before any of them, and the preempted sequences still get their usual results.
+    """
     count = 2 * engine.core.scheduler.max_batch_size
     large = [engine.prepare("", [5, 6], SamplingParams(**LONG), index=i) for i in range(count)]
     small = engine.prepare("", [7], SamplingParams(max_tokens=4))

@@ -1,6 +1,6 @@
-"""Inside a clone of Meta's repository, whose own `llama/` Python finds before the installed one.
+"""Inside a clone of Meta's repository, whose `llama/` Python finds before the installed one.
 
-The clone here is made up: as in Meta's, `build` joins torch's groups before anything else.
+The clone here is artificial: as in Meta's, `build` joins torch's groups before anything else.
 """
 
 import subprocess
@@ -51,7 +51,10 @@ def ran(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_script_fails_in_the_clone_and_the_remedy_mends_it(clone):
-    """What torch says is what the guide quotes, so that a search finds the remedy."""
+    """A script fails in the clone, and the documented remedy fixes it.
+
+    torch's error is the one that the guide quotes, so that a search finds the remedy.
+    """
     failed = ran("example_text_completion.py")
     assert failed.returncode == 1 and failed.stderr.rstrip().endswith(TORCH_SAYS)
     mended = ran("example_text_completion.py", PYTHONSAFEPATH="1")
@@ -69,8 +72,11 @@ def test_doctor_names_the_remedy(clone, capfd):
 
 
 def test_the_command_runs_in_the_clone_and_the_module_is_told(clone, tmp_path):
-    """The command's own folder comes first on its path. With -m the clone's package is run; an
-    install from a checkout adds the modules that the clone's package lacks."""
+    """The command runs in the clone, and running the module gives an error.
+
+    The command's own folder comes first on its path. With -m the clone's package is run; an install
+    from a checkout adds the modules that the clone's package lacks.
+    """
     entry = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]["llama"]
     module, _, function = entry.partition(":")
     (tmp_path / "bin").mkdir()
@@ -88,7 +94,10 @@ def test_the_command_runs_in_the_clone_and_the_module_is_told(clone, tmp_path):
 
 
 def test_left_over_variables_of_torchrun_are_named(monkeypatch, capfd):
-    """WORLD_SIZE alone: torch would say that RANK is not set, and not what to do."""
+    """Left-over variables of torchrun are named.
+
+    With WORLD_SIZE alone, torch would report that RANK is not set, but no remedy.
+    """
     for name in ("RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,4 +1,4 @@
-"""`scripts/gpu_check.py` without a GPU: all of it runs, so that on one it is not what fails."""
+"""`scripts/gpu_check.py` without a GPU: all of it runs, so that it works on a GPU."""
 
 import contextlib
 import functools
@@ -31,7 +31,9 @@ from llama.ops.cpu import native
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory) -> tuple[list[str], Path, subprocess.CompletedProcess]:
-    """Its command, its folder and how it ended. Its cache is its own, but for the CPU's kernels."""
+    """A dry run: its command, its folder and its result. Its cache is separate, except the CPU
+    kernels.
+    """
     out: Path = tmp_path_factory.mktemp("gpu_check")
     if native.kernels() is not None:
         shutil.copytree(native.cache_folder(), out / "cache" / "llama")
@@ -42,8 +44,11 @@ def dry_run(tmp_path_factory) -> tuple[list[str], Path, subprocess.CompletedProc
 
 @pytest.mark.slow
 def test_all_sections_run_dry_and_only_once(dry_run, monkeypatch, capsys):
-    """Every figure that has a bar is there in its last mode, and those of decode in each mode; a
-    second run finds nothing left to do."""
+    """All sections run dry and only once.
+
+    Every figure that has a target is there in its last mode, and those of decode in each mode; a
+    second run finds nothing left to do.
+    """
     command, out, done = dry_run
     logs = (out / "log.txt").read_text()[-5000:]
     assert done.returncode == 0, done.stdout + done.stderr + logs
@@ -77,7 +82,10 @@ def test_a_section_that_hangs_or_fails_costs_its_own_time_alone(tmp_path, monkey
 
 
 def test_a_section_ends_with_the_run_that_asked_for_it(tmp_path):
-    """Killed with its group, the run left it on the GPU."""
+    """A section ends with the run that started it.
+
+    A past fault: when the run was killed with its group, the section stayed on the GPU.
+    """
     command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--out", str(tmp_path)]
     orphan = environment(**{program.PARENT: "1"})
     done = warm.run([*command, "--dry", "--section", "facts"], env=orphan, timeout=60)
@@ -93,7 +101,10 @@ def test_peers_are_left_out_where_they_are_not_installed(tmp_path, monkeypatch):
 
 
 def test_what_is_timed_in_turn_is_all_captured(monkeypatch):
-    """One cache of keys and values read again and again would lie in the GPU's own cache."""
+    """Everything that is timed in turn is captured.
+
+    A single KV cache that is read again and again would stay in the GPU's own cache.
+    """
     captured: list[int] = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
@@ -105,7 +116,10 @@ def test_what_is_timed_in_turn_is_all_captured(monkeypatch):
 
 
 def test_what_a_build_asks_is_what_was_checked(tmp_path, monkeypatch):
-    """Of the same graphs, in the same words: else a build checks them again."""
+    """A build looks up what was checked.
+
+    It must ask for the same graphs with the same key; otherwise a build checks them again.
+    """
     keys: list[str] = []
 
     def load_or_check(job: Job, program: object = ()) -> CheckResult:
@@ -143,7 +157,7 @@ def test_the_sections_fit_into_the_time_of_a_run_the_most_telling_first():
 
 
 def test_one_section_that_fails_is_not_all(tmp_path, monkeypatch):
-    """Dry they share a process."""
+    """One failing section does not end the others, which in a dry run share its process."""
     monkeypatch.setattr(program, "end_with_parent", lambda: None)
     given = ["gpu_check.py", "--dry", "--out", str(tmp_path), "--section", "nowhere,facts"]
     monkeypatch.setattr(sys, "argv", given)

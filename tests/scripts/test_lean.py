@@ -33,7 +33,10 @@ def test_the_environment_has_no_test_tools(environment):
 
 @pytest.mark.slow
 def test_the_benchmark_starts_without_triton(environment):
-    """Its commands that imitate a GPU's kernels say that they need Triton; the others run."""
+    """The benchmark starts without Triton.
+
+    Its commands that imitate a GPU's kernels say that they need Triton; the others run.
+    """
     done = run(environment, "scripts/bench", "latency", "--help")
     assert done.returncode == 0 and "--batches" in done.stdout, done.stderr
     done = run(environment, "scripts/bench", "host")

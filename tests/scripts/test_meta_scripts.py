@@ -32,7 +32,10 @@ def shown_by_one() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_many_ranks_show_what_one_shows(world, shown_by_one):
-    """Line by line, sampled; "Loaded in" has the seconds and the number of ranks of its launch."""
+    """Many ranks show what one shows.
+
+    Sampled lines are equal; "Loaded in" has the seconds and the number of ranks of its launch.
+    """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc_per_node={world}", str(PROGRAMS / "meta_examples.py"), *FLAGS,
@@ -49,7 +52,10 @@ def test_many_ranks_show_what_one_shows(world, shown_by_one):
 
 
 def test_one_rank_shows_what_the_calls_return(shown_by_one):
-    """Each script's model counts its calls anew: both say what the first call says."""
+    """One rank shows what the calls return.
+
+    Each script's model counts its calls anew: both show the result of the first call.
+    """
     llama = Llama.build(str(DEMO), None, 128, 4, device="cpu", dtype="fp32")
     prompts = ["Once upon a time", "The capital of France is", "The opposite of", "One and two"]
     for prompt, result in zip(prompts, llama.text_completion(prompts, max_gen_len=24), strict=True):

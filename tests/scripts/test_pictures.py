@@ -1,4 +1,4 @@
-"""The pictures of the first page: small, of the newest results, and without names of a machine."""
+"""The pictures of the first page: small, up to date, and without names of a machine."""
 
 import re
 import socket
@@ -35,7 +35,7 @@ def test_a_picture_is_xml_and_names_no_machine_and_no_folder(path):
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_bars_are_those_of_the_newest_results(theme):
-    """Where results are newer: python scripts/pictures --only bars."""
+    """The bars show the newest results; to update them: python scripts/pictures --only bars."""
     wanted = bars.draw(bars.newest("latency"), bars.newest("prefill"), theme)
     assert (IMAGES / f"bars-{theme}.svg").read_text() == wanted
 

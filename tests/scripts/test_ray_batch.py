@@ -48,10 +48,10 @@ def cluster() -> Iterator[Any]:
 
 
 def replicas(session: str) -> list[int]:
-    """The processes of a cluster's actors: Ray names them so, and their logs are in its folder."""
+    """Return the processes of a cluster's actors, by Ray's names and the folder of their logs."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             is_actor = path.read_bytes().startswith(b"ray::Replica")
             if is_actor and any(
                 os.readlink(file).startswith(session) for file in path.with_name("fd").iterdir()
@@ -61,7 +61,7 @@ def replicas(session: str) -> list[int]:
 
 
 def records(path: Path) -> dict[str, Any]:
-    """custom_id -> what came of it; each only once."""
+    """Return custom_id -> record; each id occurs once."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     found = {x["custom_id"]: x["response"] and x["response"]["body"]["choices"] for x in lines}
     assert len(found) == len(lines), "a custom_id was answered twice"
@@ -69,7 +69,10 @@ def records(path: Path) -> dict[str, Any]:
 
 
 def test_a_killed_actor_and_a_lost_node_lose_nothing(cluster, checkpoint_dir, tmp_path):
-    """Every custom_id once, with the answer of one process; then --resume has nothing to do."""
+    """A killed actor and a lost node lose nothing.
+
+    Every custom_id occurs once, with the answer of one process; then --resume has nothing to do.
+    """
     lines: list[dict[str, Any]] = [
         {"custom_id": f"id-{i}", "method": "POST", "url": "/v1/completions",
          "body": {"prompt": "x" * (1 + i % 9), "max_tokens": 40, "temperature": 1}}

@@ -1,4 +1,4 @@
-"""The scripts as a user runs them, in this process: flags, mistakes, prompts, folders' names."""
+"""The scripts as a user runs them, in this process: flags, mistakes, prompts, folder names."""
 
 import io
 import os
@@ -20,7 +20,7 @@ RULE = "=" * 34
 
 @pytest.fixture
 def script(monkeypatch) -> Callable[..., int]:
-    """script("chat", "--seed", "1"): the exit code of scripts/chat.py with these words."""
+    """A function script("chat", "--seed", "1"), which returns the exit code of scripts/chat.py."""
     for name in [*os.environ]:
         if name.startswith("LLAMA_"):
             monkeypatch.delenv(name)
@@ -78,7 +78,11 @@ def test_a_mistake_is_one_line(words, code, told, script, capfd):
 
 
 def test_text_completion_streams_a_prompt(demo, script, tmp_path, monkeypatch, capfd):
-    """From a flag, a file or standard input: the prompt, then the pieces as they come."""
+    """text_completion streams a prompt.
+
+    It comes from a flag, a file or standard input; the output is the prompt, then the pieces as
+    they come.
+    """
     (tmp_path / "prompt").write_text("The opposite of hot is\n")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"One and two make\n")))
     for words, prompt in (
@@ -99,7 +103,10 @@ def test_text_completion_streams_a_prompt(demo, script, tmp_path, monkeypatch, c
 def test_without_a_prompt_the_flags_and_prompts_are_metas(
     demo, script, tmp_path, monkeypatch, capfd
 ):
-    """With --ckpt_dir; its folder has a number for a name, on the command line or in a variable."""
+    """Without a prompt the flags and prompts are Meta's.
+
+    --ckpt_dir is a folder whose name is a number, on the command line or in a variable.
+    """
     monkeypatch.chdir(tmp_path)
     Path("123").symlink_to(DEMO)
     variables = runpy.run_path(str(REPO / "scripts" / "text_completion.py"))
@@ -119,7 +126,7 @@ def test_without_a_prompt_the_flags_and_prompts_are_metas(
 
 
 def test_meta_s_own_scripts_may_name_a_folder_123(tmp_path, monkeypatch):
-    """fire makes an int of it."""
+    """Meta's own scripts may name a folder 123, which fire turns into an int."""
     monkeypatch.chdir(tmp_path)
     Path("123").symlink_to(DEMO)
     folder: object = 123
@@ -144,7 +151,10 @@ def test_scripts_end_with_a_line_of_figures(name, said, script, capfd):
 
 
 def test_the_demo_model_has_defaults_of_its_own_which_flags_replace(script, capfd):
-    """They were once taken whatever the flags said."""
+    """The demo model has defaults of its own, which flags replace.
+
+    A past fault: the defaults were used whatever the flags said.
+    """
     assert script("text_completion", *GREEDY) == 0
     out = capfd.readouterr().out
     assert "max_seq_len=256" in out and f".\n\n{RULE}\n" in out, "a story ends by itself"
@@ -155,8 +165,11 @@ def test_the_demo_model_has_defaults_of_its_own_which_flags_replace(script, capf
 
 
 def test_no_script_reads_its_flags_by_fire():
-    """fire drops unknown flags until the work is done, makes numbers of names, and lists
-    FIRE_METADATA among the commands."""
+    """No script reads its flags by fire.
+
+    fire ignores unknown flags until the work is done, makes numbers of names, and lists
+    FIRE_METADATA among the commands.
+    """
     files = [*(REPO / "scripts").rglob("*.py"), *(REPO / "llama").rglob("*.py")]
     assert len(files) > 50
     assert not [path for path in files if re.search(r"\b(import|from) fire\b", path.read_text())]

@@ -1,4 +1,4 @@
-"""The model of the batch tests: the one that all tests share."""
+"""The model of the batch tests, which all tests share."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""The two files of a batch job: what is refused before a job, and what other programs do to them.
+"""The two files of a batch job: checks before the job, and interference by other programs.
 
-Real files; the oracle is the output of a job that nothing disturbed.
+The files are real; the oracle is the output of an undisturbed job.
 """
 
 import errno
@@ -22,7 +22,7 @@ fork = multiprocessing.get_context("fork")
 
 
 def in_child(call: Callable[[], None]) -> None:
-    """Run the call in a forked process; fail where it fails."""
+    """Run the call in a forked process; fail if it fails."""
     child = fork.Process(target=call)
     child.start()
     child.join()
@@ -35,7 +35,7 @@ def refused(kind: type[Exception], message: str, in_path: object, out_path: obje
 
 
 def test_what_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_path):
-    """And neither the check that passes nor the one that fails leaves a file behind."""
+    """An unusable file is refused before the model is loaded; no check leaves a file behind."""
     (tmp_path / "in").write_text("hello\n")
     check_files(str(tmp_path / "in"), str(tmp_path / "out"), resume=False)
     refused(ValueError, "is a folder or a device", tmp_path / "in", tmp_path)
@@ -69,7 +69,11 @@ def test_an_output_without_permission_is_refused_before_the_model_is_loaded():
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_other_encodings_are_told_with_the_remedy(encoding, tmp_path):
-    """Before the model is loaded; of a pipe, which is not read before, at its first line."""
+    """Other encodings are reported with the remedy.
+
+    The error comes before the model is loaded; for a pipe, which is not read in advance, at its
+    first line.
+    """
     (tmp_path / "in").write_bytes("hello\nworld\n".encode(encoding))
     message = "in is not UTF-8: if it is UTF-16, convert it with iconv -f UTF-16 -t UTF-8"
     refused(ValueError, message, tmp_path / "in", tmp_path / "out")
@@ -78,8 +82,12 @@ def test_other_encodings_are_told_with_the_remedy(encoding, tmp_path):
 
 
 def test_two_jobs_cannot_write_one_file(tmp_path):
-    """Neither in two processes nor in one; and not after this process has read the file, which
-    would end the locks of lockf: each would do what the other does, and ids would be doubled."""
+    """Two jobs cannot write one file.
+
+    Neither two processes nor one process can; nor can they after this process has read the file,
+    which would release the locks of lockf: the jobs would repeat each other's work and double the
+    ids.
+    """
     path = tmp_path / "out"
 
     def is_refused() -> None:
@@ -118,8 +126,11 @@ def test_a_file_system_without_locks_serves_one_rank(llama, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("has_ofd_locks", [True, False])
 def test_a_writer_cuts_off_what_another_left(tmp_path, monkeypatch, has_ofd_locks):
-    """A replica killed in the middle of a write, while another goes on; on kernels with locks of
-    open files, and with those of processes only."""
+    """A writer cuts off the partial record of another.
+
+    A replica is killed in the middle of a write while another goes on; on kernels with locks per
+    open file, and on those with locks per process.
+    """
     if not has_ofd_locks:
         monkeypatch.setattr("sys.platform", "other")
     line = Line(1, b"hello", 7)
@@ -158,7 +169,10 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
 @pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=lambda x: getattr(x, "__name__", ""))
 @pytest.mark.parametrize("after", [3, 8])
 def test_a_lost_output_is_an_error(llama, tmp_path, monkeypatch, damage, message, after):
-    """Another program changes the output in the middle of a job, or behind its last record."""
+    """A lost output is an error.
+
+    Another program changes the output in the middle of a job, or behind its last record.
+    """
     append, count = Results.append, []
 
     def append_and_damage(self: Results, *args: Any) -> None:
@@ -172,12 +186,15 @@ def test_a_lost_output_is_an_error(llama, tmp_path, monkeypatch, damage, message
     with pytest.raises(OSError, match=message):
         run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), max_gen_len=3)
     assert not llama.engine.has_unfinished()
-    if damage is not overwrite:  # which only a look at all records finds, at the end
+    if damage is not overwrite:  # only the final check of all records finds that
         assert len(count) == after, "the job ends at the next record, not after hours"
 
 
 def test_an_input_cut_while_it_is_read_is_an_error(llama, tmp_path, monkeypatch):
-    """Half a line that is left of it is not answered; restored, the job is resumed."""
+    """An input that is truncated while it is read is an error.
+
+    Half a line is not answered; when the file is restored, the job is resumed.
+    """
     lines = [{"prompt": "hello", "user": "x" * 50_000, "max_tokens": 2}] * 30
     whole = written(lines)
     (tmp_path / "in").write_bytes(whole)

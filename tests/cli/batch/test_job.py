@@ -1,6 +1,6 @@
-"""The batch job: nothing lost, doubled or overwritten, whatever ends it, on any number of ranks.
+"""A batch job loses, doubles and overwrites nothing, whatever ends it, on any number of ranks.
 
-Real files, real processes and real kills; the oracle is the output of a job that nothing disturbed.
+Files, processes and kills are real; the oracle is the output of an undisturbed job.
 """
 
 import json
@@ -36,7 +36,9 @@ fork = multiprocessing.get_context("fork")
 
 
 def requests(count: int, longest: int = 12) -> list[Any]:
-    """Sampled answers of different lengths; the seventh line is bad, and some are blank."""
+    """Return lines with sampled answers of different lengths; the seventh is bad, and some are
+    blank.
+    """
     lines: list[Any] = [
         {
             "custom_id": f"r{i}",
@@ -55,7 +57,10 @@ def job(llama: Llama, folder: Path, name: str = "out", *, resume: bool = False) 
 
 
 def records(path: Path) -> dict[str, Any]:
-    """The records by id, each there once; without what depends on what else ran: cache hits."""
+    """Return the records by id, each of which occurs once, without the number of cached tokens.
+
+    That number depends on what else ran.
+    """
     found = [json.loads(line) for line in path.read_bytes().splitlines()]
     by_id = {record["id"]: record for record in found}
     assert len(by_id) == len(found), "an id is doubled"
@@ -78,8 +83,11 @@ def undisturbed(shared_llama, tmp_path_factory) -> Path:
 
 
 def test_kill_minus_nine_at_twenty_random_moments(llama, undisturbed):
-    """A forked child runs the job, and dies by SIGKILL after some more records; the next child
-    resumes. In the end the results are those of the undisturbed job, every id once."""
+    """Twenty kills by SIGKILL at random moments leave the results of the undisturbed job.
+
+    A forked child runs the job and is killed after some more records; the next child resumes. In
+    the end every id occurs once.
+    """
     folder, rng, kills = undisturbed, random.Random(3), 0
     out = folder / "killed-0"
     while kills < 20:
@@ -91,7 +99,7 @@ def test_kill_minus_nine_at_twenty_random_moments(llama, undisturbed):
         child.join()
         if num_lines(out) < 90:
             kills += 1
-        else:  # it was done before: begin again, for 20 kills in the middle of a job
+        else:  # it ended early: start again, for 20 kills in the middle of a job
             assert records(out) == records(folder / "whole")
             out = folder / f"killed-{kills}"
     job(llama, folder, out.name, resume=True)
@@ -100,10 +108,13 @@ def test_kill_minus_nine_at_twenty_random_moments(llama, undisturbed):
 
 @pytest.mark.parametrize("tail", [b"{", b'{"id": "batch_r', b'{"id": "batch_req_00000', None])
 def test_a_torn_last_line_is_mended(llama, undisturbed, tail):
-    """What a killed writer left of a record is cut off, and its request is done again."""
+    """A truncated last line is repaired.
+
+    What a killed writer left of a record is cut off, and its request is done again.
+    """
     folder, out = undisturbed, undisturbed / "torn"
     whole = (folder / "whole").read_bytes().splitlines(keepends=True)
-    torn = whole[41][:-1] if tail is None else tail  # whole but for its line end
+    torn = whole[41][:-1] if tail is None else tail  # complete except for its line end
     out.write_bytes(b"".join(whole[:40]) + torn)
     assert job(llama, folder, "torn", resume=True).written == 50
     assert records(out) == records(folder / "whole")
@@ -111,7 +122,9 @@ def test_a_torn_last_line_is_mended(llama, undisturbed, tail):
 
 
 def test_a_full_disk_leaves_whole_records(llama, undisturbed):
-    """A write that has no room for its whole record ends the job, and leaves no part of it."""
+    """A full disk leaves complete records: a write that does not fit ends the job and leaves no
+    part.
+    """
 
     def run_small() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -131,8 +144,11 @@ def test_a_full_disk_leaves_whole_records(llama, undisturbed):
 
 
 def test_what_is_not_ours_is_refused_and_left_alone(llama, undisturbed, tmp_path):
-    """An output that exists, another input, other flags, another program's file: each an error
-    that says so, before a byte of the output changes."""
+    """A foreign file is refused and left alone.
+
+    An existing output, another input, other flags, or another program's file: each gives an error
+    that says so, before a byte of the output changes.
+    """
     whole = (undisturbed / "whole").read_bytes()
     (tmp_path / "out").write_bytes(whole)
     lines = requests(90)
@@ -164,8 +180,11 @@ def test_what_is_not_ours_is_refused_and_left_alone(llama, undisturbed, tmp_path
 
 
 def test_the_first_result_comes_before_the_last_line(llama, tmp_path):
-    """Input through a pipe: its writer goes on only when the results of what it wrote are there,
-    but for those that wait in the batch, which has room for one more line."""
+    """The first result comes before the last line.
+
+    The writer of a pipe goes on only when the results of its lines are there, except for those that
+    wait in the batch, which can take one more line.
+    """
     os.mkfifo(tmp_path / "in")
 
     def write() -> None:
@@ -190,7 +209,10 @@ def resident_mb() -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_memory_does_not_grow_with_the_file(llama, tmp_path, monkeypatch):
-    """20,000 bad lines; then 100,000 done ones with three missing, and a line of 30 MB."""
+    """Memory does not grow with the file.
+
+    There are 20,000 bad lines; then 100,000 finished ones with three missing, and a line of 30 MB.
+    """
     most = [0.0]
     append = Results.append
 
@@ -219,7 +241,10 @@ def test_memory_does_not_grow_with_the_file(llama, tmp_path, monkeypatch):
 
 
 def test_an_interrupted_job_leaves_the_model_usable(llama, undisturbed, monkeypatch):
-    """Ctrl-C in a notebook: the results so far are in the file, and nothing runs on."""
+    """An interrupted job leaves the model usable.
+
+    After Ctrl-C in a notebook the results so far are in the file, and nothing runs on.
+    """
     step = llama.engine.step
 
     def step_and_stop(*args) -> list:
@@ -267,8 +292,11 @@ def script(*args: str | Path) -> list[str]:
 
 
 def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path, capfd):
-    """Ctrl-C: 130, and nothing finished is lost; resumed, with a bad line in it: 0; an output that
-    exists: 2, before weights are looked for; all well: 0."""
+    """The script has the documented exit codes.
+
+    Ctrl-C: 130, and no finished result is lost; resumed, with a bad line: 0; an existing output: 2,
+    before weights are searched for; success: 0.
+    """
     (tmp_path / "in").write_bytes(written(requests(90, 40)))
     flags = ["--ckpt_dir", checkpoint_dir[0], *SIZES, "--temperature", "1"]
     command = script(tmp_path / "in", tmp_path / "out", *flags)
@@ -303,8 +331,11 @@ def torchrun(world: int, *command: str | Path) -> subprocess.CompletedProcess:
 
 
 def test_the_last_sums_of_a_replica_are_read():
-    """It adds its last results and says that it has finished after this one read the results, and
-    before it read who has finished: a report once said 85 lines of 90."""
+    """The last sums of a replica are read.
+
+    It adds its last results and reports its end after this replica read the results, and before it
+    read who has ended. A past fault: a report said 85 lines of 90.
+    """
     sums = Counter({"finished": 1, "written": 85})
     posts = iter([{"finished": 2}, {"written": 90}])
     job = object.__new__(Loop)
@@ -317,9 +348,12 @@ def test_the_last_sums_of_a_replica_are_read():
 
 @pytest.mark.slow
 def test_replicas_share_the_lines(undisturbed, checkpoint_dir):
-    """Two replicas of two ranks. Each takes what it has room for, so that one that waits does less;
-    no line is lost or doubled, and the answers are those of one process. A second job of the same
-    processes works too."""
+    """Replicas share the lines.
+
+    There are two replicas of two ranks. Each takes the lines that it has capacity for, so that one
+    that waits does less; no line is lost or doubled, and the answers are those of one process. A
+    second job of the same processes works too.
+    """
     folder = undisturbed / "replicas"
     folder.mkdir()
     (folder / "in").write_bytes((undisturbed / "in").read_bytes())
@@ -336,7 +370,9 @@ def test_replicas_share_the_lines(undisturbed, checkpoint_dir):
 
 @pytest.mark.slow
 def test_the_script_on_two_ranks_of_one_model(undisturbed, checkpoint_dir):
-    """Model-parallel: one writes, and the results are those of one process."""
+    """The script runs on two ranks of one model: one writes, and the results are those of one
+    process.
+    """
     out = undisturbed / "mp2"
     program = script(undisturbed / "in", out, "--ckpt_dir", checkpoint_dir[0], *SIZES)
     words = [*map(str, program), "--temperature", "1", "--ranks", "2"]
@@ -349,8 +385,12 @@ def test_the_script_on_two_ranks_of_one_model(undisturbed, checkpoint_dir):
 @pytest.mark.slow
 @pytest.mark.dist
 def test_replicas_killed_at_random_moments_lose_and_double_nothing():
-    """A rank or torchrun is killed, before the ranks have met, too; the program checks that all is
-    gone after each kill, and the records in the end. By hand it makes 200 kills."""
+    """Replicas killed at random moments lose and double nothing.
+
+    A rank or torchrun is killed, also before the ranks have met; the program checks that all
+    processes are gone after each kill, and checks the records at the end. Run by hand it makes 200
+    kills.
+    """
     program = [sys.executable, str(PROGRAMS / "killed_batch.py"), "--kills", "3", "--lines", "50"]
     path = os.pathsep.join([str(REPO), str(REPO / "tests")])
     done = warm.run(program, env=environment(PYTHONPATH=path), timeout=240)

@@ -1,4 +1,4 @@
-"""Every form of a batch line, each bad one with its message, and the records of the answers.
+"""Every format of a batch line, each bad line with its message, and the records of the answers.
 
 The oracle is Meta's own API: the same prompts through text_completion and chat_completion.
 """
@@ -32,9 +32,12 @@ def openai(body: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_each_form_gives_the_answers_of_the_api(llama, tmp_path, temperature):
-    """OpenAI's batch form, plain lines and a text file: the texts of text_completion, whatever ran
-    beside them; chats, those of chat_completion. The samples are those of one call with all lines,
-    with the build's seed, also where the other lines were done before."""
+    """Each format gives the answers of the API.
+
+    OpenAI's batch format, plain lines and a text file have the texts of text_completion, whatever
+    ran beside them; chats have those of chat_completion. The samples are those of one call with all
+    lines and the build's seed, also when the other lines were done before.
+    """
     done = llama.text_completion(PROMPTS, temperature, 0.9, 12, seed=llama.seed)
     wanted = [r["generation"] for r in done]
     dialogs: list[Any] = [HELLO, [{"role": "system", "content": "Be brief."}, *HELLO]]
@@ -55,7 +58,11 @@ def test_each_form_gives_the_answers_of_the_api(llama, tmp_path, temperature):
 
 
 def test_records_are_openais(llama, tmp_path):
-    """Every key of the batch output object, its completion and its usage; blank lines count."""
+    """Records are OpenAI's.
+
+    They have every key of the batch output object, its completion and its usage; blank lines count
+    in line numbers.
+    """
     lines = ["", {"prompt": "Hi", "model": "mine"}, "   ", openai({"messages": HELLO})]
     text, chat = answers(llama, tmp_path, lines, 0.0, 0.9, 3, model="tiny")
     assert text["id"].startswith("batch_req_000000000002_")
@@ -91,7 +98,7 @@ def test_records_are_openais(llama, tmp_path):
 
 
 def test_log_probabilities(llama, tmp_path):
-    """Both of OpenAI's layouts hold the numbers of text_completion(logprobs=True)."""
+    """Both of OpenAI's layouts have the log probabilities of text_completion(logprobs=True)."""
     body = {"prompt": "Hello", "max_tokens": 6, "temperature": 0}
     dialog: Any = HELLO
     messages = {"messages": dialog, "max_completion_tokens": 6, "temperature": 0, "logprobs": True}
@@ -105,7 +112,7 @@ def test_log_probabilities(llama, tmp_path):
     for token, score, top in zip(
         scores["tokens"], scores["token_logprobs"], scores["top_logprobs"], strict=True
     ):
-        assert 1 <= len(top) <= 2 and max(top.values()) == score  # greedy: the likeliest
+        assert 1 <= len(top) <= 2 and max(top.values()) == score  # greedy: the most likely token
         assert token in top
     (answer,) = llama.chat_completion([dialog], 0.0, 0.9, 6, logprobs=True)
     content = chat["response"]["body"]["choices"][0]["logprobs"]["content"]
@@ -126,7 +133,10 @@ def test_several_answers_a_line(llama, tmp_path):
 
 
 def test_a_text_file_is_prompts_as_they_stand(llama, tmp_path):
-    """Spaces count, a line end of either kind does not, and JSON further down is text."""
+    """A text file has one verbatim prompt per line.
+
+    Spaces count, a line end of either kind does not, and JSON in a later line is text.
+    """
     lines = [b"\xef\xbb\xbfHello  \r", '{"prompt": "x"}', b"caf\xe9", "last"]
     found = answers(llama, tmp_path, lines, 0.0, 0.9, 4)
     wanted = llama.text_completion(["Hello  ", '{"prompt": "x"}', "last"], 0.0, 0.9, 4)
@@ -173,7 +183,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 def test_each_bad_line_is_a_record_with_its_number(llama, tmp_path):
-    """Every one says what is wrong, and the good lines around it are answered."""
+    """Each bad line gives a record with its number and error; the good lines are answered."""
     lines: list[Any] = [{"prompt": "first"}]
     for bad, _ in BAD:
         lines += [bad, {"prompt": "between"}]
@@ -198,7 +208,10 @@ def test_a_broken_first_line_does_not_make_text_of_the_rest(llama, tmp_path):
 
 
 def test_a_line_of_nan_gets_an_error_and_its_neighbours_their_answers(llama, tmp_path, monkeypatch):
-    """One such line once ended the whole job, and again at every resume."""
+    """A line of NaN gets an error, and its neighbours get their answers.
+
+    A past fault: one such line ended the whole job, and again at every resume.
+    """
     lines = [{"prompt": prompt, "max_tokens": 5, "temperature": 0} for prompt in ("a", "b", "c")]
     wanted = answers(llama, tmp_path, lines)
     logits = llama.model.logits
@@ -221,7 +234,10 @@ def test_a_line_of_nan_gets_an_error_and_its_neighbours_their_answers(llama, tmp
 
 
 def test_parsing_never_raises_anything_else():
-    """Odd but valid JSON: duplicate keys, lone surrogates, huge numbers, empty names."""
+    """Parsing raises no other exception.
+
+    The lines are odd but valid JSON: duplicate keys, lone surrogates, huge numbers, empty names.
+    """
     for line in (
         '{"prompt": "a", "prompt": "b"}', '{"prompt": "\\ud800"}', '{"": 1}',
         '{"prompt": "x", "seed": 1e999}', '{"prompt": "x", "\\ud800": 1}',

@@ -1,4 +1,4 @@
-"""`llama batch --url`: real servers and clients in processes of their own, and kills of both.
+"""`llama batch --url`: real servers and clients in separate processes, and kills of both.
 
 The oracle is the same job on the engine: a server answers a line as the engine does.
 """
@@ -33,7 +33,7 @@ NUM_LINES = 60
 
 
 def lines() -> list[Any]:
-    """Sampled answers of different lengths, a chat, and two bad lines."""
+    """Return lines with sampled answers of different lengths, a chat, and two bad lines."""
     found: list[Any] = [
         {"custom_id": f"r{i}", "prompt": f"Once upon a time {i}", "max_tokens": 20 + 3 * (i % 9)}
         for i in range(NUM_LINES)
@@ -45,7 +45,7 @@ def lines() -> list[Any]:
 
 
 def outcome(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """What each custom_id got, each there once."""
+    """Return the record of each custom_id, each of which occurs once."""
     found = {}
     for record in records:
         assert record["custom_id"] not in found, "an id is there twice"
@@ -76,8 +76,11 @@ def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:
 
 
 def test_kills_of_client_and_server_lose_and_double_nothing(demo, tmp_path):
-    """The client is killed four times and resumed; then the server is killed under it, and another
-    comes at the same port. SIGTERM to the client: what runs is finished, exit code 0."""
+    """Kills of client and server lose and double nothing.
+
+    The client is killed four times and resumed; then the server is killed, and another one starts
+    on the same port. After SIGTERM the client finishes running requests and exits with 0.
+    """
     wanted = outcome(answers(demo, tmp_path, lines(), 0.6, 0.9, 40))
     (tmp_path / "out").unlink()
     port, rng = free_port(), random.Random(5)
@@ -109,7 +112,7 @@ def test_kills_of_client_and_server_lose_and_double_nothing(demo, tmp_path):
 
 
 class Flaky(http.server.BaseHTTPRequestHandler):
-    """Answers each request with the next of `script`: a status, or what goes wrong."""
+    """A server that answers each request with the next item of `script`: a status, or a failure."""
 
     protocol_version = "HTTP/1.1"
     script: list[Any]
@@ -175,7 +178,7 @@ def run(folder: Path, url: str, asked: list[Any], **kwargs: Any) -> list[dict[st
 
 
 def test_what_fails_for_now_is_sent_again(tmp_path, monkeypatch):
-    """503, a lost connection, and no answer at all; the request that comes again is the same."""
+    """Temporary failures are retried with the same request: 503, a lost connection, no answer."""
     monkeypatch.setattr("llama.cli.batch.server_job._FIRST_WAIT_S", 0.01)
     with flaky(503, "lost", "hangs up", 503, 502) as (url, seen):
         (record,) = run(tmp_path, url, ["hello"], model="other")
@@ -186,7 +189,10 @@ def test_what_fails_for_now_is_sent_again(tmp_path, monkeypatch):
 
 
 def test_what_fails_for_good_is_an_error_record(tmp_path, monkeypatch):
-    """A refusal at once; a failure that lasts, after `retry_s`; the other lines are answered."""
+    """Permanent failures give error records.
+
+    A refusal gives one at once, a lasting failure after `retry_s`; the other lines are answered.
+    """
     monkeypatch.setattr("llama.cli.batch.server_job._FIRST_WAIT_S", 0.01)
     asked = [{"prompt": "a", "temperature": None, "seed": 5}, {"prompt": "b"}, {"prompt": "c"}]
     with flaky(400, 200, "text", *[503] * 1000) as (url, seen):
@@ -202,7 +208,10 @@ def test_what_fails_for_good_is_an_error_record(tmp_path, monkeypatch):
 
 
 def test_a_server_that_cannot_be_used_ends_the_job(tmp_path, capsys):
-    """A wrong key is no fault of the lines: no record is written, and the exit code is 2."""
+    """A server that cannot be used ends the job.
+
+    A wrong key is not the fault of the lines: no record is written, and the exit code is 2.
+    """
     with flaky(401) as (url, _), pytest.raises(ServerError, match="refuses the key"):
         run(tmp_path, url, ["a"])
     assert not (tmp_path / "out").read_bytes()

@@ -1,4 +1,4 @@
-"""Calls of tools in a batch file: a record holds the answer that a server gives to the same body.
+"""Tool calls in a batch file: a record has the answer that a server gives to the same body.
 
 The job runs on the engine and by `--url`; the server is a real one, with a tiny random model whose
 calls a grammar forces.
@@ -26,18 +26,18 @@ SCHEMA: dict[str, Any] = {
 FORECAST: Any = {"type": "function", "function": {"name": "forecast", "parameters": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "forecast"}}
 ASKED = {"messages": [{"role": "user", "content": "How is it?"}], "tools": [FORECAST]}
-# Without these, a batch job has defaults of its own, which its flags change.
+# Without these, a batch job uses its own defaults, which its flags change.
 DRAWN = {"temperature": 1.5, "top_p": 0.9, "seed": 2, "skip_special_tokens": True}
 BODIES: list[dict[str, Any]] = [
     {**ASKED, **DRAWN, "tool_choice": NAMED, "max_tokens": 200, "n": 2},
     {**ASKED, "tool_choice": "required", "temperature": 0, "max_tokens": 200},
-    {**ASKED, "tool_choice": NAMED, "temperature": 0, "max_tokens": 45},  # cut off
-    {**ASKED, **DRAWN, "max_tokens": 20},  # words
+    {**ASKED, "tool_choice": NAMED, "temperature": 0, "max_tokens": 45},  # truncated
+    {**ASKED, **DRAWN, "max_tokens": 20},  # plain text
 ]
 
 
 def said(body: dict[str, Any]) -> list[Any]:
-    """How each choice ended, its content and its calls, whose ids are those of one response."""
+    """Return the finish reason, content and calls of each choice, whose call ids are unique."""
     found: list[Any] = []
     for choice in body["choices"]:
         calls = choice["message"].get("tool_calls") or []

@@ -48,7 +48,7 @@ def conversation(shared_llama) -> Conversation:
 
 
 def answered(conversation: Conversation, *texts: str) -> Conversation:
-    """Ask each text; the answer to it is the same in capitals."""
+    """Ask each text with a scripted model, whose answer is the text in capitals."""
     for text in texts:
         conversation.commit(conversation.handle(text), text.upper(), STATS)
     return conversation
@@ -250,7 +250,10 @@ CALLS: list[dict[str, Any]] = [
 
 
 def test_a_plain_dialog_has_the_ids_of_the_chat_format(shared_llama, conversation, tmp_path):
-    """Meta's `ChatFormat` is the oracle, for dialogs with every role of Meta's own messages."""
+    """A plain dialog has the ids of the chat format.
+
+    Meta's `ChatFormat` is the oracle, for dialogs with every role of Meta's own messages.
+    """
     dialog: list[Any] = [
         {"role": "system", "content": " Be brief.\n"},
         user("été <|eot_id|>"),
@@ -271,7 +274,10 @@ def test_a_plain_dialog_has_the_ids_of_the_chat_format(shared_llama, conversatio
 
 @pytest.mark.parametrize("tool_format", [ToolFormat.LLAMA_3_1, ToolFormat.LLAMA_3_2])
 def test_a_dialog_with_tool_calls_is_continued(shared_llama, tmp_path, tool_format):
-    """Its ids are those of `encode_chat`, and each command takes such messages."""
+    """A dialog with tool calls is continued.
+
+    Its ids are those of `encode_chat`, and each command supports such messages.
+    """
     file = tmp_path / "calls.json"
     file.write_text(json.dumps(CALLS))
     conversation = Conversation(encoder(shared_llama, tool_format), 4096)
@@ -321,7 +327,10 @@ Piped = Callable[..., tuple[list[str], str]]
 
 @pytest.fixture
 def piped(demo, monkeypatch, capsys) -> Piped:
-    """piped(text, **settings) -> (lines on stdout, stderr) of a chat with the demo model."""
+    """A function piped(text, **settings) that runs a chat with the demo model.
+
+    It returns the lines on stdout, and stderr.
+    """
 
     def run(text: str, **settings) -> tuple[list[str], str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
@@ -334,7 +343,7 @@ def piped(demo, monkeypatch, capsys) -> Piped:
 
 
 def test_answers_are_those_of_chat_completion(demo, piped):
-    """Each with the turns before it in view, and with what they computed in the cache."""
+    """Answers are those of chat_completion, with the earlier turns as context and in the cache."""
     out, err = piped(f"{FRANCE}\n{JAPAN}\n", temperature=0.0)
     assert out == replies(demo, FRANCE, JAPAN)
     first, second = err.splitlines()
@@ -349,7 +358,7 @@ def test_answers_are_those_of_chat_completion(demo, piped):
 def test_a_saved_dialog_with_tool_calls_goes_on_in_the_terminal(
     make_checkpoint, monkeypatch, capsys, tmp_path
 ):
-    """The answer is that of chat_completion to the same messages."""
+    """A saved dialog with tool calls continues in the terminal as in chat_completion."""
     folder = make_checkpoint(use_scaled_rope=True)[0]
     llama = Llama.build(str(folder), None, 1024, 1, device="cpu", dtype="fp32")
     assert llama.tool_format is ToolFormat.LLAMA_3_1
@@ -408,8 +417,11 @@ def test_retry_gives_another_answer_and_the_chat_is_reproducible(piped):
 
 @pytest.mark.slow
 def test_piped_into_the_script_on_two_ranks(demo):
-    """The answers and nothing else on stdout; figures and what Llama.build prints on stderr; exit
-    code 0 at the end of input."""
+    """Input is piped into the script on two ranks.
+
+    stdout has the answers and nothing else; figures and the messages of Llama.build are on stderr;
+    the exit code is 0 at the end of input.
+    """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
         str(REPO / "scripts" / "chat.py"),
@@ -435,7 +447,7 @@ def test_an_answer_cannot_steer_the_terminal(capsys):
 
 
 def test_a_reader_that_leaves_is_no_traceback():
-    """chat.py | head -1"""
+    """A reader that leaves causes no traceback, as in `chat.py | head -1`."""
     script = Path(REPO, "scripts", "chat.py")
     process = warm.Popen(
         [sys.executable, script, "--device", "cpu"],

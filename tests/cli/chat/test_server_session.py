@@ -1,4 +1,4 @@
-"""`llama chat --url`: a real server, the command in a process of its own, in a pipe and a terminal.
+"""`llama chat --url`: a real server, and the command in its own process, in a pipe and a terminal.
 
 The oracle is the same chat on the engine.
 """
@@ -34,7 +34,7 @@ def server() -> Iterator[RunningServer]:
 
 
 def chat(url: str, text: str, *flags: str, **variables: str) -> subprocess.CompletedProcess:
-    """Without torch; the text is standard input."""
+    """Run a chat without importing torch; the text is standard input."""
     code = (
         "import sys; from llama.cli import main; code = main(['chat', *sys.argv[1:]]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
@@ -46,7 +46,9 @@ def chat(url: str, text: str, *flags: str, **variables: str) -> subprocess.Compl
 
 
 def test_answers_are_those_of_the_engine(server, demo):
-    """Two turns, settings and counts; a refusal leaves the dialog as it was."""
+    """Answers are the engine's over two turns, with settings and counts; a refusal changes no
+    dialog.
+    """
     asked = f"{FRANCE}\n/set max_gen_len 5000\nx\n/set max_gen_len none\n"
     done = chat(server.url, f"{asked}{JAPAN}\n/stats\n", LLAMA_API_KEY="k")
     assert done.stdout.splitlines() == replies(demo, FRANCE, JAPAN), done.stderr
@@ -103,7 +105,10 @@ def test_chunks_of_other_servers_are_no_crash(chunk):
 
 
 def test_the_speed_is_that_which_the_server_measured():
-    """Chunks may come together: by their arrival it would be thousands of tokens per second."""
+    """The speed is what the server measured.
+
+    Chunks may arrive together: measured by arrival it would be thousands of tokens per second.
+    """
     part = part_of({"choices": [], "timings": {"predicted_per_second": 250.5}})
     stats = TurnStats(1.0, 1.0001, Usage(30, 21, 16), part.rate)
     assert "| 250.5 tokens/s |" in stats.describe(None)

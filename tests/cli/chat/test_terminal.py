@@ -1,4 +1,4 @@
-"""The chat as a person has it: scripts/chat.py in a pseudo-terminal, alone and on two ranks."""
+"""The chat as a person uses it: scripts/chat.py in a pseudo-terminal, alone and on two ranks."""
 
 import io
 import os
@@ -24,7 +24,9 @@ def sessions() -> Iterator[list[Session]]:
 
 
 def talk(session: Session, demo: Llama, folder: Path) -> None:
-    """What a person does in a chat, Ctrl-C in a long answer included; the same on any ranks."""
+    """Run a person's chat, including Ctrl-C in a long answer; it is the same on any number of
+    ranks.
+    """
     france, japan = replies(demo, FRANCE, JAPAN)
     assert session.ask(FRANCE) == france
     assert session.ask(JAPAN) == japan, "it has the first question in view"
@@ -47,8 +49,8 @@ def talk(session: Session, demo: Llama, folder: Path) -> None:
 
 
 def begin_long(session: Session, demo: Llama) -> None:
-    """Ask for an answer that fills the context if it is let, and wait for its first word."""
-    begin = begin_of_story(demo)  # before the question: the answer is there in two seconds
+    """Ask for an answer that would fill the context, and wait for its first word."""
+    begin = begin_of_story(demo)  # before the question, since the answer takes only two seconds
     session.command("/set min_tokens 490", "min_tokens 490")
     session.at_prompt(f"{STORY}\r")
     session.expect(begin)
@@ -59,7 +61,7 @@ def begin_of_story(demo: Llama) -> str:
 
 
 def stop(session: Session, demo: Llama) -> None:
-    """Ctrl-C in a long answer: what was said is kept, and the chat goes on."""
+    """Press Ctrl-C in a long answer: the text so far is kept, and the chat goes on."""
     begin_long(session, demo)
     session.keys(CTRL_C)
     assert "stopped | " in session.expect(FIGURES)
@@ -75,18 +77,20 @@ def test_a_chat_alone(sessions, demo, tmp_path):
     session.at_prompt(f"{FRANCE}{CTRL_C}")
     session.expect("press Ctrl-C again or Ctrl-D, or type /bye")
     assert session.ask(FRANCE), "the line was dropped, and the chat goes on"
-    session.at_prompt("\x1b[A\r")  # the arrow up: the last line that was entered
+    session.at_prompt("\x1b[A\r")  # the arrow key recalls the last line
     session.expect(f"{FRANCE}\n")
     session.expect(FIGURES)
     session.expect("\n> ")
     session.wait_for_keys()
-    session.process.send_signal(signal.SIGTERM)  # nothing runs: it leaves at once, in order
+    session.process.send_signal(signal.SIGTERM)  # nothing runs, so it exits in order and at once
     assert session.ended() == 0
 
 
 def test_what_is_typed_during_an_answer(sessions, demo):
-    """It is dropped, but for Ctrl-C. SIGTERM in an answer lets it come to its end, and gives the
-    terminal back. NO_COLOR is heeded."""
+    """Keys typed during an answer are dropped, except Ctrl-C.
+
+    SIGTERM during an answer lets it finish and restores the terminal. NO_COLOR is respected.
+    """
     session = Session(NO_COLOR="1")
     sessions.append(session)
     begin = begin_of_story(demo)
@@ -114,7 +118,10 @@ def test_what_is_typed_during_an_answer(sessions, demo):
 
 
 def test_a_signal_before_the_first_prompt_ends_the_chat(monkeypatch):
-    """It came while the model was loaded; the chat would wait for a line as long as ranks may."""
+    """A signal before the first prompt ends the chat.
+
+    It arrived while the model was loaded; without this the chat would wait for a line indefinitely.
+    """
     monkeypatch.setattr(SIGNALS, "stop_since", 0.0)
     monkeypatch.setattr("sys.stdin", io.StringIO("a question\n"))
     terminal = Terminal()
@@ -124,8 +131,10 @@ def test_a_signal_before_the_first_prompt_ends_the_chat(monkeypatch):
 
 @pytest.mark.slow
 def test_a_chat_on_two_ranks(sessions, demo, tmp_path):
-    """The same talk; and Ctrl-C, which would end the ranks if it were a signal, ends the chat in
-    order."""
+    """A chat on two ranks goes like one on one rank.
+
+    Ctrl-C, which would end the ranks if it were a signal, ends the chat in order.
+    """
     session = Session(ranks=2)
     sessions.append(session)
     talk(session, demo, tmp_path)
@@ -137,7 +146,10 @@ def test_a_chat_on_two_ranks(sessions, demo, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_rank_leaves_the_terminal_as_it_was(sessions):
-    """It could not put it right itself, and a shell takes what it finds for the user's wish."""
+    """A killed rank leaves the terminal as it was.
+
+    The rank cannot restore it, and a shell takes the settings that it finds for the user's choice.
+    """
     session = Session(ranks=2)
     sessions.append(session)
     session.expect("\n> ")
