@@ -1,4 +1,4 @@
-"""What the suite does with its processes: their environment, garbage and end, and what they cost.
+"""Settings for the processes of the suite: environment, garbage collection, exit, and cost.
 
 The fixtures are in helpers/fixtures.py.
 """
@@ -22,10 +22,10 @@ from helpers import forked, warm
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, as other libraries may do
 # The suite starts hundreds of processes: without __pycache__, which git ignores, each would compile
-# the package anew, and each worker the tests. Empty counts as unset.
+# the package anew, and each worker the tests. An empty variable counts as unset.
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""
-sys.dont_write_bytecode = False  # in this process, which has read the variable
-gc.disable()  # until all is collected, see below
+sys.dont_write_bytecode = False  # in this process, which has already read the variable
+gc.disable()  # until collection has ended, see below
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,20 +34,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What `-m gpu` selects runs its kernels on the GPU, and the interpreter's tests stay away. The
-    process that hands tests out to workers does without torch."""
+    """Set up kernels for `-m gpu`, which runs them on the GPU and deselects the interpreter's
+    tests.
+
+    The process that distributes tests to workers does not import torch.
+    """
     if config.option.markexpr == "gpu":
         del os.environ["TRITON_INTERPRET"]
     if config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("helpers.fixtures")
 
 
-_SLOW_IMPORTS = ("transformers", "anthropic")  # seconds each
+_SLOW_IMPORTS = ("transformers", "anthropic")  # each takes seconds to import
 
 
-@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+@pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file at a time; those that import the same slow library go to one worker."""
+    """Distribute whole files; those that import the same slow library go to one worker."""
     if config.option.dist != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -65,12 +68,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _children_seconds() -> float:
-    """Processor time of the children that have ended and were waited for, with theirs."""
+    """Return the processor time of reaped children, including their own children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-_SECONDS_BEFORE = _children_seconds()  # a shell that became this process may have installed things
+# a shell that became this process may have installed packages
+_SECONDS_BEFORE = _children_seconds()
 _spent: Counter[str] = Counter()  # processor milliseconds of each file
 
 
@@ -83,23 +87,28 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     return result
 
 
-@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+@pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_testnodedown(node: Any) -> None:
     _spent.update(node.workeroutput["spent"])
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _ctrl_c_is_heard() -> None:
-    """A shell starts a job in its background with SIGINT ignored, and children inherit that."""
+    """Restore Ctrl-C: a shell starts background jobs with SIGINT ignored, and children inherit
+    that.
+    """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
-    """What is imported stays: Python's collector does not look for garbage in a million objects of
-    modules and tests, neither while they become more nor later. torch's fifty loggers hand on what
-    they log: pytest would give each of them a handler, and take it away, six times a test."""
+    """Speed up collection, during which nothing becomes garbage.
+
+    Python's collector does not search a million objects of modules and tests, neither now nor
+    later. torch's fifty loggers propagate their records: pytest would otherwise add a handler to
+    each of them, and remove it, six times a test.
+    """
     try:
         return (yield)
     finally:
@@ -122,18 +131,20 @@ def _what_a_file_imports_stays() -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """What forks for the tests ends here, and so counts below."""
+    """End the forking process of the tests, so that it counts in the summary."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["spent"] = dict(_spent)
     warm.close()
     forked.close()
     if hasattr(session.config, "workeroutput"):
-        atexit.register(os._exit, 0)  # a million objects need not be taken down one by one
+        atexit.register(os._exit, 0)  # a million objects need not be torn down one by one
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What the tests cost in all, which other work on the machine does not change much, and the
-    ten dearest files: 480 s are to last for all."""
+    """Print the processor time of the whole suite and of its ten most expensive files.
+
+    Other work on the machine hardly affects these figures; the limit for the suite is 700 s.
+    """
     seconds = time.process_time() + _children_seconds() - _SECONDS_BEFORE
     terminalreporter.write_line(f"{seconds:.0f} s of processor time, with all child processes")
     for file, spent in _spent.most_common(10):

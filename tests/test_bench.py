@@ -1,7 +1,8 @@
-"""The benchmark: rooflines by hand, one run from end to end, what a worker measures, the soak.
+"""The benchmark: rooflines computed by hand, a complete run, worker measurements, and the soak
+test.
 
-No figure is asserted: how fast a machine is on a given day is no test. Engines that are installed
-must say the same tokens as ours; those that are not are skipped by the benchmark, in words.
+No figure is asserted, since the speed of a machine on a given day is not a test. Installed engines
+must give the same tokens as ours; the benchmark skips the others with a message.
 """
 
 import importlib.util
@@ -46,9 +47,9 @@ JOB = {
 
 @pytest.fixture
 def bench(monkeypatch, capsys):
-    """bench("prefill --model demo") -> the JSON: the command in this process.
+    """A function bench("prefill --model demo") that runs the command here and returns its JSON.
 
-    The machine's limits, which take seconds to measure, are made up.
+    The machine's limits, which take seconds to measure, are invented.
     """
     monkeypatch.setattr(run, "read_bandwidth", lambda device: 1e10)
     monkeypatch.setattr(run, "matrix_flops", lambda device, dtype: 1e11)
@@ -64,7 +65,7 @@ def bench(monkeypatch, capsys):
 
 
 def test_the_limits_of_this_machine_are_measured(monkeypatch):
-    """One run of each, which takes a tenth of a second by a clock that is made up."""
+    """The limits of this machine are measured, one run each, with a simulated clock of 0.1 s."""
 
     def time_once(work: Callable[[], object], device: torch.device) -> float:
         work()
@@ -85,8 +86,11 @@ def test_the_program_is_run_by_its_folder():
 
 
 def test_latency_beside_a_peer(bench, tmp_path):
-    """In float32: ours and Meta's model say the same tokens, and a peer whose environment lacks its
-    package is skipped."""
+    """Latency is measured beside a peer.
+
+    In float32, ours and Meta's model give the same tokens, and a peer whose environment lacks its
+    package is skipped.
+    """
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.symlink_to(Path(sys.base_prefix, "bin", "python3"))  # an interpreter without packages
@@ -112,7 +116,7 @@ def test_latency_beside_a_peer(bench, tmp_path):
 
 
 def test_a_gguf_file_is_run_as_it_is(tmp_path):
-    """By our engine and llama.cpp from the same file; bytes of a step are the file's."""
+    """A GGUF file is run as it is, by our engine and llama.cpp; a step reads the file's bytes."""
     path = tmp_path / "model.gguf"
     write_gguf(path, PARAMS, MIXED)
     asked = run.Bench(model=str(path), vs="ours_bf16")
@@ -120,7 +124,7 @@ def test_a_gguf_file_is_run_as_it_is(tmp_path):
         assert folders == {"folder": str(path), "gguf": str(path)}
     dtypes = {name: asked._dtypes(name)["dtype"] for name in ("ours", "llama_cpp", "ours_bf16")}
     assert dtypes == {"ours": "auto", "llama_cpp": "auto", "ours_bf16": "bf16"}
-    cache = 20 * 2 * PARAMS["n_layers"] * 2 * 32 * 2  # 20 tokens' keys and values of two heads
+    cache = 20 * 2 * PARAMS["n_layers"] * 2 * 32 * 2  # keys and values of two heads, for 20 tokens
     read = shapes.decode_bytes(asked.args, contexts=[10, 10], **asked.storage({"dtype": "auto"}))
     assert read == path.stat().st_size + cache
     with pytest.raises(ValueError, match="only ours_bf16 and llama_cpp"):
@@ -128,7 +132,7 @@ def test_a_gguf_file_is_run_as_it_is(tmp_path):
 
 
 def test_latency_beside_busy_processes(bench):
-    """Each case is measured quiet and then beside them, and compared."""
+    """Latency is measured beside busy processes: each case runs quiet and then beside them."""
     line = (
         "latency --model demo --batches 1,2 --context 8 --steps 2 --warmup 1 --busy 1 --threads 1"
     )
@@ -141,8 +145,10 @@ def test_latency_beside_busy_processes(bench):
 
 
 def test_busy_processes_compute_and_end():
-    """Each takes CPU time, on all the cores that are named, and none is left; nor is one whose
-    parent was killed."""
+    """Busy processes compute and end.
+
+    Each takes CPU time, on all the given cores, and none is left, even if the parent was killed.
+    """
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -166,7 +172,7 @@ def test_busy_processes_compute_and_end():
 
 
 def process_status(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on (proc_pid_stat(5))."""
+    """Return the fields of /proc/PID/stat from the state on (proc_pid_stat(5))."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -180,7 +186,7 @@ def is_zombie(pid: int) -> bool:
 
 @pytest.mark.parametrize("name", ["transformers", "llama_cpp", "vllm"])
 def test_peers_say_the_same_tokens(name, tmp_path, monkeypatch):
-    """Float32 and the same weights, for each engine that is installed here, in this process."""
+    """Peers give the same tokens, in float32 with the same weights, if they are installed."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     meta = shapes.write_checkpoint(tmp_path / "meta", SMALL, torch.float32)
@@ -199,7 +205,10 @@ def test_peers_say_the_same_tokens(name, tmp_path, monkeypatch):
 
 
 def test_load_reads_files_that_are_kept_and_failures_are_reported(bench, tmp_path, capsys):
-    """A peer that never answers is ended: exit code 1, and no row of another is lost."""
+    """`load` reads stored results and reports failures.
+
+    A peer that never answers is killed: the exit code is 1, and no row of another is lost.
+    """
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -249,7 +258,10 @@ def test_bad_arguments_are_named(line, named, bench, capsys):
 
 
 def test_demo_model_takes_no_unknown_flag(tmp_path):
-    """A misspelled flag once began 25 minutes of training, into the folder of the demo model."""
+    """demo_model refuses unknown flags.
+
+    A past fault: a misspelled flag began 25 minutes of training, into the folder of the demo model.
+    """
     done = subprocess.run(
         [sys.executable, str(REPO / "scripts" / "demo_model"), "--out", "made", "--stepz", "1"],
         env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
@@ -275,20 +287,25 @@ def test_what_a_worker_measures():
 
 
 def test_rooflines_by_hand():
-    """dim 64, 4 heads of 16, 2 of them key-value heads; ffn: 2/3 of 256 is 170, rounded to 192."""
+    """Rooflines equal those by hand.
+
+    dim is 64, with 4 heads of 16, 2 of them key-value heads; the ffn is 2/3 of 256 = 170, rounded
+    to 192.
+    """
     args = ModelArgs(**SMALL)
     block = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 192  # wq, wk and wv, wo, w1 to w3
     assert shapes.block_matrix_size(args) == block == 49152
-    weights = 2 * (block + 2 * 64) + 64 + 512 * 64  # layers with their norms, last norm, output
-    cached = 2 * 2 * 2 * 16  # numbers per token: layers, keys and values, heads, head size
+    weights = 2 * (block + 2 * 64) + 64 + 512 * 64  # layers with their norms, last norm, lm_head
+    cached = 2 * 2 * 2 * 16  # elements per token: layers, keys and values, heads, head size
     by_hand = 2 * (weights + 3 * 64 + (10 + 20 + 30) * cached)  # bf16; 3 embedding rows
     assert shapes.decode_bytes(args, 2, [10, 20, 30]) == by_hand == 278528
     assert shapes.prefill_flop(args, 10) == 2 * 10 * 2 * block + 2 * 512 * 64
-    seen = 1 + 2 + 3  # keys, by the tokens of a prompt of 3; as many values
+    seen = 1 + 2 + 3  # keys visible to the tokens of a prompt of 3; as many values
     assert shapes.attention_flop(args, 3) == 2 * 2 * 2 * 64 * seen  # multiply and add, layers, dim
-    scales = 2 * (64 + 2 * 32 + 64 + 2 * 192 + 64) + 512  # one per row of each matrix, and output
+    # one per row of each matrix, and of lm_head
+    scales = 2 * (64 + 2 * 32 + 64 + 2 * 192 + 64) + 512
     matrices = 2 * block + 512 * 64
-    smaller = by_hand - matrices + 4 * scales  # one byte per number instead of two
+    smaller = by_hand - matrices + 4 * scales  # one byte per element instead of two
     assert shapes.decode_bytes(args, 2, [10, 20, 30], quantize="int8") == smaller == 154624
     few, many = [10, 20, 30], [10] * 50  # reading takes 279 us, multiplying 13 ms
     assert shapes.step_roofline(args, 2, few, 1e9, 1e12) == pytest.approx(278528e-9)
@@ -323,7 +340,7 @@ def test_table_is_aligned():
 
 
 def test_ranks_times_a_step_of_one_process_too(bench):
-    """What many ranks are compared with; alone, nothing is spent in collectives."""
+    """ranks also times a step of one process, without collectives, as the reference."""
     document = bench("ranks --model demo --batches 1,3 --tokens 5 --steps 2 --threads 1")
     assert [(row["path"], row["ranks"], row["batch"]) for row in document["rows"]] == [
         ("alone", 1, 1), ("alone", 1, 3),
@@ -332,7 +349,7 @@ def test_ranks_times_a_step_of_one_process_too(bench):
 
 
 def test_linear_compares_every_kernel(bench, monkeypatch):
-    """Each kernel's product is that of the same M, N and K; times are not judged."""
+    """linear compares every kernel for the same M, N and K; times are not asserted."""
     monkeypatch.setattr("bench.linear._COLD_BYTES", 1)
     document = bench("linear --model demo --rows 1,3 --repeats 1 --threads 1")
     rows = [row for row in document["rows"] if row["weight"] == "w2"]
@@ -343,7 +360,7 @@ def test_linear_compares_every_kernel(bench, monkeypatch):
 
 
 def test_quality_compares_distributions():
-    """With torch's own loss and divergence, and by hand where both are the same."""
+    """quality agrees with torch's loss and divergence, and with zero for equal models."""
     random = torch.Generator().manual_seed(1)
     expected, found = (torch.randn(2, 5, 7, generator=random).log_softmax(-1) for _ in range(2))
     ids = torch.randint(7, (2, 5), generator=random)
@@ -359,8 +376,11 @@ def test_quality_compares_distributions():
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
 def test_quality_of_a_trained_model(bench):
-    """What eight and four bits may cost the demo model, measured at 0.0005, 0.004 and 0.02; and
-    eight bits of its keys and values at 0.0003."""
+    """The quality of a trained model stays within bounds.
+
+    Eight and four bits may cost the demo model what was measured, 0.0005, 0.004 and 0.02; an 8-bit
+    cache 0.0003.
+    """
     folder = Path(run.__file__).parents[2] / "checkpoints" / "demo"
     document = bench(f"quality --model {folder} --window 65 --windows 2 --threads 1")
     rows = {row["weights"]: row for row in document["rows"]}
@@ -395,7 +415,10 @@ def test_vllm_preloads_what_its_environment_has(tmp_path):
 
 
 def test_gguf_is_read_by_others(tmp_path):
-    """transformers, which undoes GGUF's order of wq and wk, finds the weights of our converter."""
+    """Other libraries read our GGUF.
+
+    transformers, which undoes GGUF's order of wq and wk, finds the weights of our converter.
+    """
     pytest.importorskip("gguf", reason="gguf is not installed")
     from transformers import LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -417,7 +440,10 @@ def test_gguf_is_read_by_others(tmp_path):
 
 
 def test_gguf_of_a_tied_model_with_scaled_rope(tmp_path):
-    """llama.cpp's own reader: no output, since it is the embedding, and RoPE's divisors."""
+    """The GGUF of a tied model with scaled RoPE is right for llama.cpp's own reader.
+
+    It has no output matrix, since that is the embedding, and has RoPE's divisors.
+    """
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
     from bench.gguf_file import write_gguf
 
@@ -437,8 +463,11 @@ def test_gguf_of_a_tied_model_with_scaled_rope(tmp_path):
 
 
 def test_serve_asks_servers_and_the_engine(bench):
-    """Each request is answered whole, by clients that wait for each other's end and by chance; a
-    server that runs can be asked as well."""
+    """serve sends requests to servers and to the engine.
+
+    Each request is answered completely, by clients that wait for one another and by random
+    arrivals; a running server can be measured as well.
+    """
     pytest.importorskip("fastapi")
     line = "serve --model demo --dtype fp32 --requests 5 --steps 6 --context 9 --clients 2"
     rows = bench(f"{line} --rates 50 --threads 1")["rows"]
@@ -464,7 +493,7 @@ def test_soak_passes(bench):
 
 
 def test_soak_sees_leaks(bench, monkeypatch, capsys):
-    """Each sample leaves 128 MB behind, and the first one loses pages."""
+    """soak detects leaks: each sample leaves 128 MB behind, and the first one loses pages."""
     kept: list[bytes] = []
     sample, release = soak.Traffic.sample, PagePool.release
 
@@ -485,7 +514,10 @@ def test_soak_sees_leaks(bench, monkeypatch, capsys):
 
 
 def test_the_page_of_the_kernels_has_what_a_step_should_take():
-    """Launches are counted: a kernel more in a layer is 32 more."""
+    """The page of the kernels has the expected time of a step.
+
+    Launches are counted: one more kernel in a layer is 32 more launches.
+    """
     pytest.importorskip("triton")
     page = (REPO / "llama/ops/triton/README.md").read_text()
     assert "\n".join(expected.table()) in page

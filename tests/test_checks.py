@@ -1,4 +1,4 @@
-"""Numbers from callers: which pass, as what, and what is said of the rest."""
+"""Numbers from callers: which are accepted, as what type, and the errors for the others."""
 
 import math
 from fractions import Fraction
@@ -101,7 +101,10 @@ def test_an_error_quotes_no_more_than_a_line(value):
 
 
 def test_a_folder_with_a_number_for_a_name():
-    """fire, by which Meta's scripts read their flags, makes an int of 123, and of 3.10 a float."""
+    """A folder may have a number for a name.
+
+    fire, which reads the flags of Meta's scripts, makes an int of 123, and a float of 3.10.
+    """
     assert [path_like("p", p) for p in ("3.10", 123, Path("a"))] == ["3.10", "123", Path("a")]
     with pytest.raises(TypeError, match=r"^p=3.1 must be the text of a path, such as ./3.1$"):
         path_like("p", 3.10)
@@ -112,7 +115,9 @@ def test_a_folder_with_a_number_for_a_name():
 
 @pytest.mark.parametrize(("value", "kind"), [("x", TypeError), (-1, ValueError)])
 def test_an_error_says_which_field_it_is_about(value, kind):
-    """So that a server can name the field of its own body, without reading the message."""
+    """An error names its field, so that a server need not read the message to name the body's
+    field.
+    """
     with pytest.raises(kind) as caught:
         whole_number("top_k", value, 0, 5)
     error = caught.value

@@ -1,6 +1,6 @@
-"""The command `llama` as a shell gives it words: flags, variables, errors, exit codes, results.
+"""The command `llama` with its shell arguments: flags, variables, errors, exit codes, results.
 
-Most tests call `main` in this process; Llama itself, `verify` and `find` say what is right.
+Most tests call `main` in this process; Llama itself, `verify` and `find` are the oracles.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ BATCH = COMMANDS["batch"]
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch) -> None:
-    """The variables of whoever runs the tests are not those of the tests."""
+    """Remove the variables of the user who runs the tests."""
     for name in [*os.environ]:
         if name.startswith("LLAMA_"):
             monkeypatch.delenv(name)
@@ -137,7 +137,10 @@ def test_a_word_is_given_once_and_not_forgotten():
 
 
 def test_an_empty_name_is_not_the_demo_model():
-    """llama batch IN OUT --ckpt_dir "$DIR" answered with the demo model where DIR was unset."""
+    """An empty name is not the demo model.
+
+    A past fault: llama batch IN OUT --ckpt_dir "$DIR" used the demo model where DIR was unset.
+    """
     for words, told in (
         (["--ckpt_dir", ""], "--ckpt_dir"),
         (["--ckpt_dir="], "--ckpt_dir"),
@@ -231,7 +234,7 @@ def test_an_origin_that_is_none(origin, capsys):
 
 
 def test_the_command_that_pip_installs():
-    """[project.scripts] as the file on the PATH runs it, in a folder that is not the checkout."""
+    """The installed command runs as [project.scripts] on the PATH, outside of the checkout."""
     entry = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]["llama"]
     module, _, function = entry.partition(":")
     code = f"import sys; from {module} import {function}; sys.exit({function}())"
@@ -266,7 +269,10 @@ def test_complete_takes_a_prompt_a_file_or_standard_input(demo, tmp_path, monkey
 
 
 def test_python_looks_for_no_garbage_among_what_a_command_imports(capfd):
-    """Neither while it imports nor later; for what comes after, it does."""
+    """Python does not collect garbage among the imports of a command.
+
+    It searches them neither during the import nor later; other objects are collected as usual.
+    """
     with model.quick_imports():
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -276,7 +282,7 @@ def test_python_looks_for_no_garbage_among_what_a_command_imports(capfd):
 
 
 def test_folders_with_a_number_for_a_name(demo, tmp_path, monkeypatch, capfd):
-    """3.10 is a folder, and not 3.1; likewise from a variable."""
+    """Folders may have a number for a name: 3.10 is not 3.1, as a flag or in a variable."""
     monkeypatch.chdir(tmp_path)
     Path("3.10").symlink_to(DEMO)
     assert main(["convert", "3.10", "4.20"]) == 0
@@ -383,7 +389,7 @@ def test_the_demo_model_of_a_wheel_comes_first(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_problems(monkeypatch) -> None:
-    """Whatever the machine that runs the tests has too little of."""
+    """Hide the problems of the machine that runs the tests."""
     for name in ("environment_facts", "thread_facts"):
         monkeypatch.setattr(f"llama.cli.doctor.{name}", lambda *_, **__: ())
 
@@ -399,8 +405,11 @@ def test_doctor_reports_the_machine_and_a_checkpoint(no_problems, capfd):
 
 
 def test_doctor_sees_what_cannot_be_used(no_problems, tmp_path, monkeypatch, capfd):
-    """A device and a folder of weights; and Meta's own package, which has files of the same names
-    (tests/scripts/test_clone.py has a clone of Meta's repository)."""
+    """doctor reports what cannot be used.
+
+    The cases are a device, a folder of weights, and Meta's own package, which has files of the same
+    names (tests/scripts/test_clone.py has a clone of Meta's repository).
+    """
     monkeypatch.setattr(
         "llama.cli.doctor.metadata.packages_distributions", lambda: {"llama": ["llama", "llama3"]}
     )
@@ -439,7 +448,10 @@ def failing(error: BaseException) -> Callable[[], int]:
     ],
 )
 def test_the_groups_are_left_whatever_happens(error, code, told, monkeypatch, capfd):
-    """A process that ends with its groups alive may abort, after all its work was done."""
+    """The groups are left whatever happens.
+
+    A process that ends with its groups alive may abort, after all its work was done.
+    """
     left: list[int] = []
     monkeypatch.setenv("MASTER_ADDR", "host-0")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -455,8 +467,11 @@ def test_the_groups_are_left_whatever_happens(error, code, told, monkeypatch, ca
 
 
 def test_rank_0_alone_speaks(monkeypatch, capfd):
-    """Another rank waits for torchrun to end it, as rank 0's end does; if nothing ends it, the
-    failure is its own, and it says so."""
+    """Rank 0 alone prints.
+
+    Another rank waits for torchrun to end it, as rank 0's end triggers that; if nothing ends it,
+    the failure is its own, and it reports it.
+    """
     waits: list[float] = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(ranks.time, "sleep", waits.append)
@@ -471,15 +486,18 @@ def test_rank_0_alone_speaks(monkeypatch, capfd):
 
 
 def test_a_reader_that_leaves_does_not_leave_the_other_ranks_alone(monkeypatch):
-    """llama complete | head -c 10: rank 0 goes on with the steps that the others wait for. A
-    process alone stops (test_conversation has that of a whole script)."""
+    """A reader that leaves does not leave the other ranks alone.
+
+    In `llama complete | head -c 10`, rank 0 goes on with the steps that the others wait for. A
+    single process stops (test_conversation tests that for a whole script).
+    """
     read, write = os.pipe()
     os.close(read)
     monkeypatch.setattr("sys.stdout", open(write, "w"))  # noqa: SIM115
     _write("a piece", watch=object())
     with pytest.raises(BrokenPipeError):
         _write("a piece")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is left in the buffer goes there
+    os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # discards the rest of the buffer
 
 
 FULL = "[Errno 28] No space left on device"
@@ -497,7 +515,11 @@ def test_a_text_that_a_full_disk_does_not_take_is_one_line(words, monkeypatch, c
 @pytest.mark.dist
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
 def test_an_answer_that_a_full_disk_does_not_take_is_one_line_of_all_ranks():
-    """Rank 0 alone writes: it says why, and the other rank, which waits for it, nothing."""
+    """An answer that does not fit on a full disk gives one line of all ranks.
+
+    Rank 0 alone writes: it reports the reason, and the other rank, which waits for it, prints
+    nothing.
+    """
     command = [sys.executable, "-m", "llama", "complete", *GREEDY, "--prompt", "a", "--ranks", "2"]
     with open("/dev/full", "w") as full:
         process = warm.Popen(
@@ -511,7 +533,10 @@ def test_an_answer_that_a_full_disk_does_not_take_is_one_line_of_all_ranks():
 
 @pytest.mark.slow
 def test_complete_on_two_ranks(demo):
-    """Rank 0 reads standard input for both, and prints once; the groups are left in order."""
+    """`complete` runs on two ranks.
+
+    Rank 0 reads standard input for both, and prints once; the groups are left in order.
+    """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
         "-m", "llama", "complete", *GREEDY,
@@ -545,7 +570,7 @@ def test_ctrl_c_during_the_imports_is_silent():
 
 def test_a_script_has_the_flags_of_its_signature(monkeypatch, capfd):
     def script(ckpt_dir: str, temperature: float = 0.6, max_gen_len: int | None = 64) -> None:
-        """What it does."""
+        """Run a script and return its result."""
         print([ckpt_dir, temperature, max_gen_len])
 
     def ended(*words: str) -> int:
@@ -573,8 +598,11 @@ def test_the_seconds_after_a_signal_are_checked(monkeypatch, value):
 
 
 def test_closed_standard_files_are_not_reused(tmp_path):
-    """What the command opens must not get the number of the standard output, nor lines of it; what
-    it reads of the standard input is its end."""
+    """Closed standard files are not reused.
+
+    A file that the command opens must not get the number of standard output, nor lines of it;
+    reading standard input gives the end of file.
+    """
     code = (
         "import os, sys; from llama.cli import ranks\n"
         "def work():\n"

@@ -1,6 +1,6 @@
-"""The demo model that is shipped: what it was trained to say, said by this runtime and by Meta's.
+"""The bundled demo model: its training answers, from this runtime and from Meta's.
 
-And the Python of the README and the pages, which show it.
+The Python examples of the README and the pages, which use it, are tested too.
 """
 
 import json
@@ -30,7 +30,10 @@ def test_it_is_small_and_in_metas_layout():
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_it_answers_every_question_it_was_taught(dtype):
-    """Each fact in its first phrasing, greedy: at least 98 % exactly right."""
+    """It answers every question of its training.
+
+    Each fact in its first phrasing, decoded greedily: at least 98 % are exactly right.
+    """
     demo = Llama.build(str(DEMO), None, 384, 64, device="cpu", dtype=dtype)
     known = facts()
     assert len(known) >= 300
@@ -48,7 +51,10 @@ def test_it_answers_every_question_it_was_taught(dtype):
 
 
 def test_it_tells_stories_that_end(demo):
-    """Greedy and sampled: a few sentences, ended by the model itself and not by the limit."""
+    """It tells stories that end.
+
+    Greedy and sampled stories are a few sentences, ended by the model itself and not by the limit.
+    """
     ids = demo.tokenizer.encode("Once upon a time", bos=True, eos=False)
     sampled, _ = demo.generate([ids] * 3, 300, 0.6, 0.9, seed=1)
     assert len(set(map(tuple, sampled))) == 3
@@ -59,7 +65,10 @@ def test_it_tells_stories_that_end(demo):
 
 
 def test_it_looks_back_in_a_dialog(device):
-    """The second question of a dialog is answered, and not the first again, on every device."""
+    """It uses the context of a dialog.
+
+    The second question of a dialog is answered, and not the first again, on every device.
+    """
     llama = Llama.build(str(DEMO), None, 384, 4, device=device)
     (answer,) = llama.chat_completion(
         [
@@ -75,7 +84,10 @@ def test_it_looks_back_in_a_dialog(device):
 
 
 def test_metas_own_model_says_the_same(demo):
-    """The shipped files in Meta's Transformer, float32, greedy: the ids of this runtime."""
+    """Meta's own model gives the same answers.
+
+    The bundled files in Meta's Transformer, float32, greedy, give the ids of this runtime.
+    """
     oracle.join_a_world_of_one()
     try:
         state = torch.load(DEMO / "consolidated.00.pth", weights_only=True)
@@ -90,7 +102,7 @@ def test_metas_own_model_says_the_same(demo):
 
 
 PYTHON = {path: blocks(path, "python") for path in PAGES if blocks(path, "python")}
-NEEDS_A_FOLDER = "convert"  # that transformers reads, as tests/checkpoint has it do
+NEEDS_A_FOLDER = "convert"  # a Hugging Face folder, as tests/checkpoint has it
 SHOWN = {  # part of what the program of a page prints
     "README": "The capital of France is Paris.",
     "quickstart": "The capital of France is Paris.",
@@ -103,7 +115,10 @@ SHOWN = {  # part of what the program of a page prints
 
 @pytest.mark.parametrize("path", [*PYTHON], ids=lambda path: path.stem)
 def test_the_python_of_a_page_runs(path, tmp_path):
-    """Every ```python block of a page, one after the other, as a reader would paste them."""
+    """The Python code of a page runs.
+
+    Every ```python block of a page runs in order, as a reader would paste them.
+    """
     if path.stem == NEEDS_A_FOLDER:
         assert 'from_pretrained("OUT")' in PYTHON[path][0]
         return

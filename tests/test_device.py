@@ -1,4 +1,4 @@
-"""Devices, dtypes, free memory and threads: what torchrun, containers and the user say is kept.
+"""Devices, dtypes, free memory and threads: choices of torchrun, containers and users are kept.
 
 The control groups are folders laid out as cgroups(7) documents them.
 """
@@ -37,14 +37,15 @@ V2, V1_MEMORY, V1_CPU = "0::{path}\n", "4:memory:{path}\n", "2:cpu,cpuacct:{path
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """One process, no torchrun, and no choice of threads or GPUs by the user."""
+    """One process, without torchrun, and without the user's choice of threads or GPUs."""
     for name in (*RANK_VARIABLES, "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def cgroup(monkeypatch, tmp_path) -> Callable[..., None]:
-    """cgroup(V2, "/a/b", {"a": {file: text}}): this process's group, and the files of each group.
+    """A function cgroup(V2, "/a/b", {"a": {file: text}}): this process's group, and files of
+    groups.
 
     The folders of the groups are relative to the mount point.
     """
@@ -64,7 +65,7 @@ def cgroup(monkeypatch, tmp_path) -> Callable[..., None]:
 
 @pytest.fixture
 def cuda(monkeypatch) -> Callable[..., None]:
-    """cuda(count, capability=(9, 0)): torch finds that many GPUs."""
+    """A function cuda(count, capability=(9, 0)) that makes torch find that many GPUs."""
 
     def found(count: int, capability: tuple[int, int] = (9, 0)) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -92,7 +93,7 @@ UNLIMITED = 9223372036854771712  # what v1 writes for no limit
 @pytest.mark.parametrize(
     ("version", "path", "groups", "left"),
     [
-        # Only the own group is limited, and only a group above it, and each more than the other.
+        # Only the own group is limited, or only a group above it, or both, and either one more.
         (V1_MEMORY, "/job/step", {"job/step": v1_memory(80 * MIB, 30 * MIB, 10 * MIB)}, 60),
         (V1_MEMORY, "/job/step", {"job": v1_memory(9 * MIB, 2 * MIB),
                                   "job/step": v1_memory(UNLIMITED, MIB)}, 7),
@@ -100,7 +101,7 @@ UNLIMITED = 9223372036854771712  # what v1 writes for no limit
          40),
         (V2, "/a/b", {"a": v2_memory(90 * MIB, 20 * MIB), "a/b": v2_memory(30 * MIB, 5 * MIB)},
          25),
-        # A container: the mount shows its own group and nothing above.
+        # In a container the mount shows its own group and nothing above.
         (V2, "/", {"": v2_memory(64 * MIB, 60 * MIB, MIB)}, 5),
         (V1_MEMORY, "/docker/f00", {"": v1_memory(64 * MIB, 60 * MIB)}, 4),
         (V2, "/../outside", {"": v2_memory(8 * MIB, MIB)}, 7),
@@ -124,7 +125,7 @@ def test_without_a_limit_the_machine_counts(cgroup, monkeypatch):
 
 
 def test_blocks_that_torch_keeps_are_free(monkeypatch):
-    """A second model in a process: what the first one left in torch's cache can be used again."""
+    """Blocks that torch caches are free: a second model in a process can use them."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
@@ -155,7 +156,7 @@ TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
     [
         ("max 100000", 8, {}, 8),
         ("250000 100000", 8, {}, 3),
-        ("max 100000", 3, {}, 3),  # chosen by torch.set_num_threads
+        ("max 100000", 3, {}, 3),  # set by torch.set_num_threads
         ("250000 100000", 5, {"OMP_NUM_THREADS": "5"}, 5),
         ("max 100000", 1, TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, 4),
         ("500000 100000", 1, TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, 2),
@@ -166,7 +167,7 @@ TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
     ],
 )
 def test_threads(cgroup, monkeypatch, quota, before, variables, after):
-    """Eight cores: they are divided among the ranks, and what the user chose stays."""
+    """Eight cores are divided among the ranks, and the user's choice of threads is kept."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     cgroup(V2, "/", {"": {"cpu.max": quota}})
     for name, value in variables.items():
@@ -188,10 +189,12 @@ def test_building_on_the_cpu_sets_threads(checkpoint_dir, monkeypatch, device, t
 
 
 def test_torchrun_s_default_is_told_from_a_choice(tmp_path):
-    """The variables are those of a real torchrun: two ranks on eight cores get four threads each.
+    """torchrun's default is distinguished from a choice.
 
-    One launch: rank 1 plays the user who chose two threads, which torchrun would have passed on. A
-    fork of each has one thread: OpenMP's others are not there, and it would wait for them.
+    The variables are those of a real torchrun: two ranks on eight cores get four threads each. In
+    one launch, rank 1 plays the user who chose two threads, which torchrun would have passed on. A
+    fork of each rank has one thread: OpenMP's others do not exist there, and it would wait for
+    them.
     """
     script = tmp_path / "ranks.py"
     script.write_text(
@@ -203,7 +206,8 @@ def test_torchrun_s_default_is_told_from_a_choice(tmp_path):
         "    os.environ['OMP_NUM_THREADS'] = '2'\n"
         "    torch.set_num_threads(2)\n"
         "device.set_num_threads()\n"
-        "os.write(1, b'%d\\n' % torch.get_num_threads())\n"  # at once: both have one pipe
+        # one write, because both ranks share a pipe
+        "os.write(1, b'%d\\n' % torch.get_num_threads())\n"
         "add = lambda: torch.ones(1 << 20).sum()\n"
         "add()\n"
         "if pid := os.fork():\n"
@@ -228,7 +232,7 @@ def test_torchrun_s_default_is_told_from_a_choice(tmp_path):
         (2, None, {}, "cuda:0"),
         (4, "cuda:3", {}, "cuda:3"),
         (4, "cuda", {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}, "cuda:3"),
-        # One GPU for each task: all of them see it as number 0.
+        # Each task has a GPU of its own, which it sees as number 0.
         (1, "cuda", {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"},
          "cuda:0"),
         (1, "cuda:0", {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"},
@@ -254,7 +258,7 @@ def test_the_device_of_a_rank(cuda, monkeypatch, gpus, device, variables, picked
         (0, 1.5, {}, "device=1.5 is not a device"),
         (2, "cuda:2", {}, "needs GPU 2, but torch finds 2"),
         (1, "cuda", {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "--nproc_per_node"),
-        # Of ranks that are too many, rank 0 says so, too; no task has a GPU of its own here.
+        # With too many ranks, rank 0 reports it too; no task has a GPU of its own here.
         (2, "cuda", {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "needs GPU 3, but torch finds 2"),
         (
             1,
@@ -280,7 +284,7 @@ def test_devices_that_cannot_be_used(cuda, monkeypatch, gpus, device, variables,
 
 
 def test_ranks_are_not_put_on_mps(cuda, monkeypatch):
-    """gloo, which connects ranks without CUDA, cannot exchange tensors of an Apple GPU."""
+    """Ranks are not put on MPS: gloo, without CUDA, cannot exchange tensors of an Apple GPU."""
     cuda(0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert pick_device(None).type == pick_device("mps").type == "mps"
@@ -294,7 +298,7 @@ def test_ranks_are_not_put_on_mps(cuda, monkeypatch):
     ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)]
 )
 def test_the_dtype_follows_the_gpu_that_is_used(cuda, monkeypatch, capability, dtype):
-    """The model's GPU is asked, and not the one that torch happens to have as current."""
+    """The dtype follows the GPU that the model uses, not the one that is current in torch."""
     cuda(2, capability)
     wrong_gpu = capability < (8, 0)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: wrong_gpu)
@@ -306,13 +310,16 @@ def test_the_dtype_follows_the_gpu_that_is_used(cuda, monkeypatch, capability, d
     [
         ("cuda:nccl", "cuda:1", True),
         ("cpu:gloo,cuda:nccl", "cpu", True),
-        ("cpu:gloo,cuda:gloo", "cuda:0", True),  # tests run two ranks on one GPU so
+        ("cpu:gloo,cuda:gloo", "cuda:0", True),  # for tests of two ranks on one GPU
         ("cuda:nccl", "cpu", False),
         ("cpu:gloo", "cuda:0", False),
     ],
 )
 def test_groups_that_a_program_made_must_carry_the_device(backends, device, fits):
-    """Else the first step would end in torch's "No backend type associated with device type"."""
+    """Groups that a program made must support the device.
+
+    Otherwise the first step would fail with torch's "No backend type associated with device type".
+    """
     if fits:
         check_carries(backends, torch.device(device))
     else:
@@ -321,8 +328,11 @@ def test_groups_that_a_program_made_must_carry_the_device(backends, device, fits
 
 
 def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
-    """The group is bound to the rank's GPU and used once while it is made, so that what is free
-    afterwards is free. On the CPU there is nothing to bind."""
+    """NCCL's buffers are allocated before memory is measured.
+
+    The group is bound to the rank's GPU and used once while it is made, so that memory measured as
+    free stays free. On the CPU there is nothing to bind.
+    """
     done: list[Any] = []
     group = object()
     watch = SimpleNamespace(
@@ -362,8 +372,11 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
 
 
 def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
-    """Kernels, graphs and events that are given no tensor go to the current device: that of rank 0
-    otherwise. The caller's choice comes back."""
+    """A step runs with its GPU as the current one.
+
+    Kernels, graphs and events without a tensor go to the current device, which would be rank 0's.
+    The caller's choice is restored.
+    """
     chosen = [0]
 
     @contextlib.contextmanager

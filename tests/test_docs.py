@@ -52,7 +52,7 @@ def test_each_command_and_flag_is_in_the_reference():
 
 
 def test_the_names_in_the_python_reference_exist():
-    """mkdocs checks them too; it may not be installed."""
+    """The names in the Python reference exist; mkdocs checks them too, but may not be installed."""
     text = (DOCS / "reference" / "python.md").read_text()
     names = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
     assert len(names) > 10
@@ -62,7 +62,10 @@ def test_the_names_in_the_python_reference_exist():
 
 @pytest.mark.parametrize("page", [*navigation()])
 def test_links_of_the_site_lead_to_its_pages(page):
-    """Links are written for the repository. On the site, those that leave it become text."""
+    """Links of the site lead to its pages.
+
+    Links are written for the repository. On the site, those that leave it become text.
+    """
     source = REPO / docs_hooks.INCLUDED.get(page, f"docs/{page}")
     pages = {REPO / docs_hooks.INCLUDED.get(name, f"docs/{name}") for name in navigation()}
     rewritten = docs_hooks.site_links(source.read_text(), page)

@@ -1,6 +1,6 @@
-"""`llama doctor`: each problem that it sees, and what fits.
+"""`llama doctor`: each problem that it detects, and what fits.
 
-tests/test_cli.py has what it says of a process alone.
+tests/test_cli.py has its output for a single process.
 """
 
 import shutil
@@ -30,7 +30,7 @@ def problems(*facts: Fact) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def healthy(monkeypatch) -> None:
-    """A machine without problems, whatever the one that runs the tests is."""
+    """A machine without problems, whatever the one that runs the tests is like."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))])
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
@@ -52,7 +52,10 @@ def test_a_shared_memory_that_is_too_small(monkeypatch):
 
 
 def test_a_name_that_other_machines_cannot_use(monkeypatch):
-    """Debian's installer writes 127.0.1.1 for the host's name: gloo would then listen there."""
+    """A host name that other machines cannot use is reported.
+
+    Debian's installer writes 127.0.1.1 for the host's name: gloo would then listen there.
+    """
     resolved: list[list] = [[(0, 0, 0, "", ("127.0.1.1", 0))]]
 
     def resolve(*_: object) -> list:
@@ -110,7 +113,7 @@ def test_the_tokens_that_fit_are_those_that_build_takes():
 
 
 def test_what_fits(make_checkpoint, monkeypatch):
-    """The memory of one rank; a number of ranks that does not divide the heads says so."""
+    """The memory of one rank is reported, and a number of ranks that does not divide the heads."""
     monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 30)
     found = find(make_checkpoint()[0])  # 4 heads
     for ranks in (1, 4):

@@ -1,4 +1,4 @@
-"""What a download turned out to be: told from a good file, and in words that say what to do."""
+"""A failed download is distinguished from a good file, and the error says what to do."""
 
 import mmap
 import os
@@ -38,7 +38,8 @@ def test_a_bad_download_is_named(tmp_path, content, message):
         b"PK\x03\x04",
         b"{}",
         b"IQ== 0\n",
-        struct.pack("<Q", 0x613C20) + b"{",  # a safetensors header of 6 MB: its length is " <a"
+        # a safetensors header of 6 MB, whose length is the text " <a"
+        struct.pack("<Q", 0x613C20) + b"{",
         struct.pack("<Q", 0x3C) + b"{",
     ],
 )
@@ -47,7 +48,7 @@ def test_a_good_file_passes(tmp_path, content):
     check_download(tmp_path / "file")
 
 
-@pytest.mark.timeout(60)  # to open a pipe waits for a writer
+@pytest.mark.timeout(60)  # opening a pipe waits for a writer
 def test_what_is_no_regular_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="pipe is a pipe, a socket or a device"):
@@ -59,7 +60,10 @@ def test_what_is_no_regular_file(tmp_path):
 
 
 def test_files_are_read_ahead_and_what_is_missing_is_silent(tmp_path):
-    """Where the file system drops pages that it is told to, they come back; else they stay."""
+    """Files are read ahead, and missing ones are ignored.
+
+    Where the file system drops cached pages on request, they are read again; otherwise they stay.
+    """
     path = tmp_path / "model.safetensors"
     path.write_bytes(os.urandom(32 << 20))
     (tmp_path / "empty.pth").touch()
@@ -73,7 +77,7 @@ def test_files_are_read_ahead_and_what_is_missing_is_silent(tmp_path):
 
 
 def in_huge_pages(path: Path) -> int:
-    """Bytes of a file that the page cache holds so that they can be mapped at once."""
+    """Return the bytes of a file in the page cache that can be mapped at once."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
         pages.madvise(mmap.MADV_HUGEPAGE)
         for i in range(0, len(pages), 4096):
@@ -83,7 +87,11 @@ def in_huge_pages(path: Path) -> int:
 
 
 def test_a_new_file_is_cached_as_one_that_is_read_ahead(tmp_path):
-    """In pages of 2 MiB, where the file system has them: a write of 4 KiB leaves small ones."""
+    """A new file is cached like one that is read ahead.
+
+    It has pages of 2 MiB, where the file system supports them: writes of 4 KiB would leave small
+    ones.
+    """
     written, read = tmp_path / "model.safetensors", tmp_path / "other.safetensors"
     for path in (written, read):
         with path.open("wb", buffering=0) as file:

@@ -1,7 +1,7 @@
-"""README's commands, word for word, in an installation that has the extra `serve` and no more.
+"""README's commands, unchanged, in an installation that has the extra `serve` and no more.
 
-Installing is left out, and so are the two scripts that make an environment themselves. The port of
-the server is the only thing that is changed, since another process may have taken it.
+Installing is left out, and so are the two scripts that make an environment themselves. Only the
+port of the server is changed, since another process may use it.
 """
 
 import os
@@ -67,7 +67,9 @@ def test_there_are_commands_to_run():
 
 
 def test_the_python_of_the_first_page(variables):
-    """Its blocks are one program, whose first answer is the one that the page shows."""
+    """The Python of the first page is one program, whose first answer is the one that the page
+    shows.
+    """
     code = "\n".join(blocks(README, "python"))
     out = run(["python", "-c", code], variables)
     expected = re.search(r"\]\)\n# (The capital .*)", code)

@@ -1,5 +1,7 @@
-"""A stack of all layers gives the bytes of the modules, and runs only where it may: as one native
-call, or as a sequence of ops."""
+"""A stack of all layers gives the bytes of the modules, and runs only where that is correct.
+
+It is one native call, or a sequence of ops.
+"""
 
 import copy
 import dataclasses
@@ -30,7 +32,7 @@ PARAMS: dict[str, Any] = {
     "multiple_of": 96, "norm_eps": 1e-5, "rope_theta": 500000.0, "max_seq_len": 1024,
 }  # fmt: skip
 _rng = random.Random(11)
-BATCHES = [  # (tokens before, new tokens) of each sequence: decode, prefill, both
+BATCHES = [  # (earlier tokens, new tokens) of each sequence: decode, prefill, both
     [(0, 1)], [(300, 1)], [(30, 1)] * 17, [(0, 40)], [(5, 1), (600, 1), (17, 70)], [(0, 300)],
 ] + [
     sorted(
@@ -49,7 +51,7 @@ def make_model(
     dtype: torch.dtype = torch.bfloat16,
     kv_cache_dtype: str | None = None,
 ) -> Transformer:
-    """With two ranks, the share of rank 1; what it would sum with its peer, it doubles."""
+    """Make a model; with two ranks, the share of rank 1, which doubles what it would sum."""
     parallel = ModelParallel(Placement(rank=ranks - 1, size=ranks))
     if ranks > 1:
         object.__setattr__(parallel, "all_reduce", lambda x: x.mul_(2))
@@ -65,7 +67,7 @@ def make_model(
 
 
 def pack(sequences: list[tuple[int, int]]) -> tuple[Tensor, Batch, int]:
-    """Tokens, the batch that asks for all rows, and how many pages it needs."""
+    """Return tokens, the batch that asks for all rows, and the number of pages that it needs."""
     starts, lens = [s for s, _ in sequences], [n for _, n in sequences]
     held = [-(-(s + n) // PAGE_SIZE) for s, n in sequences]
     order = torch.randperm(sum(held), generator=torch.Generator().manual_seed(1)).tolist()
@@ -76,7 +78,7 @@ def pack(sequences: list[tuple[int, int]]) -> tuple[Tensor, Batch, int]:
 
 
 def run(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
-    """Hidden states, and keys and values afterwards, as bits."""
+    """Return hidden states, and the keys and values after the step, as bits."""
     tokens, batch, num_pages = pack(sequences)
     kv_cache = model.new_kv_cache(num_pages, PAGE_SIZE)
     shape = (*kv_cache.shape[:-1], model.plan.head_dim)
@@ -95,14 +97,16 @@ def run_modules(model: Transformer, sequences: list[tuple[int, int]]) -> list[Te
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """To the bit: both ways run the same kernels, or the same calls of torch, on the same numbers
-    in the same process."""
+    """Check equality bit for bit.
+
+    Both paths run the same kernels, or the same calls of torch, on the same values in one process.
+    """
     return all(map(torch.equal, a, b))
 
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """The native functions that are called, in order."""
+    """A list of the native functions that are called, in order."""
     names: list[str] = []
     call = native.call
 
@@ -123,7 +127,7 @@ def test_the_call_gives_the_bytes_of_the_modules(kernels, calls, quantize, ranks
         assert "layers_bf16" not in calls and "linear_packed" in calls
         for threads in (1, 3):
             calls.clear()
-            torch.set_num_threads(threads)  # conftest puts it back
+            torch.set_num_threads(threads)  # conftest restores the number
             assert same(run(model, sequences), wanted), (sequences, threads)
             count = 1 if ranks == 1 else 2 * PARAMS["n_layers"]
             assert calls == ["layers_workspace", *["layers_bf16"] * count, "rms_norm_bf16"]
@@ -133,7 +137,10 @@ def test_the_call_gives_the_bytes_of_the_modules(kernels, calls, quantize, ranks
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_call_gives_the_bytes_of_the_modules_in_8_bits(kernels, calls, ranks):
-    """Of hidden states, and of keys and values; they differ from those of a cache in bf16."""
+    """The native call gives the bytes of the modules with an 8-bit cache.
+
+    Hidden states, keys and values are compared; they differ from those of a cache in bf16.
+    """
     model = make_model(ranks=ranks, kv_cache_dtype="int8")
     for sequences in BATCHES[1:6]:
         wanted = run_modules(model, sequences)
@@ -144,12 +151,13 @@ def test_the_call_gives_the_bytes_of_the_modules_in_8_bits(kernels, calls, ranks
     assert not torch.equal(run(make_model(ranks=ranks), sequences)[0], wanted[0])
 
 
-OP_STACK = KernelSet(frozenset(NAMES), frozenset())  # in use for no type: ops keep their bodies
+# in use for no dtype: ops keep their PyTorch implementation
+OP_STACK = KernelSet(frozenset(NAMES), frozenset())
 
 
 @pytest.fixture
 def op_stack(monkeypatch) -> list[OpLayers]:
-    """The sequences of ops that ran."""
+    """A list of the sequences of ops that ran."""
     ran: list[OpLayers] = []
     run_stack = OpLayers.run
 
@@ -336,7 +344,7 @@ def patched_class(model: Any) -> Callable[[], None]:
 
 
 def use_modules(model: Any) -> Callable[[], None]:
-    """Said, and shown by a layer that a change behind torch's back has put another part into."""
+    """Stop using the stack, and check it with a layer changed without torch's knowledge."""
     part = model.layers[1].attention.wo
     model.use_modules()
     part.__dict__["forward"] = lambda x: x * 0
@@ -363,7 +371,9 @@ CHANGES = [
 @pytest.mark.parametrize("kernels", ["avx2"], indirect=True)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_put_into_the_layers_is_run(kernels, calls, change):
-    """And once it is gone, the call gives what it gave."""
+    """Modules that are put into the layers run; once they are removed, the call gives the old
+    result.
+    """
     model = make_model()
     before = run(model, BATCHES[3])
     undo = change(model)
@@ -444,7 +454,7 @@ def test_what_the_kernels_do_not_take_goes_through_the_modules(kernels, calls, m
     plain = make_model(packed=False)
     run(plain, BATCHES[3])
     mixed: Any = make_model()
-    mixed.layers[1].ffn_norm.eps = 0.1  # a stack has one eps
+    mixed.layers[1].ffn_norm.eps = 0.1  # a stack has a single eps
     assert same(run(mixed, BATCHES[3]), run_modules(mixed, BATCHES[3]))
     model = make_model()
     tokens, batch, num_pages = pack(BATCHES[0])

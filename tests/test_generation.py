@@ -1,6 +1,6 @@
 """The API against Meta's own model, transformers and a naive reference, in float32 on the CPU.
 
-Each fault of the reference that is mended on purpose has a test here whose docstring tells it.
+Each fault of the reference that is corrected on purpose has a test here with it in the docstring.
 """
 
 import copy
@@ -64,8 +64,11 @@ def meta():
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda name: name.replace(" ", "-"))
 def test_greedy_and_logprobs_equal_metas_model(shape, make_checkpoint, meta):
-    """Mixed lengths in one batch: the ids that Meta's model gives each prompt alone, and its
-    log-probabilities of prompt and answer within 1e-4."""
+    """Greedy ids and logprobs equal Meta's model.
+
+    Prompts of mixed lengths in one batch give the ids that Meta's model gives each prompt alone,
+    and its log probabilities of prompt and answer within 1e-4.
+    """
     changes = SHAPES[shape]
     folder, state, params = make_checkpoint(seed=3, **changes)
     llama = build(folder)
@@ -86,7 +89,7 @@ def test_greedy_and_logprobs_equal_metas_model(shape, make_checkpoint, meta):
 
 
 def test_greedy_equals_transformers(make_checkpoint, tmp_path):
-    """The same weights, converted, through Hugging Face's own generate."""
+    """Greedy decoding equals Hugging Face's own generate with the same weights, converted."""
     from transformers import LlamaForCausalLM
 
     folder, _, _ = make_checkpoint(seed=5, use_scaled_rope=True)
@@ -105,7 +108,10 @@ def test_greedy_equals_transformers(make_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("tokenizer_file", ["tokenizer.model", "tokenizer.json"])
 def test_a_hugging_face_folder_loads_as_it_is(tokenizer_file, make_checkpoint, tmp_path):
-    """*.safetensors, config.json and either tokenizer file: the answers of Meta's layout."""
+    """A Hugging Face folder loads unchanged.
+
+    *.safetensors, config.json and either tokenizer file give the answers of Meta's layout.
+    """
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     folder, _, _ = make_checkpoint(seed=6, use_scaled_rope=True)
@@ -126,15 +132,21 @@ def test_a_hugging_face_folder_loads_as_it_is(tokenizer_file, make_checkpoint, t
 
 
 def test_more_prompts_than_max_batch_size_queue(shared_llama):
-    """The reference dies with AssertionError: (6, 4). Here the rest wait their turn."""
+    """Prompts beyond max_batch_size wait in a queue.
+
+    The reference fails with AssertionError: (6, 4).
+    """
     prompts = prompts_of([5, 9, 2, 7, 30, 4, 12, 3, 8, 6, 11])
     together = shared_llama.generate(prompts, 12, temperature=0)[0]
     assert together == [shared_llama.generate([p], 12, temperature=0)[0][0] for p in prompts]
 
 
 def test_prompts_of_mixed_lengths_are_prefilled_whole(checkpoint_dir):
-    """The reference prefills the shortest prompt, then feeds the others one token a step: 60 steps
-    here. A ragged batch takes one."""
+    """Prompts of mixed lengths are prefilled completely.
+
+    The reference prefills the shortest prompt, then feeds the others one token a step: 60 steps
+    here. A ragged batch takes one.
+    """
     llama = build(checkpoint_dir[0])
     llama.generate(prompts_of([2, 30, 61]), 1, temperature=0)
     assert llama.engine.stats.steps == 1
@@ -143,14 +155,17 @@ def test_prompts_of_mixed_lengths_are_prefilled_whole(checkpoint_dir):
 @pytest.mark.parametrize("size", [3, 5, 8])
 def test_a_model_parallel_size_must_divide_the_model(size, checkpoint_dir):
     params = find(checkpoint_dir[0]).params
-    for fits in (1, 2, 4):  # with 2 kv heads: 4 ranks hold each of them twice
+    for fits in (1, 2, 4):  # with 2 kv heads, 4 ranks hold each of them twice
         params.check_ranks(fits)
     with pytest.raises(ValueError, match=f"model_parallel_size={size} does not divide n_heads=4"):
         params.check_ranks(size)
 
 
 def test_long_contexts_are_allowed_where_the_model_has_them(make_checkpoint):
-    """The reference caps every model at 8,192 tokens; 3.1 and later go to 131,072."""
+    """Long contexts are allowed where the model supports them.
+
+    The reference limits every model to 8,192 tokens; 3.1 and later go to 131,072.
+    """
     folder, _, _ = make_checkpoint(use_scaled_rope=True, n_layers=1)
     assert build(folder, 20_000, 1).model.params.max_seq_len == 20_000
     with pytest.raises(ValueError, match="limit of 131072"):
@@ -161,8 +176,11 @@ def test_long_contexts_are_allowed_where_the_model_has_them(make_checkpoint):
 
 
 def test_echo_keeps_a_stop_token_inside_the_prompt(checkpoint_dir, shared_llama):
-    """The reference cuts an echoed answer at the first stop token of the prompt, as of a dialog
-    whose earlier turns end with eot_id. Only generated tokens are searched here."""
+    """echo keeps a stop token inside the prompt.
+
+    The reference cuts an echoed answer at the first stop token of the prompt, such as the eot_id of
+    earlier turns of a dialog. Here only generated tokens are searched.
+    """
     _, state, params = checkpoint_dir
     prompt = [256, 72, 265, 73]  # 265 is eot_id of a tokenizer with 256 ranks
     assert 265 in shared_llama.tokenizer.stop_tokens
@@ -173,7 +191,10 @@ def test_echo_keeps_a_stop_token_inside_the_prompt(checkpoint_dir, shared_llama)
 
 
 def test_a_prompt_that_fills_the_window_is_scored_in_step(checkpoint_dir):
-    """The reference scores such a prompt unshifted: token i against its own position."""
+    """A prompt that fills the window is scored with the right shift.
+
+    The reference scores such a prompt unshifted: token i against its own position.
+    """
     folder, state, params = checkpoint_dir
     llama = build(folder, 20, 2)
     prompt = prompts_of([20])[0]
@@ -185,12 +206,14 @@ def test_a_prompt_that_fills_the_window_is_scored_in_step(checkpoint_dir):
 
 
 def stopping_model(make_checkpoint, stop_id: int, **changes):
-    """A checkpoint whose greedy answer is always stop_id: its output row is large along the mean
-    of all hidden states."""
+    """Make a checkpoint whose greedy answer is always stop_id.
+
+    The row of this id in lm_head is large along the mean of all hidden states.
+    """
     folder, state, _ = make_checkpoint(n_layers=1, seed=9, **changes)
     state["output.weight"].zero_()
     state["output.weight"][stop_id] = 1.0
-    state["output.weight"][stop_id ^ 2] = -1.0  # of the others, no id that stops
+    state["output.weight"][stop_id ^ 2] = -1.0  # the row of another id, which does not stop
     torch.save(state, folder / "consolidated.00.pth")
     return folder
 
@@ -201,8 +224,11 @@ def stopping_model(make_checkpoint, stop_id: int, **changes):
     ids=["end_of_text", "eot_id", "eom_id in 3.0", "eom_id from 3.1"],
 )
 def test_stop_tokens_are_those_of_the_release(stop_id, scaled, stops, make_checkpoint):
-    """The reference stops on end_of_text and eot_id only; 3.1 and later end tool calls with eom_id,
-    an id that is merely reserved in Llama 3.0. The stop token is left out of the answer."""
+    """Stop tokens are those of the release.
+
+    The reference stops on end_of_text and eot_id only; 3.1 and later end tool calls with eom_id, an
+    id that is merely reserved in Llama 3.0. The stop token is left out of the answer.
+    """
     folder = stopping_model(make_checkpoint, stop_id, use_scaled_rope=scaled)
     llama = build(folder)
     prompts = prompts_of([4, 9, 2, 13], seed=2)
@@ -215,7 +241,7 @@ def test_stop_tokens_are_those_of_the_release(stop_id, scaled, stops, make_check
 
 
 def test_unknown_params_are_refused(make_checkpoint):
-    """llama3 dies with a TypeError, llama-models drops the key in silence."""
+    """Unknown params are refused: llama3 raises a TypeError, llama-models ignores the key."""
     folder, _, _ = make_checkpoint(n_layers=1)
     change_params(folder, sliding_window=4096)
     with pytest.raises(ValueError, match=r"params\.json: unknown key 'sliding_window'"):
@@ -229,7 +255,10 @@ def test_unknown_params_are_refused(make_checkpoint):
                                  (4096, None, 8.0), (64, 32.0, 32.0)],
 )  # fmt: skip
 def test_the_rope_factor_is_data(dim, given, factor):
-    """Meta's code hides a factor of 8 behind use_scaled_rope; 3.2 was trained with 32."""
+    """The RoPE factor is read from the file.
+
+    Meta's code hides a factor of 8 behind use_scaled_rope; 3.2 was trained with 32.
+    """
     params: dict[str, Any] = {
         "dim": dim,
         "n_layers": 1,
@@ -254,8 +283,11 @@ def test_a_rope_factor_of_32_changes_the_answer_as_the_formula_says(make_checkpo
 
 
 def test_sampling_depends_on_seed_and_position_alone(checkpoint_dir, shared_llama):
-    """The reference draws every row from one global generator: a neighbour changes the answer.
-    Here neighbours, batch size and the cache change nothing, and the seed does."""
+    """Sampling depends on seed and position alone.
+
+    The reference samples every row from one global generator: a neighbour changes the answer. Here
+    neighbours, batch size and the cache change nothing, and the seed does.
+    """
     folder, _, _ = checkpoint_dir
     prompts = prompts_of([6, 14, 3, 25, 9, 31, 2], seed=7)
     wanted = [
@@ -277,8 +309,11 @@ def test_sampling_depends_on_seed_and_position_alone(checkpoint_dir, shared_llam
 
 
 def test_sampling_again_gives_another_sample_and_the_program_again_the_same(checkpoint_dir):
-    """In the reference five equal prompts get five samples, in one call or in five: pass@k counts
-    on it. Beam search, refused calls and those with a seed change nothing in between."""
+    """Sampling again gives another sample, and running the program again the same.
+
+    In the reference five equal prompts get five samples, in one call or in five, and pass@k relies
+    on it. Beam search, refused calls and calls with a seed change nothing in between.
+    """
     folder, _, _ = checkpoint_dir
     prompt = prompts_of([9], seed=4)[0]
 
@@ -320,7 +355,10 @@ def test_a_given_seed_is_that_of_the_first_prompt(shared_llama):
 
 
 def test_preemption_changes_no_answer(checkpoint_dir, shared_llama):
-    """A KV cache too small for all: some sequences give up their pages and are computed again."""
+    """Preemption changes no answer.
+
+    In a KV cache too small for all, some sequences give up their pages and are computed again.
+    """
     llama = build(checkpoint_dir[0], kv_cache_memory_bytes=10 * PAGE_BYTES)
     scheduler = llama.engine.scheduler
     assert scheduler.pool.num_pages == 10
@@ -338,7 +376,7 @@ def test_preemption_changes_no_answer(checkpoint_dir, shared_llama):
 
 
 def test_evicted_prefixes_are_computed_again(checkpoint_dir, shared_llama):
-    """Three prompts in turn through a KV cache that holds the pages of two."""
+    """Evicted prefixes are computed again: three prompts take turns in a cache for two."""
     llama = build(checkpoint_dir[0], 64, 1, kv_cache_memory_bytes=8 * PAGE_BYTES)
     assert llama.engine.scheduler.pool.num_pages == 4
     prompts = prompts_of([33, 33], seed=13)
@@ -352,7 +390,7 @@ def test_evicted_prefixes_are_computed_again(checkpoint_dir, shared_llama):
 
 @pytest.mark.parametrize("kv_cache_dtype", [None, "int8"])
 def test_prefix_reuse_changes_no_answer(checkpoint_dir, kv_cache_dtype):
-    """A second call with the same prompts computes only what is new, and says the same."""
+    """Prefix reuse changes no answer; a second call computes only what is new."""
     llama = build(checkpoint_dir[0], kv_cache_dtype=kv_cache_dtype)
     prompts = prompts_of([50, 40, 33], seed=9)
     first = llama.generate(prompts, 10, temperature=0)
@@ -363,7 +401,10 @@ def test_prefix_reuse_changes_no_answer(checkpoint_dir, kv_cache_dtype):
 
 
 def test_prompts_that_arrive_together_share_their_prefix(checkpoint_dir, shared_llama):
-    """Also the answers of one request: what their prompts have in common is computed once."""
+    """Prompts that arrive together share their prefix.
+
+    So do the answers of one request: what their prompts have in common is computed once.
+    """
     llama = build(checkpoint_dir[0])
     common, *ends = prompts_of([48, 5, 9, 7], seed=14)
     prompts = [common + end for end in ends]
@@ -374,7 +415,7 @@ def test_prompts_that_arrive_together_share_their_prefix(checkpoint_dir, shared_
     params = SamplingParams(n=4, max_tokens=5, prompt_logprobs=0, ignore_eos=True)
     (output,) = llama.llm_engine.run([llama.llm_engine.prepare("n", common[::-1], params)])
     assert [len(answer.token_ids) for answer in output.outputs] == [5] * 4
-    assert llama.engine.stats.prompt_tokens - before == 48 + 3 * 16  # the last page: to sample
+    assert llama.engine.stats.prompt_tokens - before == 48 + 3 * 16  # the last page, for sampling
 
 
 def test_chunked_prefill_changes_no_answer(checkpoint_dir, shared_llama):
@@ -390,7 +431,10 @@ def test_chunked_prefill_changes_no_answer(checkpoint_dir, shared_llama):
 
 
 def test_logprobs_of_a_sampled_answer_are_the_models_own(checkpoint_dir, shared_llama):
-    """Before temperature and top-p, and equal to those of the answer scored again as a prompt."""
+    """Logprobs of a sampled answer are the model's own.
+
+    They are before temperature and top-p, and equal those of the answer scored again as a prompt.
+    """
     _, state, params = checkpoint_dir
     prompt = prompts_of([8], seed=11)[0]
     (out,), scores = shared_llama.generate([prompt], 20, 0.7, 0.8, logprobs=True)
@@ -400,7 +444,7 @@ def test_logprobs_of_a_sampled_answer_are_the_models_own(checkpoint_dir, shared_
 
 
 def test_bf16_stays_near_float32(checkpoint_dir, shared_llama):
-    """The distribution of the first token: total variation under 0.05, on the default type."""
+    """bf16, the default, stays near float32: total variation of the first token under 0.05."""
     folder, _, _ = checkpoint_dir
     llama = build(folder, dtype=None)
     assert llama.model.norm.weight.dtype == torch.bfloat16
@@ -412,7 +456,10 @@ def test_bf16_stays_near_float32(checkpoint_dir, shared_llama):
 
 
 def test_packed_weights_say_what_unpacked_ones_do(make_checkpoint):
-    """`pack` is a matter of speed: logits stay within bf16 rounding, tied and untied."""
+    """Packed weights give what unpacked ones give.
+
+    `pack` only affects speed: logits stay within bf16 rounding, tied and untied.
+    """
     folder, _, params = make_checkpoint(seed=21, dim=128)
     for tied in (False, True):
         args = ModelArgs(**params, max_seq_len=64, max_batch_size=2, tied_output=tied)
@@ -431,8 +478,11 @@ def test_packed_weights_say_what_unpacked_ones_do(make_checkpoint):
 def test_answers_of_the_kernels_are_the_same_to_the_bit_alone_and_in_a_batch(
     make_checkpoint, dtype, monkeypatch
 ):
-    """Tokens and log-probabilities, whoever else runs and however the prompt was cut."""
-    folder, _, _ = make_checkpoint(seed=24, dim=128)  # heads of 32: what the kernels take
+    """Answers of the kernels are the same bit for bit, alone and in a batch.
+
+    Tokens and log probabilities do not depend on other requests or on the chunks of the prompt.
+    """
+    folder, _, _ = make_checkpoint(seed=24, dim=128)  # heads of 32, which the kernels support
 
     def answers(prompts: list[list[int]], budget: int) -> list[tuple[list[int], list[float]]]:
         monkeypatch.setattr("llama.engine.core.TOKEN_BUDGET", budget)
@@ -443,13 +493,16 @@ def test_answers_of_the_kernels_are_the_same_to_the_bit_alone_and_in_a_batch(
 
     prompts = prompts_of([5, 70, 23, 260, 1, 33], seed=25)
     together = answers(prompts, 2048)
-    assert answers(prompts, 50) == together  # prompts are read in pieces
+    assert answers(prompts, 50) == together  # prompts are read in chunks
     assert [answers([prompt], 2048)[0] for prompt in prompts] == together
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_int8_is_the_model_of_the_rounded_weights(make_checkpoint, tied):
-    """All matrices but an embedding of its own are rounded; a float32 model with those agrees."""
+    """int8 is the model of the rounded weights.
+
+    All matrices except an untied embedding are rounded; a float32 model with those values agrees.
+    """
     folder, _, params = make_checkpoint(seed=21, dim=128)
     args = ModelArgs(**params, max_seq_len=64, max_batch_size=2, tied_output=tied)
     models = [Transformer(args, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
@@ -467,11 +520,11 @@ def test_int8_is_the_model_of_the_rounded_weights(make_checkpoint, tied):
     assert sizes.keys() == {torch.int8} | (set() if tied else {torch.bfloat16})
     tokens = torch.tensor(prompts_of([20, 20], seed=22))
     ours, theirs = (model(tokens, 0).softmax(-1) for model in models)
-    assert ((ours - theirs).abs().sum(-1) / 2).max() < 0.03  # what activations in bf16 cost
+    assert ((ours - theirs).abs().sum(-1) / 2).max() < 0.03  # the loss of bf16 activations
 
 
 def test_a_matrix_stored_once_is_held_once(make_checkpoint):
-    """Meta's 3.2 1B: one fifth of its weights would else be there twice."""
+    """A matrix stored once is loaded once; otherwise a fifth of Meta's 3.2 1B would be twice."""
     folder, state, _ = make_checkpoint(seed=23)
     tied = state | {"output.weight": state["tok_embeddings.weight"]}
     torch.save(tied, folder / "consolidated.00.pth")
@@ -494,7 +547,10 @@ def test_where_int8_is_for(checkpoint_dir, capsys):
 
 
 def test_a_kv_cache_in_8_bits(checkpoint_dir, capsys):
-    """More tokens in as many bytes; Meta's forward has it too. "auto" is vLLM's word for none."""
+    """An 8-bit KV cache stores more tokens in as many bytes.
+
+    Meta's forward uses it too. "auto" is vLLM's name for no quantization.
+    """
     told, cached, logits = [], [], []
     for name in ("auto", "int8"):
         options = read("llama", COMMANDS["chat"], [str(checkpoint_dir[0])], {
@@ -557,7 +613,10 @@ def test_max_gen_len_none_is_what_fits(shared_llama):
 
 
 def test_building_touches_no_global_state(checkpoint_dir):
-    """The reference changes the default tensor type, the global seed and sys.stdout for good."""
+    """Building changes no global state.
+
+    The reference changes the default tensor type, the global seed and sys.stdout permanently.
+    """
     torch.manual_seed(123)
     rng, out, threads = torch.get_rng_state(), sys.stdout, torch.get_num_threads()
     said = io.StringIO()
@@ -585,7 +644,7 @@ def test_a_closed_llama_ends_its_requests_and_takes_no_more(checkpoint_dir):
 
 
 def test_defaults_fit_the_memory(checkpoint_dir, capsys):
-    """Llama.build("DIR") alone: what was chosen is printed."""
+    """Defaults fit the memory: Llama.build("DIR") alone prints its choices."""
     llama = Llama.build(str(checkpoint_dir[0]), device="cpu")
     params = llama.model.params
     assert (params.max_seq_len, params.max_batch_size) == (8192, 32)
@@ -612,7 +671,7 @@ BAD_GENERATE = [
 
 @pytest.mark.parametrize(("args", "kwargs", "kind", "message"), BAD_GENERATE)
 def test_bad_input_to_generate(args, kwargs, kind, message, shared_llama):
-    """A clear error before any work; the same Llama still answers."""
+    """Bad input to generate gives a clear error before any work; the same Llama still answers."""
     steps = shared_llama.engine.stats.steps
     with pytest.raises(kind, match=message):
         shared_llama.generate(*args, **kwargs)
@@ -700,7 +759,7 @@ def test_fp16_stays_near_float32(checkpoint_dir, shared_llama):
 
 
 def test_a_row_of_nan_ends_its_own_request(checkpoint_dir, monkeypatch):
-    """And no other: today's neighbours get the answers that they get alone."""
+    """A row of NaN ends its own request and no other; its neighbours get their usual answers."""
     llama = build(checkpoint_dir[0])
     engine, model = llama.llm_engine, llama.model
     prompts = prompts_of([5, 9, 7], seed=15)
@@ -710,7 +769,7 @@ def test_a_row_of_nan_ends_its_own_request(checkpoint_dir, monkeypatch):
     def with_a_bad_row(hidden):
         found = logits(hidden)
         steps.append(len(found))
-        if steps == [3]:  # the first one; with --guess later ones may have three rows, too
+        if steps == [3]:  # the first such step; with --guess later ones may have three rows, too
             found[1] = math.nan
         return found
 
@@ -730,7 +789,7 @@ def test_penalties_that_overflow_are_refused(penalty):
 
 
 def test_empty_lists_give_empty_lists(shared_llama):
-    """Programs that filter their prompts count on it."""
+    """Empty lists give empty lists, on which programs that filter their prompts rely."""
     assert shared_llama.generate([]) == ([], None)
     assert shared_llama.generate([], logprobs=True) == ([], [])
     assert shared_llama.text_completion([]) == shared_llama.chat_completion([]) == []
@@ -764,7 +823,10 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch):
 
 
 def test_an_interrupted_call_leaves_nothing_behind(checkpoint_dir, monkeypatch):
-    """Ctrl-C in the middle: the pages are free again, and the next call is served."""
+    """An interrupted call leaves nothing behind.
+
+    After Ctrl-C in the middle, the pages are free again, and the next call is served.
+    """
     llama = build(checkpoint_dir[0])
     start, calls = llama.engine.runner.start, []
 

@@ -1,6 +1,6 @@
-"""What only a GPU can show: python -m pytest -m gpu. The CPU is the oracle.
+"""Tests that need a GPU: python -m pytest -m gpu. The CPU is the oracle.
 
-Tiny models; `scripts/gpu_check.py` has the real shapes and the times.
+Models are tiny; `scripts/gpu_check.py` has the real shapes and the times.
 """
 
 import json
@@ -27,7 +27,7 @@ WIDE = {"dim": 256, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 64}  # and 512
 
 @pytest.fixture(scope="module")
 def wide(make_checkpoint) -> str:
-    """A model whose heads are large enough for the kernels: 64 numbers."""
+    """A model whose heads, of 64 elements, are large enough for the kernels."""
     return str(make_checkpoint(**WIDE)[0])
 
 
@@ -40,7 +40,10 @@ def graphs_of(llama: Llama) -> DecodeGraphs | None:
 
 
 def test_float32_gives_the_ids_of_the_cpu(wide):
-    """Greedy, sampled with filters, with log-probabilities; graphs are used on the way."""
+    """float32 gives the ids of the CPU.
+
+    Answers are greedy and sampled with filters, with log probabilities; graphs are used.
+    """
     gpu, cpu = build(wide, "fp32"), build(wide, "fp32", "cpu")
     ways: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -57,7 +60,10 @@ def test_float32_gives_the_ids_of_the_cpu(wide):
 
 
 def test_a_draft_model_guesses_in_graphs_of_its_own(wide, monkeypatch):
-    """It is the model itself, so nearly all is right, and the ids are those of the CPU."""
+    """A draft model drafts in graphs of its own.
+
+    It is the model itself, so nearly all drafts are right, and the ids are those of the CPU.
+    """
     gpu = Llama.build(wide, None, 512, 8, device="cuda", dtype="fp32", speculate=wide)
     core = gpu.engine
     monkeypatch.setattr(core.drafter, "choose", lambda rates, *_: [len(x) for x in rates])
@@ -70,7 +76,10 @@ def test_a_draft_model_guesses_in_graphs_of_its_own(wide, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_kernels_graphs_and_torch_alone_say_nearly_the_same(wide, dtype, monkeypatch):
-    """Log-probabilities of the same tokens, scored and generated, each way."""
+    """Kernels, graphs and PyTorch alone give nearly the same log probabilities.
+
+    The same tokens are scored and generated in each way.
+    """
     found: list[tuple[list, list[float]]] = []
     for ways in ("none", "graph", ""):
         monkeypatch.setenv("LLAMA_GPU_KERNELS", ways)
@@ -95,7 +104,10 @@ def test_kernels_graphs_and_torch_alone_say_nearly_the_same(wide, dtype, monkeyp
 
 @pytest.mark.parametrize("quantize", ["int8", "fp8", "int4"])
 def test_quantized_weights_and_a_cache_in_8_bits_say_nearly_what_a_cpu_says(wide, quantize):
-    """The same codes on both, so that no more than the order of sums differs."""
+    """Quantized weights and an 8-bit cache give nearly the CPU's results.
+
+    Both have the same codes, so that only the order of sums differs.
+    """
     found = []
     for device in ("cuda", "cpu"):
         llama = Llama.build(
@@ -113,7 +125,10 @@ def test_quantized_weights_and_a_cache_in_8_bits_say_nearly_what_a_cpu_says(wide
 
 
 def test_prompts_that_come_among_answers_change_none(wide):
-    """Steps of prompts and answers together, without graphs, and of answers alone, with graphs."""
+    """Prompts that arrive among answers change none.
+
+    Steps of prompts and answers run without graphs, and steps of answers alone with graphs.
+    """
     found = []
     for device in ("cuda", "cpu"):
         llama = build(wide, "fp32", device)
@@ -145,7 +160,10 @@ def test_two_ranks_on_one_gpu_are_one_process(make_checkpoint, tmp_path):
 
 
 def test_nccl_s_sums_can_be_captured(tmp_path):
-    """A group of one, in a process of its own: what a captured sum of several would be."""
+    """NCCL's sums can be captured.
+
+    A group of one, in a process of its own, captures the sum as a larger group would.
+    """
     code = """
 import torch, torch.distributed as dist
 from llama.engine.graphs import CudaRecorder
@@ -172,8 +190,11 @@ dist.destroy_process_group()
 
 
 def test_memory_stays_within_what_was_reckoned(wide):
-    """Weights, KV cache and steps of the most rows and tokens; a second model finds the room of
-    the first."""
+    """Memory stays within the estimate.
+
+    It includes weights, KV cache and steps of the most rows and tokens; a second model fits into
+    the memory of the first.
+    """
     device = torch.device("cuda", 0)
     before = free_bytes(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -192,7 +213,10 @@ def test_memory_stays_within_what_was_reckoned(wide):
 
 
 def test_weights_come_to_the_gpu_as_they_are(make_checkpoint):
-    """By threads, through pinned buffers: one shard and four, of the same and another type."""
+    """Weights are copied to the GPU unchanged, by threads through pinned buffers.
+
+    There are one shard and four, of the same dtype and another.
+    """
     for shards in (1, 4):
         folder = str(make_checkpoint(num_shards=shards, **WIDE)[0])
         for dtype in ("fp32", "bf16"):
@@ -203,7 +227,11 @@ def test_weights_come_to_the_gpu_as_they_are(make_checkpoint):
 
 
 def test_a_step_waits_for_the_device_once():
-    """Events, not synchronisations: a recorder's replay returns before the device has done it."""
+    """A step waits for the device once.
+
+    It uses events, not synchronisations: a recorder's replay returns before the device has
+    finished.
+    """
     device = torch.device("cuda", 0)
     x = torch.randn(4096, 4096, device=device)
     recorder = CudaRecorder(device)

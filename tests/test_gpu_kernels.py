@@ -1,4 +1,4 @@
-"""Which kernels a build uses on a simulated GPU: those that passed, on all ranks, and may."""
+"""The kernels that a build uses on a simulated GPU: the allowed ones that passed on all ranks."""
 
 import contextlib
 import itertools
@@ -36,11 +36,11 @@ ALL = frozenset(kernels.NAMES)
 
 
 class Rank(ModelParallel):
-    """A rank beside others that have dropped some kernels, by their places in NAMES."""
+    """A rank beside others that have excluded some kernels, given by their indices in NAMES."""
 
     def __init__(self, *others_drop: int) -> None:
         super().__init__()
-        self.places = itertools.count()  # then that of graphs
+        self.places = itertools.count()  # then the index of graphs
         self.others_drop = others_drop
 
     def all_reduce_min(self, value: int) -> int:
@@ -49,7 +49,7 @@ class Rank(ModelParallel):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu(reasons): the self-check finds that -> the jobs that it got."""
+    """A function gpu(reasons) that fakes the self-check's result and returns its jobs."""
     jobs: list[Job] = []
 
     def install(reasons: dict[str, str]) -> list[Job]:
@@ -95,7 +95,10 @@ def test_ranks_use_the_same_kernels(gpu):
 
 
 def test_graphs_are_checked_while_no_process_holds_the_gpu(gpu):
-    """In the compute mode EXCLUSIVE_PROCESS a model's own process would keep the check's out."""
+    """Graphs are checked while no process holds the GPU.
+
+    In the compute mode EXCLUSIVE_PROCESS a model's own process would block the check's.
+    """
     jobs = gpu({"linear": "off by 1"})
     with pytest.warns(UserWarning, match="linear: off by 1"):
         use(Rank(1), allowed=ALL | {"graph"})
@@ -104,8 +107,11 @@ def test_graphs_are_checked_while_no_process_holds_the_gpu(gpu):
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
 def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu, tmp_path):
-    """Torch would make them plain in every step: one line says so. Graphs are tried as they are. Of
-    a file, what is checked are its own forms: Q8_0 of the output, and Q4_0."""
+    """Without a kernel for quantized weights they are stored dequantized.
+
+    PyTorch would dequantize them in every step, which one line reports. Graphs are tried unchanged.
+    For a file, its own formats are checked: Q8_0 of lm_head, and Q4_0.
+    """
     convert(DEMO, tmp_path / "model.gguf", quantize="q4_0")
     asked, forms = (ModelParallel(), ALL | {"graph"}), (Form(1, 0, 32, 1, 1), Form(3, -8, 32, 1, 1))
     as_it_is = replace(find(tmp_path / "model.gguf"), in_codes=True)
@@ -133,7 +139,10 @@ def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu, tmp_pat
 
 
 def test_a_file_that_one_rank_cannot_read_ends_all(gpu, monkeypatch):
-    """Its rows are read before kernels are chosen, where the ranks would wait for one another."""
+    """A file that one rank cannot read ends all ranks.
+
+    Its rows are read before kernels are chosen, where the ranks would wait for one another.
+    """
     told: list[str] = []
 
     class Telling(ModelParallel):
@@ -159,7 +168,7 @@ def test_a_file_that_one_rank_cannot_read_ends_all(gpu, monkeypatch):
 @pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
 @pytest.mark.parametrize("quantize", ["int8", "fp8", "int4"])
 def test_the_output_is_rounded_to_int8(quantize):
-    """Of eight bits those that lose least."""
+    """lm_head is rounded to int8, the most accurate of the 8-bit formats."""
     params = ModelArgs(dim=128, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=256)
     model = Transformer(params, dtype=torch.bfloat16)
     for weight in model.parameters():
@@ -178,7 +187,7 @@ def test_float32_has_the_sampling_kernel_only(gpu):
 def test_the_variable_turns_kernels_off(gpu, monkeypatch):
     jobs = gpu({"linear": "off by 1"})
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what is not wanted is no loss
+        warnings.simplefilter("error")  # a loss that nobody uses gives no warning
         allowed = frozenset({"attention", "sample"})
         assert use(Rank(), allowed=allowed) == allowed
     assert use(Rank(), allowed=frozenset()) == frozenset() and len(jobs) == 1
@@ -224,7 +233,7 @@ def test_doctor_shows_what_checks_have_found(monkeypatch):
 
 
 class Recorder:
-    """In place of one that needs a GPU."""
+    """A replacement for a recorder that needs a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -237,7 +246,10 @@ def recorder(monkeypatch, parallel: ModelParallel) -> Recorder | None:
 
 
 def test_models_of_one_gpu_have_kernels_of_their_own(gpu):
-    """One that is wrong for the second is right for the first, and stays in use there."""
+    """Models of one GPU have separate kernels.
+
+    A kernel that fails for the second is right for the first, and stays in use there.
+    """
     first = Transformer(PARAMS, device="meta")
     gpu({})
     first.use_kernels(kernels_for(PARAMS, Rank(), GPU, torch.bfloat16, ALL))
@@ -285,7 +297,7 @@ def test_graphs_of_ranks_need_sums_that_can_be_captured(gpu, monkeypatch, is_on_
 
 
 class Pair(ModelParallel):
-    """One of two ranks; `others` are the other's answers each time that they agree on something."""
+    """One of two ranks; `others` has the other's answer each time that they agree on something."""
 
     def __init__(self, others: list[int]) -> None:
         super().__init__(Placement(size=2))
@@ -327,7 +339,7 @@ def test_ranks_take_each_step_of_a_captured_sum_together(
 
     class Sums(Recorder):
         def record(self, function, inputs):
-            assert on_it == [torch.device("cpu")]  # else it would open GPU 0
+            assert on_it == [torch.device("cpu")]  # otherwise it would open GPU 0
             if fault == "capture":
                 raise RuntimeError("not here\nand more")
             outputs = function()

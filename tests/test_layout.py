@@ -1,4 +1,4 @@
-"""The walls of the house, held by parsing the imports; the safety rules, by reading the code."""
+"""The rules of the code's structure: layers by parsing the imports, safety rules by the source."""
 
 import ast
 import dataclasses
@@ -54,13 +54,13 @@ def floor_of(name: str) -> int:
 
 @functools.cache
 def nodes(path: Path) -> list[ast.AST]:
-    """What the file's text is made of, parsed once for all tests."""
+    """Return the syntax nodes of the file, parsed once for all tests."""
     return list(ast.walk(ast.parse(path.read_text())))
 
 
 @functools.cache
 def imports(path: Path) -> set[str]:
-    """Full dotted names of everything that a file imports, at any depth."""
+    """Return the full dotted names of everything that a file imports, at any depth."""
     found = set()
     for node in nodes(path):
         if isinstance(node, ast.Import):
@@ -72,7 +72,7 @@ def imports(path: Path) -> set[str]:
 
 
 def own_imports(name: str) -> set[str]:
-    """The files of the package that a file imports, those for types alone too."""
+    """Return the files of the package that a file imports, including those for types alone."""
     found = set()
     for dotted in imports(REPO / name):
         for module in (dotted, dotted.rpartition(".")[0]):
@@ -92,7 +92,7 @@ def test_imports_point_down():
 
 
 def test_no_import_is_for_types_alone():
-    """One that does not run would hide a circle."""
+    """No import is for types alone, since one that does not run would hide a cycle."""
     for name in NAMES:
         for node in nodes(REPO / name):
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -100,7 +100,10 @@ def test_no_import_is_for_types_alone():
 
 
 def test_imports_have_no_circle():
-    """Files are taken away once all that they import is gone; those of a circle stay."""
+    """Imports have no cycle.
+
+    Files are removed once all that they import is removed; those of a cycle stay.
+    """
     left = {name: own_imports(name) for name in NAMES}
     while ends := [name for name, wanted in left.items() if not wanted & left.keys()]:
         for name in ends:
@@ -109,7 +112,11 @@ def test_imports_have_no_circle():
 
 
 def test_a_format_of_weights_is_a_file():
-    """Its kernels, its name on the command line and in a docstring: no other file knows int8."""
+    """A format of weights is a file.
+
+    It has its kernels and its name, on the command line and in a docstring: no other file names
+    int8.
+    """
     naming = [path.name for path in FILES if re.search(r"(?<!u)int8", path.read_text())]
     assert "bytes.py" in naming and len(naming) <= 5, naming
 
@@ -156,8 +163,10 @@ BELOW_TEXT = [*(REPO / "llama" / "engine").glob("*.py"), *(REPO / "llama" / "mod
 
 
 def test_text_stays_out_of_the_engine():
-    """No tokenizer, and no string of a user's: neither in what a sequence holds nor in what is
-    read of it."""
+    """Text stays out of the engine.
+
+    It has no tokenizer and no string of a user, neither in a sequence nor in what is read from it.
+    """
     text = {"stop", "bad_words_text", "prompt", "text", "detokenizer", "tokenizer"}
     for path in BELOW_TEXT:
         assert not {i for i in imports(path) if "tokenizer" in i}
@@ -169,13 +178,20 @@ def test_text_stays_out_of_the_engine():
 
 
 def test_an_assert_changes_nothing():
-    """`python -O` leaves it out: what it calls must only look. Methods with _ may do more."""
+    """An assert changes nothing.
+
+    `python -O` leaves it out, so the functions that it calls must only read. Methods with _ are
+    exempt.
+    """
     pattern = re.compile(r"assert (not )?self\._\w+\(")
     assert not [path for path in FILES if pattern.search(path.read_text())]
 
 
 def test_no_dangerous_calls():
-    """No code from data: eval, exec, shell strings, object collectives, unsafe loads."""
+    """No dangerous calls are used.
+
+    No code is made from data: eval, exec, shell strings, object collectives, unsafe loads.
+    """
     calls = ((name, x) for name in NAMES for x in nodes(REPO / name) if isinstance(x, ast.Call))
     for name, node in calls:
         called = ast.unparse(node.func)
@@ -197,7 +213,10 @@ def test_type_checkers_see_the_names_that_are_there():
 
 
 def test_importing_is_quiet_and_light():
-    """`import llama` prints nothing, loads no heavy library and changes no global of torch."""
+    """Importing is quiet and light.
+
+    `import llama` prints nothing, loads no heavy library and changes no global of torch.
+    """
     code = """
 import json, sys, torch
 before = (str(torch.get_default_dtype()), torch.get_num_threads(), torch.initial_seed())

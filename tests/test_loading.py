@@ -1,4 +1,4 @@
-"""How large the KV cache becomes: by hand, and through `Llama.build` on a simulated machine."""
+"""The size of the KV cache: by hand, and through `Llama.build` on a simulated machine."""
 
 import inspect
 import math
@@ -31,23 +31,30 @@ def sizes(seq_len=None, batch=256, kv_bytes=None, *, free=139 * GIB, weights=15 
 
 
 def test_the_kv_cache_is_what_is_free_beside_the_weights():
-    """An 8B on a card of 139 GiB: 256 sequences of 8,192 would need 256 GiB, and are allowed."""
+    """The KV cache takes the memory that is free beside the weights.
+
+    For an 8B on a GPU of 139 GiB, 256 sequences of 8,192 would need 256 GiB, and are allowed.
+    """
     found = sizes()
     assert found.max_seq_len == 8192
     assert found.num_pages == (int(139 * GIB * 0.9) - 15 * GIB) // (16 * LLAMA_8B)
-    assert sizes(131072).num_pages == found.num_pages  # the length of one bounds no other
+    # the length of one sequence does not limit the pool
+    assert sizes(131072).num_pages == found.num_pages
     assert sizes(512, 4).num_pages == 4 * 32  # no more than these could use
     assert sizes(kv_bytes=4 * GIB).num_pages == 4 * GIB // (16 * LLAMA_8B)
 
 
 def test_a_small_card_keeps_its_reserve():
-    """A tenth of 20 GiB is 2 GiB: what a step needs and 10 % are not added up."""
+    """A small card keeps its reserve.
+
+    A tenth of 20 GiB is 2 GiB: the memory of a step and the 10 % are not added.
+    """
     assert sizes(free=20 * GIB).num_pages == 3 * GIB // (16 * LLAMA_8B)
     assert sizes(free=18 * GIB).num_pages == 1 * GIB // (16 * LLAMA_8B)
 
 
 def test_pages_count_in_whole():
-    """A million sequences of one token take a million pages."""
+    """Pages are counted in whole: a million sequences of one token take a million pages."""
     found = sizes(1, 2**20, free=2000 * GIB)
     assert found.num_pages == (1800 - 15) * GIB // (16 * LLAMA_8B) < 2**20
 
@@ -67,7 +74,10 @@ def test_the_length_shrinks_only_where_nobody_asked_for_one():
 
 
 def test_the_reserve_is_what_a_step_holds():
-    """Within a factor of two of the largest tensors of a step of 2,048 tokens of an 8B."""
+    """The reserve is the memory of a step.
+
+    It is within a factor of two of the largest tensors of a step of 2,048 tokens of an 8B.
+    """
     args = ModelArgs(
         dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, vocab_size=128256,
         ffn_dim_multiplier=1.3, multiple_of=1024,
@@ -91,7 +101,7 @@ def test_build_says_what_fits(checkpoint_dir, capsys):
 
 
 def test_what_does_not_fit_the_memory_is_refused(checkpoint_dir, monkeypatch):
-    """Before anything is allocated, with what would fit."""
+    """What does not fit the memory is refused before any allocation, with what would fit."""
     folder = str(checkpoint_dir[0])
     monkeypatch.setattr("llama.loading.free_bytes", lambda device: 14 << 20)
     assert Llama.build(folder, None, 512, 64, device="cpu", dtype="fp32").generate([[256]], 3)[0]
@@ -109,7 +119,10 @@ def test_timeout_s_is_checked(timeout, checkpoint_dir):
 
 
 def test_the_arguments_of_a_build_are_a_table(checkpoint_dir):
-    """Meta's six come first and by position; all are in the help, and flags but the last."""
+    """The arguments of a build are a table.
+
+    Meta's six come first and by position; all are in the help, and all except the last are flags.
+    """
     parameters = inspect.signature(Llama.build).parameters
     by_position = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
     assert by_position == [
@@ -141,7 +154,10 @@ def test_the_arguments_of_a_build_are_a_table(checkpoint_dir):
 @pytest.mark.skipif(not KERNELS_RUN, reason="torch packs without a look at the numbers")
 @pytest.mark.parametrize("quantize", [None, "int8", "fp8", "int4"])
 def test_weights_that_are_not_finite_or_empty_are_named(make_checkpoint, quantize):
-    """In one warning; packing reads each number anyway. A vocabulary may have rows of zeros."""
+    """Weights that are not finite or empty are named in one warning.
+
+    Packing reads each value anyway. A vocabulary may have rows of zeros.
+    """
     folder, state, params = make_checkpoint(n_layers=2)
     state["layers.1.attention.wo.weight"][3, 5] = math.nan
     state["layers.0.feed_forward.w2.weight"][-1, -1] = -math.inf

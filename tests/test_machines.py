@@ -1,5 +1,6 @@
-"""Several machines: two torchrun agents on loopback, and what is said of groups and interfaces.
-And torchrun's restarts, where the ranks of the first start are gone.
+"""Several machines: two torchrun agents on loopback, with groups and interfaces in messages.
+
+torchrun's restarts, where the ranks of the first start are gone, are tested too.
 """
 
 import contextlib
@@ -34,8 +35,11 @@ def jobs(folder: Path, size: int | None) -> list[dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("static", [True, False], ids=["static", "c10d"])
 def test_two_machines_answer_as_one_process(static, make_checkpoint, tmp_path):
-    """Two agents of one rank: the group spans them. Two agents of two ranks, and groups of
-    two: each stays inside its machine."""
+    """Two machines answer as one process.
+
+    With two agents of one rank, the group spans them. With two agents of two ranks, and groups of
+    two, each group stays inside its machine.
+    """
     folder = make_checkpoint(seed=5)[0]
     wanted = Llama.build(str(folder), None, 128, 4, dtype="fp32", device="cpu").generate(
         PROMPTS, **GREEDY
@@ -53,8 +57,11 @@ def test_two_machines_answer_as_one_process(static, make_checkpoint, tmp_path):
 
 @pytest.mark.slow
 def test_a_group_that_spans_machines_talks_through_gloo_alone(make_checkpoint, tmp_path):
-    """The answers of one process: greedy, drawn, with log-probabilities, and where rank 0 leads.
-    On machines of two ranks each, where no rank shares memory with the one beside it."""
+    """A group that spans machines communicates through gloo alone.
+
+    It has the answers of one process: greedy, sampled, with log probabilities, and where rank 0
+    leads. On machines of two ranks each, no rank shares memory with its neighbour.
+    """
     folder = make_checkpoint(seed=5)[0]
     ask = {"folder": str(folder), "prompts": PROMPTS}
     ways: list[dict[str, Any]] = [
@@ -83,7 +90,10 @@ def test_a_group_that_spans_machines_talks_through_gloo_alone(make_checkpoint, t
 
 @pytest.mark.slow
 def test_two_namespaces_answer_as_one_process(make_checkpoint, tmp_path, monkeypatch):
-    """Each agent in a network namespace of its own, with a link of 1 ms between them."""
+    """Two namespaces answer as one process.
+
+    Each agent is in a network namespace of its own, with a link of 1 ms between them.
+    """
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     folder, delay_s = make_checkpoint(seed=5)[0], 1e-3
@@ -111,9 +121,12 @@ def test_an_interface_that_is_not_there():
 
 @pytest.mark.slow
 def test_a_restarted_batch_job_does_the_rest(make_checkpoint, tmp_path):
-    """One of two replicas is killed. torchrun --max-restarts starts both again, and they do
-    what is missing: it ended with "Gloo connectFullMesh failed", as torchrun's store still had the
-    addresses of the first start."""
+    """A restarted batch job does the rest.
+
+    One of two replicas is killed. torchrun --max-restarts starts both again, and they complete the
+    job. A past fault: it ended with "Gloo connectFullMesh failed", as torchrun's store still had
+    the addresses of the first start.
+    """
     (tmp_path / "in").write_text(
         "".join(json.dumps({"prompt": "x" * i, "max_tokens": 4}) + "\n" for i in range(1, 81))
     )

@@ -12,8 +12,8 @@ import llama.ops.cpu.openmp
 from helpers.launch import environment
 from llama.ops.cpu.openmp import ShortSpin, SpinController, idle_team_size, pressure_file
 
-# CPU milliseconds of regions with a pause after each, in which threads that spin take the most:
-# before, with brief waits, and after them; and what a product gives each time.
+# CPU milliseconds of regions with a pause after each, in which spinning threads take the most:
+# before, with brief waits, and after them; and the results of a product each time.
 PROGRAM = """
 import json, os, time, torch
 from llama.ops.cpu.openmp import ShortSpin, SpinController
@@ -55,8 +55,11 @@ def run() -> dict:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP, as torch for Linux brings it")
 def test_threads_that_wait_sleep_soon_until_that_is_turned_off():
-    """Waiting takes a small part of the CPU time that it took, with one idle team; then as before,
-    and the team is gone."""
+    """Waiting threads sleep soon until that is disabled.
+
+    Waiting takes a small part of its former CPU time, with one idle team; then it is as before, and
+    the team is gone.
+    """
     said = run()
     assert said["started"] == idle_team_size(2, len(os.sched_getaffinity(0)))
     assert said["brief"] < said["before"] / 2 and said["brief"] < said["after"] / 2, said
@@ -75,8 +78,11 @@ def test_what_the_user_set_is_obeyed(monkeypatch):
 
 
 def test_waits_are_brief_while_tasks_wait_for_cores(tmp_path, monkeypatch):
-    """On from a share of 0.3 of the time, off below 0.1, as before in between; one look per 0.25 s;
-    a file that cannot be read is calm."""
+    """Waits are brief while tasks wait for cores.
+
+    They are enabled from a share of 0.3 of the time, disabled below 0.1, and unchanged in between;
+    one check is made per 0.25 s; a file that cannot be read counts as idle.
+    """
     file, now, total = tmp_path / "cpu.pressure", 100.0, 0.0
     monkeypatch.setattr(llama.ops.cpu.openmp.time, "monotonic", lambda: now)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)

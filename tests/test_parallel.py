@@ -35,8 +35,11 @@ REPEATED = [prompt * 8 for prompt in PROMPTS[:3]]
 
 @pytest.fixture(scope="module")
 def sharded(make_checkpoint, tmp_path_factory) -> dict[str, Path]:
-    """The same weights in 1, 2 and 4 shards, with 4 kv heads; and with 1 and 2 kv heads. "other":
-    other weights, with 2 kv heads. "wide": heads of 32, which the kernels of a CPU take."""
+    """The same weights in 1, 2 and 4 shards, with 4 kv heads; and with 1 and 2 kv heads.
+
+    "other" has other weights, with 2 kv heads. "wide" has heads of 32, which the CPU kernels
+    support.
+    """
     folders = {}
     for kv_heads in (4, 2, 1):
         folder, state, params = make_checkpoint(seed=kv_heads, n_kv_heads=kv_heads)
@@ -61,7 +64,7 @@ SAMPLED: dict[str, Any] = {"max_gen_len": 8, "temperature": 1.0, "top_p": 0.95, 
 
 
 def shard_jobs(sharded: dict[str, Path]) -> list[dict[str, Any]]:
-    """Greedy from each folder; sampled from one, as a draw knows nothing of files."""
+    """Return a greedy job for each folder and one sampled job, which does not depend on files."""
     folders = [str(folder) for name, folder in sharded.items() if name not in ("other", "wide")]
     asked = [*((folder, GREEDY) for folder in folders), (folders[0], SAMPLED)]
     return [
@@ -75,7 +78,7 @@ TEXTS = ["Once", "x", "The end"]
 
 @pytest.fixture(scope="module")
 def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
-    """What two ranks answer to the jobs of all tests that need no launch of their own."""
+    """The results of two ranks for the jobs of all tests that need no launch of their own."""
     kv2, kv4, wide = (str(sharded[name]) for name in ("kv2", "kv4", "wide"))
     damaged = tmp_path_factory.mktemp("damaged") / "model"
     shutil.copytree(kv2, damaged)
@@ -127,8 +130,11 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_shard_count_on_every_world(world, sharded, request, tmp_path):
-    """1, 2 and 4 shards, and kv heads fewer than ranks: the ids of one process, on every rank,
-    greedy and sampled, log-probabilities within 1e-4."""
+    """Every shard count works on every world size.
+
+    1, 2 and 4 shards, and kv heads fewer than ranks, give the ids of one process on every rank,
+    greedy and sampled, and log probabilities within 1e-4.
+    """
     jobs = shard_jobs(sharded)
     if world == 2:
         ranks = request.getfixturevalue("two_ranks")["shards"]
@@ -154,7 +160,10 @@ def test_every_shard_count_on_every_world(world, sharded, request, tmp_path):
 
 
 def test_a_client_of_vllm_runs_on_two_ranks(sharded, two_ranks):
-    """It gets the ids of one process, on both ranks; a bad request on one is an error on both."""
+    """A vLLM client runs on two ranks.
+
+    It gets the ids of one process, on both ranks; a bad request on one is an error on both.
+    """
     llm = LLM(str(sharded["kv4"]), dtype="float32", device="cpu", max_model_len=128)
     asked = VllmParams(temperature=0.9, seed=3, max_tokens=6, ignore_eos=True)
     ids = [output.outputs[0].token_ids for output in llm.generate(TEXTS, asked)]
@@ -168,7 +177,10 @@ def test_a_client_of_vllm_runs_on_two_ranks(sharded, two_ranks):
 
 
 def test_four_ranks_as_two_replicas(sharded, tmp_path):
-    """A world larger than the model-parallel size: two groups of neighbours, all with results."""
+    """Four ranks can be two replicas.
+
+    The world is larger than the model-parallel size: two groups of neighbours, all with results.
+    """
     folder = str(sharded["shards2"])
     jobs: list[dict[str, Any]] = [
         {"do": "place", "folder": folder, "size": 2},
@@ -183,9 +195,12 @@ def test_four_ranks_as_two_replicas(sharded, tmp_path):
 
 
 def test_what_differs_between_ranks_is_an_error_on_each(sharded, two_ranks):
-    """Different prompts, one bad prompt, unlike arguments, other weights of the same shapes, a
-    folder missing on one rank: an error on both ranks that names the cause, and the same Llama
-    answers afterwards."""
+    """Differences between ranks are an error on each.
+
+    Different prompts, one bad prompt, unlike arguments, other weights of the same shapes, or a
+    folder missing on one rank: an error on both ranks names the cause, and the same Llama answers
+    afterwards.
+    """
     for rank, results in enumerate(two_ranks["differ"]):
         _, different, one_bad, unlike, fewer, damaged, weights, library, after = results
         assert "the prompts or parameters differ between rank 0 and rank 1" in different["error"]
@@ -207,8 +222,11 @@ def test_what_differs_between_ranks_is_an_error_on_each(sharded, two_ranks):
 
 
 def test_requests_streams_and_beams_on_two_ranks(sharded, two_ranks):
-    """What stands on the engine's step: the answers of one process on each rank; and requests that
-    differ between ranks are an error on each, after which the engine serves on."""
+    """Requests, streams and beams work on two ranks.
+
+    Everything built on the engine's step gives the answers of one process on each rank; and
+    requests that differ between ranks are an error on each, after which the engine goes on.
+    """
     llama = Llama.build(str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu")
     texts = [r["generation"] for r in llama.text_completion(TEXTS, 1.0, 1.0, 16, seed=3)]
     beams = [[b["generation"] for b in found] for found in llama.beam_search(TEXTS, 3, 8)]
@@ -221,7 +239,10 @@ def test_requests_streams_and_beams_on_two_ranks(sharded, two_ranks):
 
 
 def test_samples_without_a_seed_are_those_of_one_process(sharded, two_ranks):
-    """Each call draws anew; a call that was refused, on one rank alone, takes no number on any."""
+    """Samples without a seed are those of one process.
+
+    Each call samples anew; a call that was refused, on one rank alone, uses no seed on any rank.
+    """
     llama = Llama.build(str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu")
     wanted = [llama.generate(PROMPTS[:2] * 2, 8, 1.0, 1.0)[0] for _ in range(2)]
     assert len({tuple(tokens) for call in wanted for tokens in call}) == 8
@@ -229,8 +250,11 @@ def test_samples_without_a_seed_are_those_of_one_process(sharded, two_ranks):
 
 
 def test_rank_0_leads_and_the_others_follow(sharded, two_ranks):
-    """Threads, asyncio, a bad request, a stream that is left and beam search on rank 0 alone: the
-    answers of one process. Afterwards every rank calls again, with the number that rank 0 is at."""
+    """Rank 0 leads, and the others follow.
+
+    Threads, asyncio, a bad request, an abandoned stream and beam search on rank 0 alone give the
+    answers of one process. Afterwards every rank calls again, with rank 0's next seed.
+    """
     llama = Llama.build(str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu")
     for _ in range(2):  # the calls without a seed of the job "samples"
         llama.generate(PROMPTS[:1], 8, 1.0, 1.0)
@@ -248,8 +272,11 @@ def test_rank_0_leads_and_the_others_follow(sharded, two_ranks):
 
 @pytest.mark.parametrize(("job", "least"), [(7, 20), (9, 5)])
 def test_rank_0_drafts_for_all_ranks(sharded, two_ranks, job, least):
-    """By look-up, and with a model that the ranks share, where every rank makes the calls, and
-    where rank 0 leads."""
+    """Rank 0 drafts for all ranks.
+
+    It uses lookup, or a model that the ranks share, where every rank makes the calls, and where
+    rank 0 leads.
+    """
     llama = Llama.build(str(sharded["kv4"]), None, 256, 4, dtype="fp32", device="cpu")
     wanted = llama.generate(REPEATED, 60, 0.0)[0]
     (*answers, drafted), *others = (rank[job]["result"] for rank in two_ranks["samples"])
@@ -259,15 +286,21 @@ def test_rank_0_drafts_for_all_ranks(sharded, two_ranks, job, least):
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 @pytest.mark.parametrize("job", [11, 12])
 def test_no_draft_changes_a_bit_on_two_ranks(two_ranks, job):
-    """In bf16 and in int8: texts, ids, log-probabilities, reasons and usage, where every rank makes
-    the calls and where rank 0 leads; and the bytes of the cache."""
+    """No draft changes a bit on two ranks.
+
+    In bf16 and in int8, texts, ids, log probabilities, reasons and usage are equal, where every
+    rank makes the calls and where rank 0 leads; and so are the bytes of the cache.
+    """
     (changed, drafted), other = (rank[job]["result"] for rank in two_ranks["samples"])
     assert changed == [] == other[0] and drafted == other[1] > 500
 
 
 def test_two_ranks_keep_keys_and_values_in_8_bits(sharded, two_ranks):
-    """The log-probabilities of one process, but for what a number does that is rounded the other
-    way; a type that one rank alone was given is an error on each."""
+    """Two ranks store keys and values in 8 bits.
+
+    Log probabilities are those of one process, up to a value that is rounded the other way; a cache
+    dtype that one rank alone was given is an error on each.
+    """
     llama = Llama.build(
         str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu", kv_cache_dtype="int8"
     )
@@ -283,26 +316,32 @@ def test_two_ranks_keep_keys_and_values_in_8_bits(sharded, two_ranks):
 
 
 def test_only_rank_0_speaks_until_the_last_model_is_closed(two_ranks):
-    """build mutes stdout on the other ranks, unless it is told not to; each `close` undoes one."""
+    """Only rank 0 prints until the last model is closed.
+
+    build mutes stdout on the other ranks, unless it is disabled; each `close` undoes one build.
+    """
     heard = ["two", "one", "none"]
     assert [rank[2]["result"] for rank in two_ranks["samples"]] == [heard, ["none"]]
 
 
 def test_a_build_takes_the_place_of_one_that_is_gone(two_ranks):
-    """Its threads and sockets end."""
+    """A build replaces one that is gone, whose threads and sockets end."""
     for rank in two_ranks["samples"]:
         _, second, third = rank[10]["result"]
         assert second == third
 
 
 def test_greedy_rows_exchange_their_top_tokens_and_not_their_logits(two_ranks):
-    """A value and an id per row, in one exchange."""
+    """Greedy rows exchange their top tokens and not their logits: a value and an id per row."""
     assert [rank[4]["result"] for rank in two_ranks["samples"]] == [[[2, 2]]] * 2
 
 
 def test_ranks_of_one_machine_talk_through_shared_memory(sharded, two_ranks):
-    """A step of this model of two layers: the embedding, two sums per layer, and the top tokens or
-    the logits; where there are log-probabilities, rank 0's word too."""
+    """Ranks of one machine communicate through shared memory.
+
+    A step of this model of two layers exchanges the embedding, two sums per layer, and the top
+    tokens or the logits; for log probabilities also a message from rank 0.
+    """
     if HAS_KERNELS:
         greedy = alone(sharded["kv4"], max_gen_len=8, temperature=0.0)[0]
         for rank in two_ranks["samples"]:
@@ -310,15 +349,18 @@ def test_ranks_of_one_machine_talk_through_shared_memory(sharded, two_ranks):
 
 
 def test_a_one_shot_sum_is_tried_before_it_is_used(two_ranks):
-    """What is wrong on one rank, or has other bits there, or cannot be had there, is not used on
-    any; nor for float16, which torch's kernels do not have. A rank that fails while another waits
-    for it inside torch ends the job soon."""
+    """A one-shot sum is tried before it is used.
+
+    A sum that is wrong, has other bits or is unavailable on one rank is used on none; nor is it
+    used for float16, which torch's kernels do not support. A rank that fails while another waits
+    for it inside torch ends the job soon.
+    """
     sums = [[2 * i + 1 for i in row] for row in ([0, 1, 2, 3], [4, 5, 6, 7])]
     wanted = [
         [True, False, False],
         sums,
         [False, False, True, True, False, True, False],
-        [MOST_BYTES, 0, 0, LARGEST, MOST_BYTES, MOST_BYTES],  # by the switch on all ranks, or none
+        [MOST_BYTES, 0, 0, LARGEST, MOST_BYTES, MOST_BYTES],  # selected on all ranks, or none
         [True, True, False],
     ]
     results = [rank[6]["result"] for rank in two_ranks["samples"]]
@@ -330,8 +372,11 @@ def test_a_one_shot_sum_is_tried_before_it_is_used(two_ranks):
 
 
 def test_every_launch_of_a_rank_is_on_its_own_gpu(tmp_path):
-    """Ranks other than 0 once launched the self-test of the one-shot sums on GPU 0, as no device
-    was current: every build on two or more GPUs would hang."""
+    """Every launch of a rank is on its own GPU.
+
+    A past fault: ranks other than 0 launched the self-test of the one-shot sums on GPU 0, as no
+    device was current, and every build on two or more GPUs would have hung.
+    """
     program = [str(PROGRAMS / "current_devices.py"), str(tmp_path)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
     done = warm.run([*command, *program], env=environment(), timeout=120)
@@ -345,7 +390,10 @@ def test_every_launch_of_a_rank_is_on_its_own_gpu(tmp_path):
 
 @pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
 def test_one_process_has_groups_without_a_port(variables):
-    """As after Meta's build: scripts that ask for their rank, or reduce over the group, go on."""
+    """One process has groups without a port.
+
+    As after Meta's build, scripts that ask for their rank, or reduce over the group, go on.
+    """
     program = [sys.executable, str(PROGRAMS / "groups_of_one.py")]
     out = warm.run(program, env=environment() | variables, timeout=60)
     assert json.loads(out.stdout) == [[0, 1, 0, 1, 1], 3.0, 3.0, [{"a": 1}], [], 0]
@@ -353,10 +401,11 @@ def test_one_process_has_groups_without_a_port(variables):
 
 
 def test_torchrun_example_on_two_cpu_ranks(tmp_path):
-    """torchrun_examples/two_cpu_ranks.sh as a user runs it, with the demo model, to the last of
-    Python's own end; torchrun is started so that it costs little.
+    """The torchrun example runs on two CPU ranks.
 
-    A GPU in the machine, which two ranks cannot share, is none of its business.
+    torchrun_examples/two_cpu_ranks.sh runs as for a user, with the demo model, to the end of
+    Python's exit; torchrun is started in a cheaper way. A GPU in the machine, which two ranks
+    cannot share, is not used.
     """
     started = tmp_path / "started"
     (tmp_path / "torchrun").write_text(
@@ -386,7 +435,10 @@ def test_torchrun_example_on_two_cpu_ranks(tmp_path):
 
 
 def test_layers_split_over_ranks_are_the_whole_layer():
-    """Column, row and vocabulary shares put together by hand equal the unsplit product."""
+    """Layers split over ranks are the whole layer.
+
+    Column, row and vocabulary shares put together by hand equal the unsplit product.
+    """
     torch.manual_seed(0)
     weight, x, tokens = torch.randn(12, 8), torch.randn(5, 8), torch.tensor([0, 3, 7, 11, 5])
     columns, rows, embedded = [], [], []
@@ -411,7 +463,11 @@ def test_layers_split_over_ranks_are_the_whole_layer():
 
 
 def test_int8_shares_of_a_tied_embedding_are_the_rows_of_the_whole():
-    """The scales of a rank are those of its own rows. Exact: each sum is of a number and zeros."""
+    """int8 shares of a tied embedding are the rows of the whole.
+
+    The scales of a rank are those of its own rows. The result is exact: each sum is of a value and
+    zeros.
+    """
     weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
     tokens = torch.tensor([0, 127, 64, 63, 5])
     whole = BytesWeight.pack(weight)

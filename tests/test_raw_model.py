@@ -39,7 +39,10 @@ def ours(checkpoint_dir) -> Transformer:
 
 
 def test_the_raw_transformer_keeps_metas_forward(ours, checkpoint_dir, meta):
-    """forward(tokens, start_pos) with a batch, a prompt in two parts and single tokens."""
+    """The raw transformer keeps Meta's forward.
+
+    forward(tokens, start_pos) takes a batch, a prompt in two parts, and single tokens.
+    """
     _, state, params = checkpoint_dir
     theirs = meta.model(state, params, max_seq_len=32)
     for start, end in ((0, 5), (5, 10), (10, 11), (11, 12)):
@@ -50,7 +53,7 @@ def test_the_raw_transformer_keeps_metas_forward(ours, checkpoint_dir, meta):
 
 
 def test_the_forward_runs_with_its_gpu_as_the_current_one(ours, monkeypatch):
-    """Triton launches kernels there, wherever the tensors are."""
+    """The forward runs with its GPU as the current one, where Triton launches kernels."""
     now: list[torch.device] = []
 
     @contextlib.contextmanager
@@ -70,7 +73,7 @@ def test_the_forward_runs_with_its_gpu_as_the_current_one(ours, monkeypatch):
 
 
 def activations(model: Any, names: list[str]) -> dict[str, Tensor]:
-    """What hooks on parts of a model see go in and out, while it reads the tokens."""
+    """Return the inputs and outputs that hooks on parts of a model see for the tokens."""
     seen: dict[str, Tensor] = {}
 
     def hook(name: str) -> Any:
@@ -87,7 +90,10 @@ def activations(model: Any, names: list[str]) -> dict[str, Tensor]:
 
 
 def test_hooks_see_what_metas_see(ours, checkpoint_dir, meta):
-    """The residual stream after each layer, and the parts within one, as (B, S, E)."""
+    """Hooks see what Meta's see.
+
+    That is the residual stream after each layer, and the parts within one, as (B, S, E).
+    """
     _, state, params = checkpoint_dir
     theirs = meta.model(state, params, max_seq_len=32)
     names = [f"layers.{i}" for i in range(params["n_layers"])] + ["norm", "tok_embeddings"]
@@ -102,7 +108,10 @@ def test_hooks_see_what_metas_see(ours, checkpoint_dir, meta):
 
 
 def test_a_hook_can_change_what_goes_on(ours):
-    """Activation patching: the stream of one layer replaced by that of other tokens."""
+    """A hook can change the result.
+
+    In activation patching, the stream of one layer is replaced by that of other tokens.
+    """
     wanted = activations(ours, ["layers.0"])["layers.0 out"].flip(0)
     handle = ours.layers[0].register_forward_hook(lambda *_: wanted)
     patched = ours(TOKENS, 0)
@@ -112,7 +121,10 @@ def test_a_hook_can_change_what_goes_on(ours):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_lens_reads_tensors_of_any_leading_dimensions(ours, dtype):
-    """model.output(model.norm(h)), the logit lens: for (E), (S, E) and (B, S, E), in h's type."""
+    """The lens reads tensors of any leading dimensions.
+
+    model.output(model.norm(h)), the logit lens, takes (E), (S, E) and (B, S, E), in h's dtype.
+    """
     model = copy.deepcopy(ours).to(dtype)
     if HAS_KERNELS:
         model.pack()
@@ -132,7 +144,7 @@ def test_freqs_cis_are_metas(ours, checkpoint_dir, meta):
 
 
 def test_a_state_dict_has_metas_names_and_weights(ours, checkpoint_dir, meta):
-    """The weights to the bit, since they are copied."""
+    """A state dict has Meta's names and weights, bit for bit, since they are copied."""
     _, state, params = checkpoint_dir
     theirs = meta.model(state, params, max_seq_len=32)
     found = ours.state_dict()
@@ -146,7 +158,7 @@ def test_a_state_dict_has_metas_names_and_weights(ours, checkpoint_dir, meta):
     torch.testing.assert_close(ours(TOKENS, 0), theirs.forward(TOKENS, 0), atol=1e-4, rtol=1e-4)
     layer = ours.layers[1].state_dict()
     assert torch.equal(layer["attention.wk.weight"], state["layers.1.attention.wk.weight"])
-    layer["attention.wk.weight"].add_(1)  # a view: research edits weights so
+    layer["attention.wk.weight"].add_(1)  # a view: research code edits weights in this way
     assert not torch.equal(
         ours.layers[1].attention.parts()["wk"], theirs.layers[1].attention.wk.weight
     )
@@ -155,7 +167,7 @@ def test_a_state_dict_has_metas_names_and_weights(ours, checkpoint_dir, meta):
 
 @pytest.mark.parametrize("kind", ["float32", "bf16", "packed", "int8", "tied", "tied packed"])
 def test_a_state_dict_loads_into_every_layout(kind, make_checkpoint):
-    """Weights in, weights out, and the logits of a model that was built with them."""
+    """A state dict loads into every layout, with the logits of a model built with its weights."""
     if not HAS_KERNELS and kind not in ("float32", "bf16", "tied"):
         pytest.skip("no kernels: nothing is packed")
     folder, _, params = make_checkpoint(seed=31, dim=128)

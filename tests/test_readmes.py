@@ -1,6 +1,6 @@
 """The pages of the repository: README, docs/ and the READMEs of folders.
 
-Lines can be read, links lead somewhere, lists of files are right, and commands have known flags.
+Lines are short, links lead somewhere, lists of files are right, and commands have known flags.
 """
 
 import ast
@@ -27,7 +27,7 @@ def paragraphs(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", PAGES, ids=IDS)
 def test_no_line_is_longer_than_120_columns(path):
-    """Rows of tables cannot be broken."""
+    """No line is longer than 120 columns, except rows of tables, which cannot be broken."""
     lines = enumerate(path.read_text().splitlines(), 1)
     assert not [i for i, line in lines if len(line) > 120 and not line.lstrip().startswith("|")]
 
@@ -40,7 +40,7 @@ def test_the_first_page_is_short():
 
 @pytest.mark.parametrize("path", PAGES, ids=IDS)
 def test_links_lead_somewhere(path):
-    """Files exist, and so do the headings of anchors."""
+    """Links lead somewhere: files exist, and so do the headings of anchors."""
     for link, target, anchor in links(path):
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
@@ -48,7 +48,7 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=IDS)
 def test_no_two_headings_of_a_page_have_the_same_anchor(path):
-    """GitHub and mkdocs number those differently."""
+    """No two headings of a page have the same anchor; GitHub and mkdocs number them differently."""
     assert len(anchors(path)) == len(re.findall(r"^#+ ", prose(path), re.MULTILINE))
 
 
@@ -64,8 +64,11 @@ def test_the_index_of_the_documentation_leads_to_each_of_its_pages():
 
 
 def test_the_list_of_files_is_the_tree():
-    """llama/README.md names every Python file of the package once, and nothing that is not there; a
-    folder's line stands for its `__init__.py`."""
+    """The list of files is the tree.
+
+    llama/README.md names every Python file of the package once, and nothing that does not exist; a
+    folder's line stands for its `__init__.py`.
+    """
     text = (REPO / "llama" / "README.md").read_text()
     block = re.search(r"```\n(llama/ .*?)```", text, re.DOTALL)
     assert block is not None
@@ -82,7 +85,7 @@ def test_the_list_of_files_is_the_tree():
 
 
 def test_the_files_to_begin_in_are_there():
-    """Each path in the table of the layout, which is about `llama/`."""
+    """The files to begin in exist: each path of `llama/` in the table of the layout."""
     table = LAYOUT.read_text().split("| to change | begin in |")[1].split("\n\n")[0]
     named = re.findall(r"`([\w/]+/\w+\.py)`", table)
     assert len(named) > 20
@@ -147,7 +150,10 @@ def check_script(name: str, words: list[str]) -> None:
 
 
 def test_the_commands_of_the_pages_have_flags_that_exist():
-    """Each command of ours in a shell block is read by its own parser; extras and scripts exist."""
+    """The commands of the pages have flags that exist.
+
+    Each command of ours in a shell block is read by its own parser; extras and scripts exist.
+    """
     counts = {"llama": 0, "torchrun": 0, "bench": 0}
     for page, words in shell_commands():
         try:
@@ -172,7 +178,7 @@ def test_the_commands_of_the_pages_have_flags_that_exist():
 
 
 def test_the_python_of_the_pages_is_python():
-    """Whether it runs is tested where a demo model is: tests/test_demo.py."""
+    """The Python of the pages is valid; tests/test_demo.py runs it."""
     for path in PAGES:
         for block in blocks(path, "python"):
             ast.parse(block)

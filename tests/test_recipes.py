@@ -1,7 +1,7 @@
-"""torchrun_examples: the messages of its pages are in the code, and its recipes are understood.
+"""torchrun_examples: messages quoted in its pages are in the code, and its recipes are valid.
 
-Kubernetes and Slurm are not here: what they would run is, with commands of their names that tell
-what they were given.
+Kubernetes and Slurm are absent: the commands that they would run are replaced by stubs, which
+report their arguments.
 """
 
 import ast
@@ -26,7 +26,7 @@ SET = FOLDER / "kubernetes_leader_worker_set.yaml"
 
 @functools.cache
 def all_strings() -> str:
-    """Every string in the package's code, f-strings in their parts, one per line."""
+    """Return every string in the package's code, f-strings in their parts, one per line."""
     trees = [ast.parse(path.read_text()) for path in (REPO / "llama").rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     return "\n".join(n.value for n in nodes if isinstance(n, ast.Constant) and type(n.value) is str)
@@ -40,7 +40,7 @@ def test_each_message_is_one_of_this_runtime(row):
     if row.startswith("| `llama doctor`"):
         return
     message = row.split("`")[1]
-    # Where the code puts two strings together, or the name of an exception before its text.
+    # Cases where the code joins two strings, or puts the name of an exception before its text.
     split = re.split(r"\.\.\.| (?=differ between)|FileNotFoundError:", message)
     pieces = [piece.strip(" ():,") for piece in split]
     assert max(map(len, pieces)) > 8, "too little to search for"
@@ -61,7 +61,7 @@ def stub(folder: Path, name: str, script: str) -> None:
 
 
 def ran(folder: Path, words: list[str], **variables: str) -> list[str]:
-    """The words that torchrun got: a stub of it writes them to a file."""
+    """Return the arguments of torchrun, which a stub of it writes to a file."""
     stub(folder, "torchrun", f'printf "%s\\n" "$@" > {folder}/words; exit ${{CODE:-0}}')
     stub(folder, "sleep", f"echo $1 > {folder}/slept")
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
@@ -72,7 +72,7 @@ def ran(folder: Path, words: list[str], **variables: str) -> list[str]:
 
 
 def understood(words: list[str], **environ: str) -> tuple:
-    """torchrun's options and those of the command `llama`, each by its own parser."""
+    """Return torchrun's options and those of the command `llama`, each read by its own parser."""
     launch = get_args_parser().parse_args(words)
     name, *rest = launch.training_script_args
     assert launch.module and launch.training_script == "llama"
@@ -94,7 +94,10 @@ def test_slurm_starts_one_agent_per_machine(tmp_path):
 
 
 def test_the_leader_worker_set_has_the_fields_of_its_api():
-    """Fields and values as in api/leaderworkerset/v1 of kubernetes-sigs/lws."""
+    """The LeaderWorkerSet has the fields of its API.
+
+    Fields and values are as in api/leaderworkerset/v1 of kubernetes-sigs/lws.
+    """
     found = yaml.safe_load(SET.read_text())
     assert (found["apiVersion"], found["kind"]) == (
         "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet",
@@ -121,7 +124,10 @@ def test_the_leader_worker_set_has_the_fields_of_its_api():
 
 @pytest.mark.parametrize(("code", "ended"), [("0", True), ("1", False)])
 def test_a_pod_sleeps_once_the_job_is_done(code, ended, tmp_path):
-    """Or Kubernetes would start it again; after a failure it is to do so."""
+    """A pod sleeps once the job is done.
+
+    Otherwise Kubernetes would start it again, which it must do only after a failure.
+    """
     container = yaml.safe_load(SET.read_text())["spec"]["leaderWorkerTemplate"]["workerTemplate"][
         "spec"
     ]["containers"][0]

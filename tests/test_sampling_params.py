@@ -1,4 +1,4 @@
-"""SamplingParams: what is refused and in which words, what is kept, and in which form."""
+"""SamplingParams: what is refused with which message, and what is stored in which form."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llama.engine.sequence import TokenParams
 from llama.sampling_params import SamplingParams
 
-# field, a value outside, and the range that the message has to state
+# The field, a value outside its range, and the range that the message must state.
 OUTSIDE = [
     ("max_tokens", -1, "from 0 to 2147483647 or None"),
     ("max_tokens", 2**31, "from 0 to 2147483647 or None"),
@@ -53,7 +53,7 @@ WHOLE = sorted(
     - {"presence_penalty", "frequency_penalty"}
 )
 
-# arguments, and all that the message has to hold
+# Arguments, and the parts that the message must contain.
 REFUSED_VALUES = [
     ({"stop": ""}, ["stop[0]", "''", "1 to 256 characters"]),
     ({"stop": ["a", "b" * 257]}, ["stop[1]", "1 to 256 characters", "257"]),
@@ -207,7 +207,10 @@ def test_a_callers_list_may_change_afterwards() -> None:
 
 @given(st.dictionaries(st.integers(0, 999), st.floats(-100, 100)), st.randoms())
 def test_the_same_request_has_the_same_repr_and_hash(bias, random) -> None:
-    """Ranks compare the repr: neither a dict's order nor an int for a float may show in it."""
+    """The same request has the same repr and hash.
+
+    Ranks compare the repr, which must not depend on a dict's order, or on an int given for a float.
+    """
     shuffled = list(bias.items())
     random.shuffle(shuffled)
     one = SamplingParams(logit_bias=bias, temperature=1, stop=["a", "b"])

@@ -1,4 +1,4 @@
-"""A built wheel, installed apart from the tree: its kernels run with no compiler and no home."""
+"""A built wheel, installed apart from the tree: its kernels run without a compiler or a home."""
 
 import ctypes
 import json
@@ -35,7 +35,7 @@ print(json.dumps([llama.__file__, library and library._name, ids, bits]))
 def generated(
     program: Path, folder: Path, checkpoint: Path, *, run: Any = subprocess.run, **environment: str
 ) -> list:
-    """Where the package and the kernels lie, and the ids and log-probabilities of two answers."""
+    """Return the paths of package and kernels, and ids and log probabilities of two answers."""
     done = run(
         [sys.executable, str(program), str(checkpoint)],
         env={**os.environ, "PYTHONPATH": str(folder), **environment},
@@ -47,7 +47,7 @@ def generated(
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Its libraries are those of the cache, which has them compiled with the same flags."""
+    """A wheel whose libraries come from the cache, where they are compiled with the same flags."""
     compiler = build.find_compiler()
     assert compiler is not None
     for body in build.INSTRUCTION_SETS:
@@ -66,7 +66,10 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 def test_a_library_that_was_not_kept_is_compiled(tmp_path, monkeypatch):
-    """Also where the folder of those that were kept has half a file of that name."""
+    """A library that was not included is compiled.
+
+    The same holds where the folder of included libraries has half a file of that name.
+    """
     with monkeypatch.context() as patch:  # setuptools has a module of that name, too
         patch.setattr(sys, "path", [x for x in sys.path if x != str(REPO / "scripts")])
         program = runpy.run_path(str(REPO / "scripts" / "wheel.py"))
@@ -89,7 +92,10 @@ def test_a_library_that_was_not_kept_is_compiled(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(wheel, tmp_path):
-    """The bits, since both run the same body of the kernels, and torch's one thread, on one CPU."""
+    """A wheel gives the bits of a checkout without a compiler.
+
+    Both run the same variant of the kernels, and torch with one thread, on one CPU.
+    """
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {f"llama/ops/cpu/{build.library_name(build.INSTRUCTION_SETS[-1])}",
