@@ -227,7 +227,7 @@ class Files:
         )  # fmt: skip
         model.use_kernels(self.kernels)
         is_first = parallel.global_rank == 0
-        check = LoadCheck(self.checkpoint, tells=is_first).check if verify else None
+        check = LoadCheck(self.checkpoint, warns=is_first).check if verify else None
         if self.checkpoint.packed is not None:
             packed.attach(self.checkpoint, model)
             return model

@@ -58,5 +58,6 @@ class PackedAcrossRows:
         per_int32 = 32 // self.bits
         items, within = covering(rows, per_int32)
         fields = unpack_int32(self.packed[columns, items], self.bits)
-        in_order = fields.view(len(fields), -1, per_int32)[..., list(self.order)]
-        return in_order.flatten(1)[:, within].t()
+        by_int32 = fields.view(len(fields), -1, per_int32)
+        in_order = by_int32[..., list(self.order)].flatten(1)
+        return in_order[:, within].t()

@@ -135,18 +135,26 @@ class _WeightsWriter:
     def write(self) -> None:
         """Write all files."""
         count = len(self.output.weights)
-        written_bytes = 0
+        total_size = 0
         file_of: dict[str, str] = {}
         with self.bar:
             for i, (title, names) in enumerate(self.output.weights.items()):
                 self.bar.set_postfix_str(f"file {i + 1} of {count}")
-                tensors = self._gather(names, i % self.output.num_ranks)
-                writing.save(self.folder / title, tensors, self._report)
-                written_bytes += sum(tensor.nbytes for tensor in tensors.values())
-                file_of |= dict.fromkeys(tensors, title)
+                sizes = self._write_file(title, names, i % self.output.num_ranks)
+                total_size += sum(sizes.values())
+                file_of |= dict.fromkeys(sizes, title)
         if self.output.layout == "hf" and count > 1:
-            index = {"metadata": {"total_size": written_bytes}, "weight_map": file_of}
+            index = {"metadata": {"total_size": total_size}, "weight_map": file_of}
             writing.write_json(self.folder / "model.safetensors.index.json", index)
+
+    def _write_file(self, title: str, names: list[str], rank: int) -> dict[str, int]:
+        """Write one file and return the bytes of its tensors by name.
+
+        The scratch files are gone when this returns, before the next file begins.
+        """
+        tensors = self._gather(names, rank)
+        writing.save(self.folder / title, tensors, self._report)
+        return {name: tensor.nbytes for name, tensor in tensors.items()}
 
     def _gather(self, names: list[str], rank: int) -> dict[str, Tensor]:
         """Return the tensors of a file by their names in it, all in scratch files."""

@@ -61,12 +61,12 @@ def _unpack_32(blocks: Tensor, has_offset: bool = False, has_fifth_bit: bool = F
 
     A block is the scale, the offset, the fifth bits and the lower four bits of 32 codes.
     """
-    codes = _bit_fields(blocks[:, -16:], 4, 16)
+    sizes = [2, 2 if has_offset else 0, 4 if has_fifth_bit else 0, 16]
+    scale, offset, fifth_bits, low_bits = torch.split(blocks, sizes, 1)
+    codes = _bit_fields(low_bits, 4, 16)
     if has_fifth_bit:
-        codes |= _bit_fields(blocks[:, -20:-16], 1, 1) << 4
-    scale = _float16(blocks[:, :2])
-    offset = _float16(blocks[:, 2:4]) if has_offset else None
-    return Unpacked(codes, scale, offset)
+        codes |= _bit_fields(fifth_bits, 1, 1) << 4
+    return Unpacked(codes, _float16(scale), _float16(offset) if has_offset else None)
 
 
 def _unpack_q8_0(blocks: Tensor) -> Unpacked:
@@ -77,8 +77,10 @@ def _unpack_q8_0(blocks: Tensor) -> Unpacked:
 def _unpack_q2_k(blocks: Tensor) -> Unpacked:
     group_fields, code_fields, scale, min_scale = torch.split(blocks, [16, 64, 2, 2], 1)
     codes = _bit_fields(code_fields, 2, 32)
-    scales, minima = _bit_fields(group_fields, 4, 16).float().chunk(2, 1)
-    return Unpacked(codes, _float16(scale) * scales, -(_float16(min_scale) * minima))
+    groups = _bit_fields(group_fields, 4, 16).float()
+    scales, minima = groups.chunk(2, 1)
+    offsets = -(_float16(min_scale) * minima)
+    return Unpacked(codes, _float16(scale) * scales, offsets)
 
 
 def _unpack_q3_k(blocks: Tensor) -> Unpacked:
@@ -87,21 +89,24 @@ def _unpack_q3_k(blocks: Tensor) -> Unpacked:
     codes |= _bit_fields(high_bits, 1, 32) << 2
     scales = _bit_fields(low_scales, 4, 8)
     scales |= _bit_fields(high_scales, 2, 4) << 4
-    return Unpacked(codes, _float16(scale) * (scales.float() - 32), None)
+    signed_scales = scales.float() - 32
+    return Unpacked(codes, _float16(scale) * signed_scales, None)
 
 
 def _unpack_q4_k(blocks: Tensor, has_fifth_bit: bool = False) -> Unpacked:
     """Unpack Q4_K and Q5_K, with eight scales and eight minima of six bits each."""
-    codes = _bit_fields(blocks[:, -128:], 4, 32)
+    sizes = [2, 2, 4, 4, 4, 32 if has_fifth_bit else 0, 128]
+    scale, min_scale, low, middle, high, fifth_bits, low_bits = torch.split(blocks, sizes, 1)
+    codes = _bit_fields(low_bits, 4, 32)
     if has_fifth_bit:
-        codes |= _bit_fields(blocks[:, -160:-128], 1, 32) << 4
-    scale, min_scale, low, middle, high = torch.split(blocks[:, :16], [2, 2, 4, 4, 4], 1)
+        codes |= _bit_fields(fifth_bits, 1, 32) << 4
     # The last four scales and minima have their lower four bits in `high`.
     last_scales = high & 15 | low >> 6 << 4
     last_minima = high >> 4 | middle >> 6 << 4
     scales = torch.cat([low & 63, last_scales], 1)
     minima = torch.cat([middle & 63, last_minima], 1)
-    return Unpacked(codes, _float16(scale) * scales, -(_float16(min_scale) * minima))
+    offsets = -(_float16(min_scale) * minima)
+    return Unpacked(codes, _float16(scale) * scales, offsets)
 
 
 def _unpack_q6_k(blocks: Tensor) -> Unpacked:
@@ -117,7 +122,8 @@ def _unpack_iq4_xs(blocks: Tensor) -> Unpacked:
     codes = _bit_fields(code_fields, 4, 16)
     scales = _bit_fields(low_scales, 4, 1)
     scales |= _bit_fields(high_scales, 2, 1) << 4
-    return Unpacked(codes, _float16(scale) * (scales.float() - 32), None)
+    signed_scales = scales.float() - 32
+    return Unpacked(codes, _float16(scale) * signed_scales, None)
 
 
 class _Layout(NamedTuple):
@@ -127,17 +133,21 @@ class _Layout(NamedTuple):
     unpack: Callable[[Tensor], Unpacked]
 
 
+_unpack_q4_1 = functools.partial(_unpack_32, has_offset=True)
+_unpack_q5_0 = functools.partial(_unpack_32, has_fifth_bit=True)
+_unpack_q5_1 = functools.partial(_unpack_32, has_offset=True, has_fifth_bit=True)
+_unpack_q5_k = functools.partial(_unpack_q4_k, has_fifth_bit=True)
 _IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _LAYOUTS = {
     "Q4_0": _Layout(range(-8, 8), _unpack_32),
-    "Q4_1": _Layout(range(16), functools.partial(_unpack_32, has_offset=True)),
-    "Q5_0": _Layout(range(-16, 16), functools.partial(_unpack_32, has_fifth_bit=True)),
-    "Q5_1": _Layout(range(32), functools.partial(_unpack_32, has_offset=True, has_fifth_bit=True)),
+    "Q4_1": _Layout(range(16), _unpack_q4_1),
+    "Q5_0": _Layout(range(-16, 16), _unpack_q5_0),
+    "Q5_1": _Layout(range(32), _unpack_q5_1),
     "Q8_0": _Layout(range(-128, 128), _unpack_q8_0),
     "Q2_K": _Layout(range(4), _unpack_q2_k),
     "Q3_K": _Layout(range(-4, 4), _unpack_q3_k),
     "Q4_K": _Layout(range(16), _unpack_q4_k),
-    "Q5_K": _Layout(range(32), functools.partial(_unpack_q4_k, has_fifth_bit=True)),
+    "Q5_K": _Layout(range(32), _unpack_q5_k),
     "Q6_K": _Layout(range(-32, 32), _unpack_q6_k),
     "IQ4_NL": _Layout(_IQ4_TABLE, _unpack_32),
     "IQ4_XS": _Layout(_IQ4_TABLE, _unpack_iq4_xs),
@@ -166,28 +176,22 @@ class GGUFMatrix(QuantizedMatrix):
     def read(self, rows: slice, columns: slice, device: torch.device) -> Coded:
         """Return some rows and columns; of each row only the blocks that hold them are read."""
         tensor_type = self.info.type
-        first_block = columns.start // tensor_type.block_size
-        end_block = -(-columns.stop // tensor_type.block_size)
-        first_byte = first_block * tensor_type.block_bytes
-        end_byte = end_block * tensor_type.block_bytes
+        block_size = tensor_type.block_size
+        begin = columns.start // block_size * block_size
+        end = -(-columns.stop // block_size) * block_size
+        first_byte = tensor_type.bytes_of(begin)
+        end_byte = tensor_type.bytes_of(end)
         blocks = self.data[rows, first_byte:end_byte].to(device)
-        begin = first_block * tensor_type.block_size
-        return _unpack(blocks, tensor_type).columns(columns.start - begin, columns.stop - begin)
+        coded = _unpack(blocks, tensor_type)
+        return coded.columns(columns.start - begin, columns.stop - begin)
 
     def pack(self, rows: range, columns: slice, target: PackTarget) -> bool:
         """Fill the tensors of a packed weight by a CPU kernel, without an intermediate."""
+        if not self._can_pack(rows, columns, target):
+            return False
         tensor_type = self.info.type
-        num_columns = columns.stop - columns.start
-        cuts_block = columns.start % tensor_type.block_size or num_columns % tensor_type.block_size
-        if cuts_block or target.like.shape[1] != num_columns:
-            return False
-        if any(len(x) * N_BLOCK != len(rows) for x in (target.values, target.scales)):
-            return False
-        scale_dtype = torch.uint8 if tensor_type.block_size > 32 else torch.float16
-        if target.scales.dtype is not scale_dtype:
-            return False
         row_bytes = self.info.num_bytes // self.info.shape[0]
-        first_byte = columns.start // tensor_type.block_size * tensor_type.block_bytes
+        first_byte = rows.start * row_bytes + tensor_type.bytes_of(columns.start)
         table = _LAYOUTS[tensor_type.name].table
         state = torch.zeros((), dtype=torch.int64)
         with self.file.open("rb") as source:
@@ -198,10 +202,10 @@ class GGUFMatrix(QuantizedMatrix):
                 torch.tensor(table, dtype=torch.float32),
                 state,
                 source.fileno(),
-                self.info.offset + rows.start * row_bytes + first_byte,
+                self.info.offset + first_byte,
                 row_bytes,
                 len(rows),
-                num_columns,
+                columns.stop - columns.start,
                 target.like.group,
                 1 if target.like.offset is None else 2,
                 _native_type(tensor_type.name),
@@ -212,6 +216,22 @@ class GGUFMatrix(QuantizedMatrix):
         if state == PackState.FILE_TOO_SHORT:
             raise broken(self.file, "became shorter while it was read")
         return state.item() == PackState.PACKED
+
+    def _can_pack(self, rows: range, columns: slice, target: PackTarget) -> bool:
+        """Return whether the kernel can fill tensors of these sizes and types."""
+        block_size = self.info.type.block_size
+        num_columns = columns.stop - columns.start
+        num_blocks = len(rows) / N_BLOCK
+        # The kernel copies scales as they are: a float16, or several bytes and a float16.
+        scale_dtype = torch.uint8 if block_size > 32 else torch.float16
+        return (
+            columns.start % block_size == 0
+            and num_columns % block_size == 0
+            and num_columns == target.like.shape[1]
+            and len(target.values) == num_blocks
+            and len(target.scales) == num_blocks
+            and target.scales.dtype is scale_dtype
+        )
 
 
 def _native_type(name: str) -> int:

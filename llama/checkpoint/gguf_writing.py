@@ -107,7 +107,7 @@ def gguf_content(
         else:
             type_name = matrix_type
         tensor_type = TENSOR_TYPES[_TYPE_IDS[type_name]]
-        num_bytes = shape.numel() // tensor_type.block_size * tensor_type.block_bytes
+        num_bytes = tensor_type.bytes_of(shape.numel())
         tensors[name] = TensorInfo(tuple(shape), tensor_type, offset, num_bytes)
         offset += _aligned(num_bytes)
     metadata = _metadata(checkpoint) | {"general.file_type": _FILE_TYPES[matrix_type]}
@@ -126,6 +126,7 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     bpe = tokenizer_json(tokenizer)["model"]
     tokens = list(bpe["vocab"])
     special = list(tokenizer.special_tokens)
+    token_types = [_NORMAL_TOKEN] * len(tokens) + [_CONTROL_TOKEN] * len(special)
     config = hf.config_of(params, tied=False, dtype=torch.bfloat16, ids={})
     template = tokenizer_config(tokenizer, params, is_guard=checkpoint.is_guard)["chat_template"]
     return {
@@ -136,8 +137,7 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "llama-bpe",
         "tokenizer.ggml.tokens": tokens + special,
-        "tokenizer.ggml.token_type": [_NORMAL_TOKEN] * len(tokens)
-        + [_CONTROL_TOKEN] * len(special),
+        "tokenizer.ggml.token_type": token_types,
         "tokenizer.ggml.merges": bpe["merges"],
         "tokenizer.ggml.bos_token_id": tokenizer.bos_id,
         "tokenizer.ggml.eos_token_id": tokenizer.eos_id,

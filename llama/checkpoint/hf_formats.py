@@ -41,6 +41,7 @@ NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 _E4M3_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _INT8_TABLE = torch.arange(-128.0, 128)
 _INT4_TABLE = torch.arange(-8.0, 8)
+_AWQ_BITS = 4
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the four bits of an int32 that hold neighbours 0 to 7
 
 
@@ -96,16 +97,17 @@ class CodedMatrix(QuantizedMatrix):
         offsets = self._offsets(rows, scales)
         groups = self._groups(columns, scales.shape[1])
         coded = Coded(
-            self.codes(rows, columns).to(device),
-            self.table.to(device),
-            scales[:, groups].to(device),
-            None if offsets is None else offsets[:, groups].to(device),
+            codes=self.codes(rows, columns).to(device),
+            table=self.table.to(device),
+            scale=scales[:, groups].to(device),
+            offset=None if offsets is None else offsets[:, groups].to(device),
+            is_rotated=self.is_rotated,
         )
-        if self.adapter is not None:
-            down = self.adapter.down[:, columns].float().to(device)
-            up = self.adapter.up[rows].float().to(device) * self.adapter.factor
-            coded = replace(coded, down=down, up=up)
-        return replace(coded, is_rotated=self.is_rotated)
+        if self.adapter is None:
+            return coded
+        down = self.adapter.down[:, columns].float()
+        up = self.adapter.up[rows].float()
+        return replace(coded, down=down.to(device), up=up.to(device) * self.adapter.factor)
 
     def _offsets(self, rows: slice, scales: Tensor) -> Tensor | None:
         """Return what is added to the weights of each group, or None where it is 0 in all."""
@@ -148,13 +150,16 @@ def eight_bits(parts: Parts, _: Config) -> CodedMatrix:
     check_fits(is_fp8 or weight.dtype is torch.int8)
     weight_format = parts.pop("weight_format", None)  # bitsandbytes: 0 is row by row
     check_fits(weight_format is None or not weight_format.any())
+    # SCB, of bitsandbytes, has the largest magnitude of each row.
     scale = parts.pop("SCB") / 127 if "SCB" in parts else parts.pop("weight_scale")
-    scale = scale.reshape(len(scale) if scale.dim() else 1, -1)
-    check_fits(n % len(scale) == 0 and k % scale.shape[1] == 0)
-    table = _E4M3_TABLE if is_fp8 else _INT8_TABLE
-    return _ByteCodes(
-        weight.shape, table, scale, data=weight.view(torch.uint8), sign_bit=0 if is_fp8 else 128
-    )
+    num_scales = len(scale) if scale.dim() else 1
+    scale = scale.reshape(num_scales, -1)
+    check_fits(n % num_scales == 0)
+    check_fits(k % scale.shape[1] == 0)
+    data = weight.view(torch.uint8)
+    if is_fp8:
+        return _ByteCodes(weight.shape, _E4M3_TABLE, scale, data, sign_bit=0)
+    return _ByteCodes(weight.shape, _INT8_TABLE, scale, data, sign_bit=128)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +178,8 @@ class _PackedMatrix(CodedMatrix):
 
     def codes(self, rows: slice, columns: slice) -> Tensor:
         items, within = covering(columns, 32 // self.bits)
-        return unpack_int32(self.packed[rows, items], self.bits)[:, within]
+        codes = unpack_int32(self.packed[rows, items], self.bits)
+        return codes[:, within]
 
     def zero_points(self, rows: slice) -> Tensor | None:
         if self.zeros is None:
@@ -200,17 +206,22 @@ def _packed_matrix(
     k = packed.shape[1] * per_int32
     num_groups = scale.shape[1]
     check_fits(packed.dtype is torch.int32)
-    check_fits(len(scale) == n and k % num_groups == 0)
+    check_fits(len(scale) == n)
+    check_fits(k % num_groups == 0)
     if group_of is not None:
-        check_fits(group_of.shape == (k,) and group_of.dtype in (torch.int32, torch.int64))
-        check_fits(bool(((group_of >= 0) & (group_of < num_groups)).all()))
-        if torch.equal(group_of, torch.arange(k) // (k // num_groups)):
+        check_fits(group_of.shape == (k,))
+        check_fits(group_of.dtype in (torch.int32, torch.int64))
+        check_fits(bool((group_of >= 0).all()))
+        check_fits(bool((group_of < num_groups).all()))
+        neighbours = torch.arange(k) // (k // num_groups)
+        if torch.equal(group_of, neighbours):
             group_of = None  # groups of neighbours, which need no table
     packed_zeros = None
     if zeros is not None:
         packed_zeros = PackedAcrossRows(zeros, bits, range(per_int32))
         check_fits(packed_zeros.fits(*scale.shape))
-    table = torch.arange(1 << bits).float() - (1 << bits - 1)
+    half = 1 << bits - 1
+    table = torch.arange(-half, half).float()
     return _PackedMatrix(Size((n, k)), table, scale, packed, bits, packed_zeros, group_of=group_of)
 
 
@@ -222,7 +233,9 @@ def compressed_tensors(parts: Parts, _: Config) -> CodedMatrix:
     group_of = parts.pop("weight_g_idx", None)
     scale = parts.pop("weight_scale")
     bits = packed.shape[1] * 32 // shape[1]  # modules of one model may differ
-    matrix = _packed_matrix(bits, packed, scale, None if zeros is None else zeros.t(), group_of)
+    if zeros is not None:
+        zeros = zeros.t()
+    matrix = _packed_matrix(bits, packed, scale, zeros, group_of)
     check_fits(matrix.shape == Size(shape))
     return matrix
 
@@ -257,18 +270,21 @@ class _AwqMatrix(CodedMatrix):
 
 def awq(parts: Parts, config: Config) -> CodedMatrix:
     """Build a matrix of AutoAWQ, version gemm."""
-    packed = PackedAcrossRows(parts.pop("qweight"), 4, _AWQ_ORDER)
-    scale = parts.pop("scales").t()
-    zeros = PackedAcrossRows(parts.pop("qzeros"), 4, _AWQ_ORDER)
-    k = packed.packed.shape[0]
-    n = 8 * packed.packed.shape[1]
     version = config.get("version", "gemm")
     bits = config["bits"]
-    if str(version).lower() != "gemm" or bits != 4:
+    if str(version).lower() != "gemm" or bits != _AWQ_BITS:
         raise ValueError(f"it is {brief(version)} of {brief(bits)} bits, not gemm of 4")
-    check_fits(len(scale) == n and k % scale.shape[1] == 0)
-    check_fits(packed.fits(n, k) and zeros.fits(*scale.shape))
-    return _AwqMatrix(Size((n, k)), _INT4_TABLE, scale, packed=packed, zeros=zeros)
+    int32s = parts.pop("qweight")
+    k = int32s.shape[0]
+    n = int32s.shape[1] * 32 // _AWQ_BITS
+    scale = parts.pop("scales").t()
+    packed = PackedAcrossRows(int32s, _AWQ_BITS, _AWQ_ORDER)
+    zeros = PackedAcrossRows(parts.pop("qzeros"), _AWQ_BITS, _AWQ_ORDER)
+    check_fits(len(scale) == n)
+    check_fits(k % scale.shape[1] == 0)
+    check_fits(packed.fits(n, k))
+    check_fits(zeros.fits(*scale.shape))
+    return _AwqMatrix(Size((n, k)), _INT4_TABLE, scale, packed, zeros)
 
 
 @dataclass(frozen=True)
@@ -309,7 +325,8 @@ class _Nf4Matrix(CodedMatrix):
     def codes(self, rows: slice, columns: slice) -> Tensor:
         items, within = covering(columns, 2)
         pairs = self.data[rows, items]
-        return torch.stack([pairs >> 4, pairs & 15], -1).flatten(1)[:, within]
+        codes = torch.stack([pairs >> 4, pairs & 15], -1)
+        return codes.flatten(1)[:, within]
 
     def scales(self, rows: slice) -> Tensor:
         scale = self.scale[rows]
@@ -324,7 +341,8 @@ def nf4(parts: Parts, _: Config) -> CodedMatrix:
     n, k = state["shape"]
     data = parts.pop("weight").view(n, k // 2)
     scale = parts.pop("weight.absmax").view(n, -1)
-    check_fits(state["quant_type"] == "nf4" and scale.shape[1] * state["blocksize"] == k)
+    check_fits(state["quant_type"] == "nf4")
+    check_fits(scale.shape[1] * state["blocksize"] == k)
     table = parts.pop("weight.quant_map")
     check_fits(table.shape == (16,))
     nested = None
@@ -337,7 +355,7 @@ def nf4(parts: Parts, _: Config) -> CodedMatrix:
         )
         check_fits(len(nested.scale) * nested.block_size >= scale.numel())
         check_fits(len(nested.table) == 256)
-    return _Nf4Matrix(Size((n, k)), table, scale, data=data, nested=nested)
+    return _Nf4Matrix(Size((n, k)), table, scale, data, nested)
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,21 +389,22 @@ def int4_eo8(parts: Parts, config: Config) -> CodedMatrix:
     scale = parts.pop("scales")
     n, k = weight.shape
     in_eight_bits = eight_bits({"weight": weight, "weight_scale": scale}, {})
-    check_fits(weight.dtype is torch.int8 and len(scale) == n)
+    check_fits(weight.dtype is torch.int8)
+    check_fits(len(scale) == n)
     if scale.numel() == n:
         return in_eight_bits
     zeros = parts.pop("zeros", torch.zeros(()).expand(scale.shape))
     check_fits(zeros.shape == scale.shape)
     adapter = None
     if "rank" in config:
-        # The names of the file's tensors are spelled so.
+        # Meta's files spell these names so.
         down = parts.pop("adaptor.A.weight")
         up = parts.pop("adaptor.B.weight")
-        check_fits(down.shape == (config["rank"], k) and up.shape == (n, config["rank"]))
+        check_fits(down.shape == (config["rank"], k))
+        check_fits(up.shape == (n, config["rank"]))
         adapter = Adapter(down, up, config["scale"])
-    return _Int4EO8Matrix(
-        weight.shape, _INT4_TABLE, in_eight_bits.scale, adapter=adapter, data=weight, zeros=zeros
-    )
+    scale = in_eight_bits.scale
+    return _Int4EO8Matrix(weight.shape, _INT4_TABLE, scale, weight, zeros, adapter=adapter)
 
 
 def check_fits(fits: bool) -> None:

@@ -58,7 +58,7 @@ def gpu_formats(checkpoint: Checkpoint, placement: Placement) -> list[weights.Fo
 
 
 class _WeightsInCodes(NamedTuple):
-    """What is known of a rank's weights before they are loaded."""
+    """The bytes of a rank's weights, and the formats of the matrices that keep their codes."""
 
     num_bytes: int
     formats: set[weights.Form]

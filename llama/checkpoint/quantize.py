@@ -24,8 +24,15 @@ def quantization_config(name: str) -> dict[str, Any]:
     The embedding and lm_head are not quantized there.
     """
     number_type, bits = QUANTIZED[name].in_files
-    group = {"strategy": "group", "group_size": GROUP} if bits == 4 else {"strategy": "channel"}
-    weights = {"type": number_type, "num_bits": bits, "symmetric": True, "dynamic": False, **group}
+    weights: dict[str, Any] = {
+        "type": number_type,
+        "num_bits": bits,
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "channel",
+    }
+    if bits == 4:
+        weights |= {"strategy": "group", "group_size": GROUP}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
@@ -89,8 +96,8 @@ def _quantize_q4_0(rows: Tensor) -> Tensor:
     x = rows.float().view(-1, GROUP)
     scale = x.gather(1, x.abs().argmax(1, keepdim=True)) / -8
     codes = (x * _inverse(scale) + 8.5).clamp(0, 15).byte()
-    half = GROUP // 2
-    return _with_scales(rows, scale, codes[:, :half] | codes[:, half:] << 4)
+    first, second = codes.chunk(2, 1)
+    return _with_scales(rows, scale, first | second << 4)
 
 
 def _inverse(scale: Tensor) -> Tensor:
@@ -100,7 +107,9 @@ def _inverse(scale: Tensor) -> Tensor:
 
 def _with_scales(rows: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
     """Return the bytes of blocks, each with its scale in float16 first: (N, bytes of a row)."""
-    return torch.cat([scale.half().view(torch.uint8), codes], 1).view(len(rows), -1)
+    scale_bytes = scale.half().view(torch.uint8)
+    blocks = torch.cat([scale_bytes, codes], 1)
+    return blocks.view(len(rows), -1)
 
 
 # The formats of GGUF files that are written: functions of rows (n, K) to (n, bytes of a row) uint8.

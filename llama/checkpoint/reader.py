@@ -1,13 +1,13 @@
 """The tensors of a checkpoint, copied into one rank's part of a model.
 
 In: a `Checkpoint`, a `Placement`, and tensors or a Transformer to fill. Out: filled tensors. A rank
-reads the bytes that it copies and no others, and nothing in a file is run.
+reads the bytes that it copies and no others, and nothing in a file is run. The file has over 400
+lines because plain, quantized and stacked tensors share the rule of which shard holds what.
 
 Shapes: N outputs (rows), K inputs (columns).
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +21,7 @@ from llama.checkpoint import huggingface as hf
 from llama.checkpoint.files import FileReader, MappedTensor
 from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.quantized_matrix import PackTarget, QuantizedMatrix
-from llama.checkpoint.shards import open_shards
+from llama.checkpoint.shards import Shard, open_shards
 from llama.checkpoint.table import ROTATED, name_in, share, whole_shapes
 from llama.checks import errors_in
 from llama.model.layers import Matrix
@@ -39,8 +39,8 @@ Fill = Callable[[Tensor, Tensor], object]  # fills a tensor with the rows of ano
 
 def matrix_names(module: nn.Module, shards: dict[str, Tensor]) -> list[Sequence[str]]:
     """Return the names of each matrix in a part of a model, if it is filled with that part."""
-    names = [part.names for part in module.modules() if isinstance(part, Matrix)]
-    return [x for x in names if x[0] in shards]
+    matrices = [part for part in module.modules() if isinstance(part, Matrix)]
+    return [matrix.names for matrix in matrices if matrix.names[0] in shards]
 
 
 class _Piece(NamedTuple):
@@ -59,11 +59,20 @@ class _Piece(NamedTuple):
     position: int
 
 
-class _Region(NamedTuple):
-    """Rows and columns of a matrix."""
+class _Part(NamedTuple):
+    """The part of a quantized tensor that a rank reads.
 
+    Attributes:
+        name: Meta's name of the tensor.
+        matrix: The tensor in the first shard.
+        rows: Rows of the whole tensor.
+        columns: Columns of the whole tensor.
+    """
+
+    name: str
+    matrix: QuantizedMatrix
     rows: range
-    columns: slice
+    columns: range
 
 
 class CheckpointReader:
@@ -97,21 +106,21 @@ class CheckpointReader:
         self.params = checkpoint.params
         self.layout = checkpoint.layout
         self.shapes = whole_shapes(self.params)
-        names = {name: name_in(self.layout, name) for name in self.shapes}
-        self.shards = [
-            {name: shard[title] for name, title in names.items()}
-            for shard in open_shards(checkpoint)
-        ]
+        self.shards = [self._by_metas_names(shard) for shard in open_shards(checkpoint)]
         # Shards of Meta's layout hold what equal ranks would hold.
         count = len(self.shards)
         self._placements = [Placement(rank=i, size=count) for i in range(count)]
         self._file_reader = FileReader(device)
         self._first_rows: dict[object, Coded | None] = {}
 
+    def _by_metas_names(self, shard: Shard) -> Shard:
+        return {name: shard[name_in(self.layout, name)] for name in self.shapes}
+
     def are_equal(self, one: str, other: str) -> bool:
         """Return whether two tensors have the same elements; other layouts then store one."""
-        if not all(torch.equal(shard[one].data, shard[other].data) for shard in self.shards):
-            return False
+        for shard in self.shards:
+            if not torch.equal(shard[one].data, shard[other].data):
+                return False
         first = self.coded([one])
         second = self.coded([other])
         if first is None or second is None:
@@ -138,19 +147,19 @@ class CheckpointReader:
         """
         fill = self._fill(name, layout)
         dim, wanted = share(self.params, name, placement)
-        if self.shards[0][name].quantized is None:
+        part = self._part(name, placement)
+        if part is None:
             for piece in self._pieces(name, wanted):
                 size = piece.end - piece.begin
                 source = piece.tensor.data.narrow(dim, piece.begin, size)
                 target = into.narrow(dim, piece.position, size)
                 self._copy_piece(piece.tensor, source, target, fill)
             return
-        region = self._region(name, placement)
         row = 0
-        for coded in self._read_chunks(name, region, fill, into.device):
+        for coded in self._read_chunks(part, fill, into.device):
             plain = coded.plain(into.dtype)
-            if coded.is_rotated:  # all columns were read, because the rotation mixes them
-                plain = plain[:, wanted.start : wanted.stop]
+            if coded.is_rotated:  # all columns were read
+                plain = plain[:, _slice(wanted)]
             into[row : row + len(plain)] = plain
             row += len(plain)
 
@@ -167,14 +176,13 @@ class CheckpointReader:
             The rows; None where the tensors are not all quantized, or not so that their codes can
             be joined.
         """
-        matrices = []
+        parts = []
         for name in names:
-            matrix = self.shards[0][name].quantized
-            if matrix is None or (matrix.is_rotated and placement.size > 1):
+            part = self._part(name, placement)
+            if part is None or (part.matrix.is_rotated and placement.size > 1):
                 return None
-            matrices.append(matrix)
-        regions = [self._region(name, placement) for name in names]
-        stacked = _StackedMatrices(self, names, matrices, regions)
+            parts.append(part)
+        stacked = _StackedParts(self, parts)
         key = (placement, *stacked.layout_key())
         if key not in self._first_rows:
             self._first_rows[key] = stacked.read_first()
@@ -183,11 +191,11 @@ class CheckpointReader:
             return None
         return CodedRows(stacked.num_rows, first, stacked.read, stacked.pack)
 
-    def read_rows(self, name: str, region: _Region, max_rows: int | None = None) -> list[Coded]:
-        """Read a region of a quantized tensor, or its first rows, to the CPU in Meta's order."""
-        rows = region.rows[:max_rows]
-        fill = self._fill(name, "meta")
-        return list(self._read_chunks(name, region._replace(rows=rows), fill, _CPU))
+    def read_rows(self, part: _Part, max_rows: int | None = None) -> list[Coded]:
+        """Read a part, or its first rows, to the CPU in the order of Meta's layout."""
+        fill = self._fill(part.name, "meta")
+        first_rows = part._replace(rows=part.rows[:max_rows])
+        return list(self._read_chunks(first_rows, fill, _CPU))
 
     def _fill(self, name: str, layout: str) -> Fill:
         """Return the function that copies rows of the files into the order of a layout."""
@@ -204,10 +212,15 @@ class CheckpointReader:
         for shard, placement in zip(self.shards, self._placements, strict=True):
             _, stored = share(self.params, name, placement)
             end = min(stored.stop, wanted.stop)
-            if stored.start <= position < end:
-                begin = position - stored.start
-                yield _Piece(shard[name], begin, end - stored.start, position - wanted.start)
-                position = end
+            if not stored.start <= position < end:
+                continue
+            yield _Piece(
+                tensor=shard[name],
+                begin=position - stored.start,
+                end=end - stored.start,
+                position=position - wanted.start,
+            )
+            position = end
         assert position == wanted.stop, (name, wanted)
 
     def _copy_piece(self, tensor: MappedTensor, piece: Tensor, into: Tensor, fill: Fill) -> None:
@@ -220,8 +233,10 @@ class CheckpointReader:
         if piece.stride(-1) != 1 or not (is_same or reader.is_staged):
             fill(into, piece)
             return
-        is_direct = is_same and (into.is_contiguous() or not reader.is_staged)
-        raw = into if is_direct else torch.empty_like(piece, device=into.device)
+        if is_same and (into.is_contiguous() or not reader.is_staged):
+            raw = into
+        else:
+            raw = torch.empty_like(piece, device=into.device)
         if tensor.offset is not None and piece.is_contiguous() and raw.is_contiguous():
             begin = tensor.offset + piece.data_ptr() - tensor.data.data_ptr()
             reader.read(raw, tensor.file, begin)
@@ -230,77 +245,69 @@ class CheckpointReader:
         if raw is not into:
             fill(into, raw)
 
-    def _region(self, name: str, placement: Placement) -> _Region:
-        """Return the rows and columns that a rank reads of a quantized tensor."""
+    def _part(self, name: str, placement: Placement) -> _Part | None:
+        """Return the part of a tensor that a rank reads, or None if it is not quantized."""
+        matrix = self.shards[0][name].quantized
+        if matrix is None:
+            return None
         n, k = self.shapes[name]
         dim, wanted = share(self.params, name, placement)
         if dim == 0:
-            return _Region(wanted, slice(0, k))
-        matrix = self.shards[0][name].quantized
-        if matrix is not None and matrix.is_rotated:
-            return _Region(range(n), slice(0, k))
-        return _Region(range(n), slice(wanted.start, wanted.stop))
+            return _Part(name, matrix, wanted, range(k))
+        # The rotation mixes all columns, so that all are read.
+        columns = range(k) if matrix.is_rotated else wanted
+        return _Part(name, matrix, range(n), columns)
 
-    def _read_chunks(
-        self, name: str, region: _Region, fill: Fill, device: torch.device
-    ) -> Iterator[Coded]:
-        """Read a region of a quantized tensor, whole heads at a time.
+    def _read_chunks(self, part: _Part, fill: Fill, device: torch.device) -> Iterator[Coded]:
+        """Read a part, some whole heads at a time.
 
         Args:
-            name: Meta's name of the tensor.
-            region: The rows and columns.
+            part: The part.
             fill: Copies rows into the order that they get.
             device: Where the chunks lie.
         """
         granularity = math.lcm(N_BLOCK, self.params.head_dim)
-        max_rows = _CHUNK_ELEMENTS // self.shapes[name][1]
+        max_rows = _CHUNK_ELEMENTS // self.shapes[part.name][1]
         step = max(max_rows // granularity, 1) * granularity
-        for start in range(0, len(region.rows), step):
-            rows = region.rows[start : start + step]
-            coded = self._read(name, region._replace(rows=rows), device)
+        for start in range(0, len(part.rows), step):
+            chunk = part._replace(rows=part.rows[start : start + step])
+            coded = self._read(chunk, device)
             yield coded if fill is Tensor.copy_ else coded.in_order(fill)
 
-    def _read(self, name: str, region: _Region, device: torch.device) -> Coded:
-        """Read a region of a quantized tensor from all shards that hold some of it."""
+    def _read(self, part: _Part, device: torch.device) -> Coded:
+        """Read a part from all shards that hold some of it."""
+        name = part.name
         dim, _ = share(self.params, name, WHOLE)
-        rows = slice(region.rows.start, region.rows.stop)
-        columns = region.columns
-        along = columns if dim else rows
-        parts: list[Coded] = []
-        for piece in self._pieces(name, range(along.start, along.stop)):
-            within = slice(piece.begin, piece.end)
+        rows = _slice(part.rows)
+        columns = _slice(part.columns)
+        pieces: list[Coded] = []
+        for piece in self._pieces(name, part.columns if dim else part.rows):
             file = piece.tensor.file
             matrix = piece.tensor.quantized
             if matrix is None:
                 raise broken(file, f"has {name} plain, which is quantized in the first shard")
+            within = slice(piece.begin, piece.end)
+            if dim:
+                columns = within
+            else:
+                rows = within
             with errors_in(f"{file}: {name}"):
-                if dim:
-                    coded = matrix.read(rows, within, device)
-                else:
-                    coded = matrix.read(within, columns, device)
+                coded = matrix.read(rows, columns, device)
             if not coded.is_finite():
                 raise broken(file, f"has a number or a scale of {name} that is not finite")
-            parts.append(coded)
-        whole = parts[0] if len(parts) == 1 else joined(parts, dim)
+            pieces.append(coded)
+        whole = pieces[0] if len(pieces) == 1 else joined(pieces, dim)
         assert whole is not None, name  # all shards have one format
         return whole
 
 
-class _StackedMatrices:
-    """A rank's parts of several quantized matrices, stacked to one matrix of the model."""
+class _StackedParts:
+    """A rank's parts of several quantized tensors, stacked to one matrix of the model."""
 
-    def __init__(
-        self,
-        reader: CheckpointReader,
-        names: Sequence[str],
-        matrices: Sequence[QuantizedMatrix],
-        regions: Sequence[_Region],
-    ) -> None:
+    def __init__(self, reader: CheckpointReader, parts: list[_Part]) -> None:
         self.reader = reader
-        self.names = names
-        self.matrices = matrices
-        self.regions = regions
-        self.row_counts = [len(region.rows) for region in regions]
+        self.parts = parts
+        self.row_counts = [len(part.rows) for part in parts]
 
     @property
     def num_rows(self) -> int:
@@ -309,39 +316,43 @@ class _StackedMatrices:
 
     def layout_key(self) -> tuple[object, ...]:
         """Return a key that is equal where the first rows have the same table, groups and types."""
-        keys = [matrix.layout_key for matrix in self.matrices]
-        return *self.row_counts, *(self.names if None in keys else keys)
+        keys: list[object] = [part.matrix.layout_key for part in self.parts]
+        if None in keys:
+            keys = [part.name for part in self.parts]
+        return *self.row_counts, *keys
 
     def read(self) -> Coded:
         """Read all rows."""
         coded = self._read(None)
-        assert coded is not None, self.names  # the first rows could be joined
+        assert coded is not None, self.parts  # the first rows could be joined
         return coded
 
     def read_first(self) -> Coded | None:
-        """Read the first rows of each matrix, or all if they are few; None if they do not join."""
+        """Read the first rows of each part, or all if they are few; None if they do not join."""
         if any(count % N_BLOCK for count in self.row_counts):
             return self._read(None)
         return self._read(math.lcm(N_BLOCK, self.reader.params.head_dim))
 
     def _read(self, max_rows: int | None) -> Coded | None:
-        parts: list[Coded] = []
-        for name, region in zip(self.names, self.regions, strict=True):
-            parts += self.reader.read_rows(name, region, max_rows)
-        return joined(parts)
+        rows: list[Coded] = []
+        for part in self.parts:
+            rows += self.reader.read_rows(part, max_rows)
+        return joined(rows)
 
     def pack(self, first: Coded, weight_kind: int, values: Tensor, scales: Tensor) -> bool:
         """Fill a packed weight from the files, as `CodedRows` has it."""
-        ends = list(itertools.accumulate(count // N_BLOCK for count in self.row_counts))[:-1]
-        value_parts = values.tensor_split(ends)
-        scale_parts = scales.tensor_split(ends)
-        for matrix, region, value_part, scale_part in zip(
-            self.matrices, self.regions, value_parts, scale_parts, strict=True
-        ):
-            target = PackTarget(first, weight_kind, value_part, scale_part)
-            if not matrix.pack(region.rows, region.columns, target):
+        begin = 0
+        for part, count in zip(self.parts, self.row_counts, strict=True):
+            end = begin + count // N_BLOCK
+            target = PackTarget(first, weight_kind, values[begin:end], scales[begin:end])
+            if not part.matrix.pack(part.rows, _slice(part.columns), target):
                 return False
+            begin = end
         return True
+
+
+def _slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop)
 
 
 def load(
@@ -374,13 +385,18 @@ def load(
     device = model.norm.weight.device
     placement = model.parallel.placement
     reader = CheckpointReader(checkpoint, device)
-    total = sum(weight.nbytes for weight in model.parameters())
-    bar = tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=not progress)
+    bar = tqdm(
+        total=sum(weight.nbytes for weight in model.parameters()),
+        desc="Loading",
+        unit="B",
+        unit_scale=True,
+        disable=not progress,
+    )
     with bar, ThreadPoolExecutor(1, "llama-pack") as packer:
         packing: Future[object] = packer.submit(int)
         for module, shards in model.loading_order():
             if check is not None:
-                check([files[name] for files in reader.shards for name in shards])
+                check([shard[name] for shard in reader.shards for name in shards])
             remaining = dict(shards)
             coded: dict[str, CodedRows] = {}
             if checkpoint.in_codes:

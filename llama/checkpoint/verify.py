@@ -77,7 +77,9 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
     counts = Counter(tensor.file for shard in shards for tensor in shard.values())
     lines = []
     for path, file in files.items():
-        size = f"{counts[path]} tensors, {path.stat().st_size:,} bytes, " if counts[path] else ""
+        size = ""
+        if counts[path]:
+            size = f"{counts[path]} tensors, {path.stat().st_size:,} bytes, "
         lines.append(f"{path.name}: {size}{file.result}")
     num_params = sum(shape.numel() for shape in whole_shapes(checkpoint.params).values())
     count = len(checkpoint.shards)
@@ -95,12 +97,12 @@ class LoadCheck:
     is created, by the first rank of each machine.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, tells: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, warns: bool) -> None:
         """Check the files that have no checksum for each tensor.
 
         Args:
             checkpoint: The checkpoint that is loaded.
-            tells: Whether a warning names files without checksums.
+            warns: Whether a warning names files without checksums.
         """
         self._rank = torchrun_number("LOCAL_RANK")
         self._num_ranks = torchrun_number("LOCAL_WORLD_SIZE")
@@ -118,7 +120,7 @@ class LoadCheck:
             checks = [check for checks in whole_files.values() for check in checks]
             _run(checks, 0, progress=False)
         unverified = [path.name for path in checkpoint.shards if whole_files.get(path) == []]
-        if unverified and tells:
+        if unverified and warns:
             more = f" and {len(unverified) - 1} more" if unverified[1:] else ""
             warnings.warn(
                 f"{checkpoint.folder}: {unverified[0]}{more} cannot be verified: no "
@@ -184,7 +186,13 @@ def _run(checks: Iterable[Check], total: int, progress: bool) -> None:
         progress: Whether a bar is drawn on stderr.
     """
     lock = threading.Lock()
-    bar = tqdm(total=total, desc="Verifying", unit="B", unit_scale=True, disable=not progress)
+    bar = tqdm(
+        total=total,
+        desc="Verifying",
+        unit="B",
+        unit_scale=True,
+        disable=not progress,
+    )
 
     def run(check: Check) -> None:
         for count in check:

@@ -57,6 +57,10 @@ class TensorType(NamedTuple):
     block_size: int
     block_bytes: int
 
+    def bytes_of(self, num_elements: int) -> int:
+        """Return the bytes of a number of elements, which fill whole blocks."""
+        return num_elements // self.block_size * self.block_bytes
+
 
 # By the number in the file (ggml_type).
 TENSOR_TYPES = {
@@ -324,6 +328,5 @@ class _HeaderReader:
                 f"is damaged: it has {brief(name)} with {num_dimensions} dimensions "
                 f"{brief(shape)} of type {type_number} at {offset:,}",
             )
-        num_blocks = math.prod(shape) // tensor_type.block_size
-        num_bytes = num_blocks * tensor_type.block_bytes
+        num_bytes = tensor_type.bytes_of(math.prod(shape))
         return name, TensorInfo(shape, tensor_type, offset, num_bytes)

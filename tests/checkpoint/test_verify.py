@@ -157,7 +157,7 @@ def test_each_byte_is_checked_once_and_before_it_is_copied(meta, monkeypatch):
     for rank in range(2):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         before = len(done)
-        check = verifying.LoadCheck(found, tells=False).check
+        check = verifying.LoadCheck(found, warns=False).check
         load(
             found,
             Transformer(found.params, parallel=ModelParallel(Placement(rank=rank, size=2))),
@@ -171,4 +171,4 @@ def test_each_byte_is_checked_once_and_before_it_is_copied(meta, monkeypatch):
 
 def test_files_without_checksums_are_named(hugging):
     with pytest.warns(UserWarning, match=r"model\.safetensors cannot be verified: no checksum"):
-        verifying.LoadCheck(find(hugging), tells=True)
+        verifying.LoadCheck(find(hugging), warns=True)
