@@ -101,7 +101,12 @@ def test_metas_own_model_says_the_same(demo):
         oracle.leave_the_world()
 
 
-PYTHON = {path: blocks(path, "python") for path in PAGES if blocks(path, "python")}
+# Pages for developers show parts of files, which other tests parse.
+PYTHON = {
+    path: blocks(path, "python")
+    for path in PAGES
+    if blocks(path, "python") and path.parent.name != "development"
+}
 NEEDS_A_FOLDER = "convert"  # a Hugging Face folder, as tests/checkpoint has it
 SHOWN = {  # part of what the program of a page prints
     "README": "The capital of France is Paris.",

@@ -92,6 +92,21 @@ def test_the_files_to_begin_in_are_there():
     assert not [name for name in named if not (REPO / "llama" / name).exists()]
 
 
+def test_the_files_of_the_pages_for_developers_are_there():
+    """Those that a reader writes are marked as new."""
+    pages = sorted((DOCS / "development").glob("add-*.md"))
+    named = [
+        (name, page.name)
+        for page in pages
+        for name, new in re.findall(
+            r"`((?:llama|tests|docs|scripts)/[\w./-]+\.\w+)`( \(new\))?", page.read_text()
+        )
+        if not new
+    ]
+    assert len(named) > 40
+    assert not [(name, page) for name, page in named if not (REPO / name).exists()]
+
+
 def test_the_folders_of_the_layout_are_the_packages():
     block = LAYOUT.read_text().split("```text\n")[1].split("```")[0]
     named = set(re.findall(r"^  (\w+)/", block, re.MULTILINE))

@@ -118,7 +118,9 @@ class NativeLayers:
 
     def supports(self, kv_cache: Tensor) -> bool:
         is_there = kv_cache.device.type == "cpu" and kv_cache.is_contiguous()
-        return is_there and _is_cache(self.plan, kv_cache, torch.bfloat16)
+        return (
+            is_there and kv_cache.dtype in NATIVE and _is_cache(self.plan, kv_cache, torch.bfloat16)
+        )
 
     def run(self, x: Tensor, freqs_cis: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         """As `OpLayers.run`. Between ranks there are two native calls a layer, with a sum after
