@@ -129,7 +129,7 @@ class Llama:
             if command:
                 print(f"Weights that need no loading: {command}")
         elif args.mute_ranks:
-            llama._muted = MutedStdout.held()
+            llama._muted = MutedStdout.hold()
         return llama
 
     def __init__(

@@ -437,7 +437,7 @@ def failing(error: BaseException) -> Callable[[], int]:
         (UsageError("no"), 2, "error: no\n"),
         (ValueError("no"), 1, "error: no\n"),
         (RankError("rank 1 failed: no"), 1, "error: rank 1 failed: no\n"),
-        (NotMetError("rank 1 did not come"), 1, "error: rank 1 did not come\n"),
+        (NotMetError("rank 1 did not arrive"), 1, "error: rank 1 did not arrive\n"),
         (
             DistNetworkError("recv failed\nframe #0: c10d"),
             1,

@@ -361,7 +361,8 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
     }.items():
         monkeypatch.setattr(groups.fs_init, name, value)
     monkeypatch.setattr(groups.SharedMemory, "join", lambda *args: None)
-    monkeypatch.setattr(groups, "exchange", lambda group, own, most: [own, b"another machine"])
+    rows = [b"this machine", b"another machine"]
+    monkeypatch.setattr(groups, "exchange", lambda group, own, max_bytes: rows)
     monkeypatch.setattr(groups, "_first_sum", lambda group, device: done.append(device))
     gpu = torch.device("cuda", 1)
     assert groups._join(2, 2, gpu, 60.0).group is group

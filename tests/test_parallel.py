@@ -24,7 +24,7 @@ from llama.compat.vllm import SamplingParams as VllmParams
 from llama.model.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops.norm import rms_norm
 from llama.ranks.collectives import ModelParallel
-from llama.ranks.one_shot import LARGEST, MOST_BYTES
+from llama.ranks.one_shot import MAX_BYTES, MAX_SWITCH_BYTES
 from llama.ranks.placement import Placement
 from llama.weights import PlainWeight
 from llama.weights.bytes import BytesWeight
@@ -360,7 +360,7 @@ def test_a_one_shot_sum_is_tried_before_it_is_used(two_ranks):
         [True, False, False],
         sums,
         [False, False, True, True, False, True, False],
-        [MOST_BYTES, 0, 0, LARGEST, MOST_BYTES, MOST_BYTES],  # selected on all ranks, or none
+        [MAX_BYTES, 0, 0, MAX_SWITCH_BYTES, MAX_BYTES, MAX_BYTES],  # selected on all ranks, or none
         [True, True, False],
     ]
     results = [rank[6]["result"] for rank in two_ranks["samples"]]

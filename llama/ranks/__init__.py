@@ -1,4 +1,4 @@
-"""Ranks: the groups that they form, what they do together, and what ends them.
+"""Ranks: their process groups, their collectives, and the detection of failures.
 
-Nothing is imported here, so that a part which needs no torch (signals, errors) can be had without.
+This module imports nothing, so that parts without torch (signals, errors) can be used without it.
 """

@@ -1,8 +1,8 @@
-"""What the ranks of a group do together: sum, gather, broadcast, agree, compare.
+"""Collectives of the ranks of a group: sum, gather, broadcast, agreement and comparison.
 
-In: the process groups and the shared memory that groups.py made. Out: a `ModelParallel`. Only
-tensors of a fixed layout cross ranks: never pickles. It must not know how the groups came to be,
-nor what part of a model a rank holds: that is its `Placement`.
+In: the process groups and the shared memory that groups.py has made. Out: a `ModelParallel`. Ranks
+exchange tensors of a fixed layout only, never pickles. It must not know how the groups were made,
+nor which part of a model a rank holds: that is its `Placement`.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from llama.ranks.errors import RankError
 from llama.ranks.one_shot import OneShot
@@ -20,30 +21,41 @@ from llama.ranks.placement import WHOLE, Placement
 from llama.ranks.shared_memory import SharedMemory
 from llama.ranks.watch import Watch
 
-_MESSAGE_BYTES = 2048  # of an error's text that reach the other ranks
-_FRAME_BYTES = 512  # of a message's first part: most messages need no second
+_MESSAGE_BYTES = 2048  # length of an error message that other ranks receive
+_FRAME_BYTES = 512  # size of the first part of a message; most messages have one part only
 _LENGTH_BYTES = 8
 _NOT_WATCHED = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """One rank among its peers; the default is a process alone, which needs no groups.
+    """One rank among its peers; the default is a single process, which needs no groups.
 
-    `placement` says what the rank holds of a model; everything else is for communication.
+    Attributes:
+        placement: the part of a model that this rank holds.
+        data_rank: the copy of the model that this rank belongs to.
+        data_size: the number of copies of the model.
+        timeout_s: maximum time to wait for another rank.
+        group: the model-parallel group, on the device's backend.
+        control: the same ranks on gloo, for agreement in host memory.
+        world: all ranks, on gloo.
+        shared: the shared memory of the group, if its ranks are on one machine.
+        one_shot: the one-shot sums of the group's GPUs, if they support it.
+        store: torch's store, where the ranks have met.
+        watch: ends the job if a rank fails; None in a single process.
     """
 
     placement: Placement = WHOLE
     data_rank: int = 0
     data_size: int = 1
-    timeout_s: float = 600.0  # the longest wait for another rank
-    group: dist.ProcessGroup | None = None  # the model-parallel group, on the device's backend
-    control: dist.ProcessGroup | None = None  # the same ranks on gloo: agreement, in host memory
-    world: dist.ProcessGroup | None = None  # every rank, on gloo
-    shared: SharedMemory | None = None  # of the group, where its ranks are on one machine
-    one_shot: OneShot | None = None  # sums of its GPUs, where they can do it
-    store: dist.Store | None = None  # where the ranks met
-    watch: Watch | None = None  # ends the job where a rank cannot go on; not for a process alone
+    timeout_s: float = 600.0
+    group: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    world: dist.ProcessGroup | None = None
+    shared: SharedMemory | None = None
+    one_shot: OneShot | None = None
+    store: Store | None = None
+    watch: Watch | None = None
 
     @property
     def rank(self) -> int:
@@ -52,7 +64,7 @@ class ModelParallel:
 
     @property
     def size(self) -> int:
-        """The number of ranks in the model-parallel group."""
+        """Number of ranks in the model-parallel group."""
         return self.placement.size
 
     @property
@@ -71,22 +83,25 @@ class ModelParallel:
         return self.data_rank * self.size + self.rank
 
     def step(self) -> contextlib.AbstractContextManager[None]:
-        """A block that the ranks run together. If it raises, or does not end, the job ends. The
-        exception is raised, so that `finally` blocks run; the process ends 2 seconds later."""
+        """Return a context for a block that the ranks run together.
+
+        If the block raises, or does not end, the job ends. The exception is raised, so that
+        `finally` blocks run; the process ends 2 seconds later.
+        """
         return self.watch.step(self.timeout_s) if self.watch else _NOT_WATCHED
 
     def ranks_alive(self) -> list[bool]:
-        """Of each rank, as rank 0 sees it. The watch sees those of other machines as well."""
+        """Return for each rank whether it is alive, as rank 0 sees it, also on other machines."""
         others = range(1, self.size)
         return [True, *(self.watch is None or self.watch.can_go_on(rank) for rank in others)]
 
     def shares_memory_of(self, x: Tensor) -> bool:
-        """Whether `x` is where all ranks of the group read it: on the CPU of one machine."""
+        """Return whether `x` is exchanged in shared memory: on the CPU of one machine."""
         return self.shared is not None and x.is_cpu
 
     @property
     def is_on_nccl(self) -> bool:
-        """Whether the group's tensors go through nccl, whose collectives a CUDA graph can hold."""
+        """Whether the group exchanges tensors by nccl, which a CUDA graph can capture."""
         return self.group is not None and dist.get_backend(self.group) == "nccl"
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -102,19 +117,19 @@ class ModelParallel:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """(..., N) on each rank -> (..., N * size), in the order of the ranks."""
+        """Concatenate the tensors of all ranks: (..., N) on each rank -> (..., N * size)."""
         if self.size == 1:
             return x
         if self.shared is not None and x.is_cpu:
             return self.shared.all_gather(x)
         parts = x.new_empty(self.size * len(x), *x.shape[1:])
-        # Its name from torch 2.13 on, or the one before.
+        # torch 2.13 has renamed all_gather_into_tensor to all_gather_single.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(parts, x.contiguous(), group=self.group)
-        return parts.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
+        return parts.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's values, in place, so that what was decided once is the same everywhere."""
+        """Replace `x` by rank 0's values, in place."""
         if self.size == 1:
             return x
         if self.shared is not None and x.is_cpu:
@@ -124,7 +139,7 @@ class ModelParallel:
         return x
 
     def all_reduce_min(self, value: int) -> int:
-        """The smallest `value` of all ranks of the world."""
+        """Return the smallest `value` of all ranks of the world."""
         if self.world is None:
             return value
         x = torch.tensor([value], dtype=torch.int64)
@@ -132,8 +147,13 @@ class ModelParallel:
         return int(x)
 
     def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
-        """Rank 0's bytes, on every rank of the group, from one thread of each. is_idle: rank 0 may
-        be silent for any time, and ranks in shared memory sleep; gloo's wait has its limit."""
+        """Return rank 0's bytes on every rank of the group; one thread of each rank may call it.
+
+        Args:
+            data: the bytes, on rank 0.
+            is_idle: rank 0 may be silent for any time. Ranks in shared memory then sleep without a
+                limit; the wait of gloo keeps its limit.
+        """
         if self.control is None or self.size == 1:
             return data
         if self.shared is None:
@@ -142,11 +162,20 @@ class ModelParallel:
 
     @contextlib.contextmanager
     def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
-        """Run the block on every rank of the group or world. If it raises on one, it raises on all:
-        the exception on its own rank, and `RankError` on the rest. What the block appends to the
-        list it gets (anything with an exact repr) must be the same on every rank: else each gets a
-        ValueError that names `what`, and the first text that differs. Every rank must come here,
-        within `timeout_s`."""
+        """Run a block on every rank of the group or world, and agree on its outcome.
+
+        Every rank must reach the block within `timeout_s`. The block gets a list; what it appends
+        (anything with an exact repr) must be the same on every rank.
+
+        Args:
+            what: the name of the compared values in errors.
+            world: whether all ranks take part, or those of the group.
+
+        Raises:
+            Exception: the block has raised on this rank.
+            RankError: the block has raised on another rank.
+            ValueError: the lists differ; it names the first text that differs.
+        """
         must_match: list[object] = []
         error: Exception | None = None
         try:
@@ -161,26 +190,35 @@ class ModelParallel:
             raise error
 
 
-def exchange(group: dist.ProcessGroup, data: bytes, most: int) -> list[bytes]:
-    """The bytes of each rank of the group, at most so many, in order. Zeros at the end are lost."""
-    assert len(data) <= most, (len(data), most)
-    mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return [row.numpy().tobytes().rstrip(b"\0") for row in everyone]
+def exchange(group: dist.ProcessGroup, data: bytes, max_bytes: int) -> list[bytes]:
+    """Return the bytes of each rank of the group; zeros at their end are lost.
+
+    Args:
+        group: the ranks.
+        data: the bytes of this rank.
+        max_bytes: maximum number of bytes; the same on every rank.
+    """
+    assert len(data) <= max_bytes, (len(data), max_bytes)
+    row = torch.frombuffer(bytearray(data.ljust(max_bytes, b"\0")), dtype=torch.uint8)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    return [row.numpy().tobytes().rstrip(b"\0") for row in rows]
 
 
 def _broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
-    """The first rank's bytes, on all of a gloo group: [length, up to 504 bytes], then the rest."""
+    """Return the first rank's bytes on all ranks of a gloo group.
+
+    The first part has the length and up to 504 bytes, and a second part the remaining ones.
+    """
     if dist.get_rank(group):
         data = b""
-    room = _FRAME_BYTES - _LENGTH_BYTES
-    start = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
+    capacity = _FRAME_BYTES - _LENGTH_BYTES
+    start = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:capacity]
     frame = bytearray(start.ljust(_FRAME_BYTES, b"\0"))
     source = dist.get_global_rank(group, 0)
     dist.broadcast(torch.frombuffer(frame, dtype=torch.uint8), src=source, group=group)
     length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
-    rest = bytearray(data[room:] or max(0, length - room))
+    rest = bytearray(data[capacity:] or max(0, length - capacity))
     if rest:
         dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), src=source, group=group)
     return bytes(frame[_LENGTH_BYTES : _LENGTH_BYTES + length] + rest)
@@ -189,27 +227,38 @@ def _broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
 def _compare(
     group: dist.ProcessGroup, what: str, must_match: list[object], error: Exception | None
 ) -> None:
-    """Exchange (failed?, sha256 of must_match, the error or the texts); raise for a peer's."""
-    texts = "\n".join(each for each in must_match if isinstance(each, str))
+    """Exchange (failed?, sha256 of must_match, the error or the texts) with the other ranks.
+
+    Raises:
+        RankError: another rank has an error.
+        ValueError: the lists differ.
+    """
+    texts = "\n".join(value for value in must_match if isinstance(value, str))
     message = f"{type(error).__name__}: {error}" if error else texts
     text = message.encode(errors="backslashreplace")[:_MESSAGE_BYTES]  # a path may not be UTF-8
     digest = hashlib.sha256(repr(must_match).encode()).digest()
     head = (b"no" if error else b"ok") + digest
     rows = exchange(group, head + text, len(head) + _MESSAGE_BYTES)
     if error is not None:
-        return  # the caller raises its own
+        return  # the caller raises the error of this rank
     names = dist.get_process_group_ranks(group)
-    told = [row[len(head) :].decode(errors="replace") for row in rows]
-    for name, row, message in zip(names, rows, told, strict=True):
+    messages = [row[len(head) :].decode(errors="replace") for row in rows]
+    for name, row, message in zip(names, rows, messages, strict=True):
         if row.startswith(b"no"):
             raise RankError(f"rank {name} failed: {message}")
-    for name, row, message in zip(names, rows, told, strict=True):
+    for name, row, message in zip(names, rows, messages, strict=True):
         if row[: len(head)] != rows[0][: len(head)]:
-            pairs = zip(told[0].split("\n"), message.split("\n"), strict=False)
-            differing = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-            first, other = (f" ({text})" if text else "" for text in differing)
+            first, other = _first_difference(messages[0], message)
             raise ValueError(
                 f"{what} differ between rank {names[0]}{first} and rank {name}{other} of one job "
                 f"(this is rank {dist.get_rank()}). Every rank of a group must make the same calls "
                 "with the same arguments: read the input on one rank, or from the same file."
             )
+
+
+def _first_difference(first: str, other: str) -> tuple[str, str]:
+    """Return the first lines that differ, each in parentheses; empty texts if none does."""
+    for lines in zip(first.split("\n"), other.split("\n"), strict=False):
+        if lines[0] != lines[1]:
+            return (f" ({lines[0]})" if lines[0] else "", f" ({lines[1]})" if lines[1] else "")
+    return "", ""

@@ -1,18 +1,24 @@
-"""What goes wrong between ranks, and how it is said. It must not know how they talk."""
+"""The errors of a job of several ranks, and how a rank reports one.
+
+It must not know how ranks communicate.
+"""
 
 import contextlib
 import os
 
 
 class RankError(RuntimeError):
-    """Another rank failed: its message is passed on, so that every rank stops alike."""
+    """Another rank failed; its message is passed on, so that every rank stops for one reason."""
 
 
 class NotMetError(RankError):
-    """The ranks did not come together. One rank of each torchrun raises it; the others just end."""
+    """The ranks did not meet.
+
+    One rank of each torchrun raises this error, and the others end silently.
+    """
 
 
 def say(text: str) -> None:
-    """To stderr in one write, so that what other ranks say does not come between."""
+    """Write a line to stderr in one call, so that lines of other ranks do not mix with it."""
     with contextlib.suppress(OSError):
         os.write(2, (text + "\n").encode(errors="backslashreplace"))

@@ -1,9 +1,10 @@
-"""Ranks of this machine without torchrun: one process each, which start and end together.
+"""Starts the ranks of one machine without torchrun.
 
-In: a Python command line, and how many ranks shall run it. Out: the exit code of the work. The
+In: a Python command line, and the number of ranks that run it. Out: the exit code of the job. The
 ranks get torchrun's variables, and meet at a port of loopback that is open before they start, so
-that no other process can take it. They stay in this process group, and so have its terminal; rank 0
-alone has standard input. (torch's own agent gives each rank a session without the terminal.)
+that no other process can take it. They stay in this process group and thus have its terminal; only
+rank 0 has standard input. (torch's agent gives each rank a session without the terminal.) It must
+not know what the ranks compute.
 """
 
 import contextlib
@@ -19,69 +20,108 @@ from collections.abc import Sequence
 from llama.ranks.errors import say
 from llama.ranks.processes import describe_end
 
-LAUNCHER = "LLAMA_LAUNCHER"  # a variable of ranks: the process that started them by `launch`
-STORE_FD = "LLAMA_STORE_FD"  # the open port, where rank 0 is to make torch's store
-_FOLLOW_S = 10  # for ranks to end after one that failed; and then, after SIGTERM
+LAUNCHER = "LLAMA_LAUNCHER"  # variable of the ranks: id of the process that started them here
+STORE_FD = "LLAMA_STORE_FD"  # variable of rank 0: the open port for torch's store
+_FOLLOW_S = 10  # time for ranks to end after a failed rank, and again after SIGTERM
 
 
 def agent() -> int:
-    """The process that started this machine's ranks, and waits for them; 0 if there is none."""
+    """Return the id of the process that started this machine's ranks, or 0 if there is none."""
     launcher = int(os.environ.get(LAUNCHER, "0"))
     return launcher or (os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0)
 
 
 def launch(command: Sequence[str], num_ranks: int) -> int:
-    """Run the command on every rank. The exit code: 0, or that of the first rank that failed, 128 +
-    n for a signal. Signals are passed on; of SIGKILL the ranks see that this is gone, and end."""
+    """Run the command on every rank, and wait for all of them.
+
+    Signals are passed on to the ranks. If this process is killed by SIGKILL, the ranks notice that
+    it is gone, and end.
+
+    Returns:
+        the exit code: 0, or that of the first rank that failed, which is 128 + n for a signal n.
+    """
     mode = termios.tcgetattr(0) if os.isatty(0) else None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         started = [_start(command, rank, num_ranks, listener) for rank in range(num_ranks)]
-    running = {process.pid: rank for rank, process in enumerate(started)}
-    orders = itertools.chain([signal.SIGTERM], itertools.repeat(signal.SIGKILL))
-    result, cause = 0, ""
+    ranks = _Ranks(started)
+    ranks.install_handlers()
+    code = ranks.wait()
+    with contextlib.suppress(OSError, termios.error):
+        if mode and os.tcgetpgrp(0) == os.getpgrp():  # a killed rank did not restore the terminal
+            termios.tcsetattr(0, termios.TCSANOW, mode)
+    return code
 
-    def tell(number: int, _frame: object = None) -> None:
-        for pid in reversed(list(running)):  # rank 0 last: where it ends, the others' store does
+
+class _Ranks:
+    """The running ranks, and the end of the others after the first failure."""
+
+    def __init__(self, started: Sequence["subprocess.Popen[bytes]"]) -> None:
+        self._running = {process.pid: rank for rank, process in enumerate(started)}
+        self._orders = itertools.chain([signal.SIGTERM], itertools.repeat(signal.SIGKILL))
+        self._code = 0  # exit code of the first failed rank
+        self._cause = ""
+
+    def install_handlers(self) -> None:
+        """Pass signals on to the ranks, and end ranks that outlive a failed one for too long."""
+        signal.signal(signal.SIGALRM, self._end_all)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._send)
+
+    def wait(self) -> int:
+        """Wait for all ranks; return the exit code of the job."""
+        while self._running:
+            pid, status = os.wait()
+            # Other children than ranks are those of the program that this process was before.
+            rank = self._running.pop(pid, None)
+            if rank is not None and status:
+                self._note_failure(rank, status)
+        signal.alarm(0)
+        return self._code
+
+    def _note_failure(self, rank: int, status: int) -> None:
+        code = os.waitstatus_to_exitcode(status)
+        if not self._code:
+            self._code = code if code > 0 else 128 - code
+            self._cause = f"rank {rank} {describe_end(status)}"
+        signal.alarm(_FOLLOW_S)
+        if rank == 0 and code > 0:  # rank 0 or another rank has reported the cause
+            self._end_all()
+
+    def _send(self, number: int, _frame: object = None) -> None:
+        # Rank 0 is the last, as the store of the others ends with it.
+        for pid in reversed(list(self._running)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def end_all(alarm: int = 0, _frame: object = None) -> None:
-        order = next(orders)
+    def _end_all(self, alarm: int = 0, _frame: object = None) -> None:
+        order = next(self._orders)
         if alarm and order == signal.SIGTERM:
-            say(f"error: {cause}; others had not ended {_FOLLOW_S} s later")
-        tell(order)
+            say(f"error: {self._cause}; others had not ended {_FOLLOW_S} s later")
+        self._send(order)
         signal.alarm(_FOLLOW_S)
-
-    signal.signal(signal.SIGALRM, end_all)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, tell)
-    while running:
-        pid, status = os.wait()
-        rank = running.pop(pid, None)  # None: a child of the program that this process was before
-        if rank is not None and status:
-            code = os.waitstatus_to_exitcode(status)
-            result = result or (code if code > 0 else 128 - code)
-            cause = cause or f"rank {rank} {describe_end(status)}"
-            signal.alarm(_FOLLOW_S)
-            if rank == 0 and code > 0:  # it has said why, or another has
-                end_all()
-    signal.alarm(0)
-    with contextlib.suppress(OSError, termios.error):
-        if mode and os.tcgetpgrp(0) == os.getpgrp():  # a rank that was killed did not put it right
-            termios.tcsetattr(0, termios.TCSANOW, mode)
-    return result
 
 
 def _start(
     command: Sequence[str], rank: int, num_ranks: int, listener: socket.socket
 ) -> "subprocess.Popen[bytes]":
-    (address, port), fd = listener.getsockname(), listener.fileno()
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # no stacks of C++ where the store ends with rank 0
-    variables = quiet | os.environ | {
-        "RANK": str(rank), "WORLD_SIZE": str(num_ranks), LAUNCHER: str(os.getpid()),
-        "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks), STORE_FD: str(fd),
-        "MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }  # fmt: skip
-    words, stdin = [sys.executable, *command], subprocess.DEVNULL if rank else None
-    return subprocess.Popen(words, env=variables, stdin=stdin, pass_fds=() if rank else (fd,))
+    address, port = listener.getsockname()
+    fd = listener.fileno()
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # no C++ stacks when the store ends with rank 0
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        LAUNCHER: str(os.getpid()),
+        STORE_FD: str(fd),
+    }
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=quiet | os.environ | variables,
+        stdin=subprocess.DEVNULL if rank else None,
+        pass_fds=() if rank else (fd,),
+    )

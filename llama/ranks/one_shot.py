@@ -1,10 +1,10 @@
-"""Sums between the GPUs of one machine: each rank reads the memory of all others at once, and
-larger ones are made by the switch between them.
+"""One-shot all-reduce between the GPUs of one machine.
 
-In: a group's ranks on one machine. Out: an all-reduce for tensors of at most MOST_BYTES, or of
-LARGEST where an NVSwitch adds up; None where these GPUs cannot do it, or did it wrongly when they
-were tried beside nccl. torch's kernels over symmetric memory do the work. A decode step makes two
-such sums a layer: of some kilobytes for a few rows, of a megabyte for 64.
+Each rank reads the memory of all other ranks at once, and an NVSwitch computes larger sums. In: the
+ranks of a group on one machine. Out: an all-reduce for tensors of up to MAX_BYTES, or of up to
+MAX_SWITCH_BYTES with an NVSwitch; None if these GPUs cannot do it, or if the self-test against nccl
+fails. torch's kernels over symmetric memory compute the sums. A decode step needs two sums per
+layer, of a few kilobytes for a few rows and of a megabyte for 64. It must not know the model.
 """
 
 import contextlib
@@ -19,119 +19,145 @@ from llama.ranks import torch_private
 from llama.ranks.errors import RankError
 from llama.ranks.torch_private import Sum
 
-MOST_BYTES = 256 << 10  # beyond, each rank reads too much: size times what a ring does
-LARGEST = 16 << 20  # beyond, nccl is as fast
-_ALIGNED = 16  # bytes that the kernels move at once
-_TRIED, _TRIED_LARGE = (64, 4096, 16_384), (1 << 17, 1 << 19)  # numbers
-_DTYPES = (torch.bfloat16, torch.float32)  # torch's kernels have no others
-_LIMIT_S = 30.0  # for all ranks to map each other's memory: it takes milliseconds
+MAX_BYTES = 256 << 10  # each rank reads `size` times as much as with a ring; nccl wins beyond this
+MAX_SWITCH_BYTES = 16 << 20  # nccl is as fast beyond this
+_ALIGNMENT = 16  # bytes that the kernels load at once
+_TEST_ELEMENTS = (64, 4096, 16_384)
+_LARGE_TEST_ELEMENTS = (1 << 17, 1 << 19)
+_DTYPES = (torch.bfloat16, torch.float32)  # the dtypes of torch's kernels
+_LIMIT_S = 30.0  # time for all ranks to map each other's memory, which takes milliseconds
 
 
 class OneShot:
-    """One rank's end."""
+    """One rank of the all-reduce.
+
+    Args:
+        buffer: symmetric memory of this rank.
+        reduce: the sum in one kernel launch.
+        in_switch: the sum by an NVSwitch, if there is one.
+    """
 
     def __init__(self, buffer: Tensor, reduce: Sum, in_switch: Sum | None = None) -> None:
-        self._buffer, self._reduce, self._in_switch = buffer, reduce, in_switch or reduce
-        self.most = MOST_BYTES if in_switch is None else len(buffer)  # bytes
+        self._buffer = buffer
+        self._reduce = reduce
+        self._in_switch = in_switch or reduce
+        self.max_bytes = MAX_BYTES if in_switch is None else len(buffer)
 
     @classmethod
     def join(
         cls, group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device
     ) -> "OneShot | None":
-        """One for this rank, or None on every rank. All ranks of the group call it.
+        """Return this rank's end, or None on every rank. All ranks of the group must call it.
 
-        What can fail on one rank alone comes first, and the ranks agree on it before they map each
-        other's memory, where each waits for all.
+        The steps that may fail on one rank alone come first, and the ranks agree on the result
+        before they map each other's memory, where each rank waits for all.
         """
         prepared = None
-        with contextlib.suppress(Exception):  # of torch, the driver or the machine
+        with contextlib.suppress(Exception):  # errors of torch, the driver or the machine
             if _reaches_peers(device):
-                prepared = torch_private.symmetric_buffer(LARGEST, device)
+                prepared = torch_private.symmetric_buffer(MAX_SWITCH_BYTES, device)
         if not _agree(control, prepared is not None) or prepared is None:
             return None
-        buffer, meet = prepared
-        made = _in_time(lambda: OneShot(buffer, *meet(group)), control, _LIMIT_S)
-        is_made = _agree(control, made is not None)
-        if not is_made or made is None or not made.self_test(group, control):
+        buffer, map_buffer = prepared
+        one_shot = _in_time(lambda: OneShot(buffer, *map_buffer(group)), control, _LIMIT_S)
+        is_joined = _agree(control, one_shot is not None)
+        if not is_joined or one_shot is None or not one_shot.self_test(group, control):
             return None
-        has_switch = _agree(control, made.most > MOST_BYTES)
-        if not has_switch or not made.self_test(group, control, _TRIED_LARGE):
-            made.most = MOST_BYTES
-        return made
+        has_switch = _agree(control, one_shot.max_bytes > MAX_BYTES)
+        if not has_switch or not one_shot.self_test(group, control, _LARGE_TEST_ELEMENTS):
+            one_shot.max_bytes = MAX_BYTES
+        return one_shot
 
     def self_test(
-        self, group: dist.ProcessGroup, control: dist.ProcessGroup, counts: Sequence[int] = _TRIED
+        self,
+        group: dist.ProcessGroup,
+        control: dist.ProcessGroup,
+        counts: Sequence[int] = _TEST_ELEMENTS,
     ) -> bool:
-        """Try it: on every rank the sums that the group's backend gives, and the same bits."""
-        right, device = True, self._buffer.device
-        draw = torch.Generator().manual_seed(dist.get_rank(group))
+        """Return whether the sums are those of the group's backend, and the same on every rank.
+
+        Args:
+            group: the group on the device's backend.
+            control: the same ranks on gloo.
+            counts: the numbers of elements to test.
+        """
+        is_correct = True
+        device = self._buffer.device
+        generator = torch.Generator().manual_seed(dist.get_rank(group))
         for count in counts:
             for dtype in _DTYPES:
-                whole = torch.randint(-8, 9, (count,), generator=draw).to(device, dtype)
-                drawn = torch.randn(count, generator=draw).to(device, dtype)
-                for x, is_exact in ((whole, True), (drawn, False)):
-                    wanted, found = x.clone(), x.clone()
-                    dist.all_reduce(wanted, group=group)
-                    self.all_reduce(found)
-                    close = torch.allclose(found.float(), wanted.float(), rtol=0.02, atol=0.05)
-                    right &= torch.equal(found, wanted) if is_exact else close
-                    right &= _is_same(found, control)
-        return _agree(control, right)
+                integers = torch.randint(-8, 9, (count,), generator=generator).to(device, dtype)
+                floats = torch.randn(count, generator=generator).to(device, dtype)
+                for x in (integers, floats):
+                    expected = x.clone()
+                    dist.all_reduce(expected, group=group)
+                    result = x.clone()
+                    self.all_reduce(result)
+                    if x is integers:  # their sums are exact in any order
+                        is_correct &= torch.equal(result, expected)
+                    else:
+                        is_correct &= torch.allclose(
+                            result.float(), expected.float(), rtol=0.02, atol=0.05
+                        )
+                    is_correct &= _is_same(result, control)
+        return _agree(control, is_correct)
 
     def supports(self, x: Tensor) -> bool:
+        """Return whether `all_reduce` takes this tensor."""
         return (
             x.device == self._buffer.device
             and x.dtype in _DTYPES
-            and 0 < x.nbytes <= self.most
-            and x.nbytes % _ALIGNED == 0
+            and 0 < x.nbytes <= self.max_bytes
+            and x.nbytes % _ALIGNMENT == 0
             and x.is_contiguous()
         )
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum over the ranks, in place. The kernel ends when all ranks have read the buffer."""
-        reduce = self._reduce if x.nbytes <= MOST_BYTES else self._in_switch
+        reduce = self._reduce if x.nbytes <= MAX_BYTES else self._in_switch
         reduce(self._buffer.view(x.dtype)[: x.numel()], x.view(-1))
 
 
 def _in_time(
     make: Callable[[], OneShot], control: dist.ProcessGroup, limit_s: float
 ) -> OneShot | None:
-    """What `make` gives; None where it fails, on every rank or on some.
+    """Return the result of `make`, or None if it fails on this rank.
 
-    A rank on which it failed may have left others inside it, where they wait for far longer: then
-    RankError on those that have come out, and the job ends.
+    A rank on which it fails may leave others inside of it, where they wait far longer. Then the
+    ranks that have left it raise a RankError, and the job ends.
     """
-    made, failure = None, "this one did"
+    one_shot = None
+    outcome = "this one did"
     try:
-        made = make()
-    except Exception as error:  # of torch, the driver or the machine
-        failure = f"this one failed with {type(error).__name__}: {error}"
+        one_shot = make()
+    except Exception as error:  # an error of torch, the driver or the machine
+        outcome = f"this one failed with {type(error).__name__}: {error}"
     try:
         dist.barrier(control, async_op=True).wait(timedelta(seconds=limit_s))
     except RuntimeError as error:
         raise RankError(
             f"the GPUs of this machine could not map each other's memory within {limit_s:g} s, "
-            f"which some ranks did and others not ({failure}): {str(error).splitlines()[0]}"
+            f"which some ranks did and others not ({outcome}): {str(error).splitlines()[0]}"
         ) from error
-    return made
+    return one_shot
 
 
 def _reaches_peers(device: torch.device) -> bool:
-    """Whether this GPU can read the memory of the machine's other GPUs."""
+    """Return whether this GPU can read the memory of the machine's other GPUs."""
     others = (i for i in range(torch.cuda.device_count()) if i != device.index)
     return all(torch.cuda.can_device_access_peer(device, i) for i in others)
 
 
 def _agree(control: dist.ProcessGroup, holds: bool) -> bool:
-    """Whether it holds on every rank."""
-    least = torch.tensor([int(holds)])
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=control)
-    return bool(least)
+    """Return whether a condition holds on every rank."""
+    minimum = torch.tensor([int(holds)])
+    dist.all_reduce(minimum, dist.ReduceOp.MIN, group=control)
+    return bool(minimum)
 
 
 def _is_same(x: Tensor, control: dist.ProcessGroup) -> bool:
-    """Whether all ranks hold the same bits."""
+    """Return whether all ranks have the same bits."""
     bits = x.cpu().view(torch.uint8)
-    everyone = [torch.empty_like(bits) for _ in range(dist.get_world_size(control))]
-    dist.all_gather(everyone, bits, group=control)
-    return all(torch.equal(other, bits) for other in everyone)
+    of_all_ranks = [torch.empty_like(bits) for _ in range(dist.get_world_size(control))]
+    dist.all_gather(of_all_ranks, bits, group=control)
+    return all(torch.equal(other, bits) for other in of_all_ranks)

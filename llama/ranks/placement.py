@@ -1,4 +1,4 @@
-"""Which part of a model one rank holds: a range of its layers, and a share of every dimension.
+"""The part of a model that one rank holds: a range of layers, and a share of every dimension.
 
 In: the counts of a model, such as its layers, heads or vocabulary rows. Out: the ranges of them
 that belong to this rank. Everything that divides a model asks a `Placement`: the layer plan, the
@@ -60,17 +60,17 @@ class Placement:
         bounds = _bounds(n_layers, [1] * self.stages)
         return range(bounds[self.stage], bounds[self.stage + 1])
 
-    def span(self, count: int, unit: int = 1) -> range:
+    def span(self, count: int, step: int = 1) -> range:
         """Return the part of a dimension that this rank holds.
 
         Args:
             count: The size of the whole dimension, in rows, columns or heads.
-            unit: The granularity of the shares. It divides `count`, and every bound of the result.
+            step: The granularity of the shares. It divides `count`, and every bound of the result.
         """
-        if count % unit:
-            raise ValueError(f"a dimension of {count} cannot be divided in units of {unit}")
-        bounds = _bounds(count // unit, self._weights())
-        return range(bounds[self.rank] * unit, bounds[self.rank + 1] * unit)
+        if count % step:
+            raise ValueError(f"a dimension of {count} cannot be divided in steps of {step}")
+        bounds = _bounds(count // step, self._weights())
+        return range(bounds[self.rank] * step, bounds[self.rank + 1] * step)
 
     def heads(self, n_heads: int, n_kv_heads: int) -> tuple[range, range]:
         """Return the query heads and the key-value heads of this rank.

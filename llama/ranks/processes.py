@@ -1,7 +1,8 @@
-"""Processes of this machine: are they there, are they stopped, how did they end? How to end.
+"""Processes of this machine: whether they run, are stopped or have ended, and how to end one.
 
-In: a process id. Out: a pidfd (pidfd_open(2)) that becomes readable when the process ends, and
-words for its end. Elsewhere than on Linux there is none, and each rank is a machine of its own.
+In: a process id. Out: a pidfd (pidfd_open(2)) that becomes readable when the process ends, and a
+description of its end. Without Linux there are no pidfds, and each rank counts as a machine of its
+own. It must not know what ranks compute.
 """
 
 import _thread
@@ -19,13 +20,13 @@ from pathlib import Path
 
 from llama.ranks.errors import say
 
-_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes): linux/pidfd.h, from Linux 6.15 on
+_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes): linux/pidfd.h, since Linux 6.15
 _PIDFD_INFO_EXIT = 1 << 3
-_EXIT_CODE_AT = 60  # bytes into struct pidfd_info
+_EXIT_CODE_OFFSET = 60  # bytes into struct pidfd_info
 
 
 def open_process(pid: int) -> int | None:
-    """A pidfd of the process; None where there is none (any more), or no such call."""
+    """Return a pidfd of a process, or None if the process has ended or the system has no pidfds."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -33,12 +34,15 @@ def open_process(pid: int) -> int | None:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this machine is gone, or a zombie that nobody has waited for."""
+    """Return whether a process has ended; a zombie has."""
     return _stat(pid)[:1] in ([], ["Z"], ["X"])
 
 
 def ranks_started_by(pid: int) -> set[int]:
-    """The RANKs of a process's live children: none where it is a rank, or they cannot be read."""
+    """Return the RANK variables of the running children of a process.
+
+    The set is empty if the process is a rank itself, or if the variables cannot be read.
+    """
     try:
         if _started_rank(pid) is not None:
             return set()
@@ -52,23 +56,27 @@ def ranks_started_by(pid: int) -> set[int]:
 def _started_rank(pid: int) -> int | None:
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError):  # it is gone
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended
         return None
     texts = [text.removeprefix(b"RANK=") for text in variables if text.startswith(b"RANK=")]
     return int(texts[0]) if texts and texts[0].isdigit() else None
 
 
 def machine_id() -> str:
-    """The same for two processes that see each other's ids and local sockets, else another one."""
+    """Return a text that identifies the machine.
+
+    It is the same for two processes that see each other's process ids and local sockets.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
+        namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
+        return " ".join([boot, *namespaces])
     except OSError:
         return f"no /proc, process {os.getpid()}"
 
 
 class KillTimer:
-    """The kernel kills this process, even a stopped one, at the time set (timer_create(2))."""
+    """A timer with which the kernel kills this process, even a stopped one (timer_create(2))."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -78,24 +86,30 @@ class KillTimer:
             raise OSError(ctypes.get_errno(), "timer_create")
 
     def set(self, seconds: float) -> None:
-        """So long from now; 0 turns it off."""
+        """Let the timer end in so many seconds; 0 turns it off."""
         timer = struct.pack("4l", 0, 0, int(seconds), int(seconds % 1 * 1e9))  # struct itimerspec
         self._libc.timer_settime(self._id, 0, timer, None)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP or a debugger holds it."""
+    """Return whether a process is stopped by a signal or by a debugger."""
     return _stat(pid)[:1] in (["T"], ["t"])
 
 
 def is_suspended(pid: int) -> bool:
-    """Whether SIGSTOP or Ctrl-Z holds it, and not a debugger, which lets it go on."""
+    """Return whether a process is stopped by SIGSTOP or Ctrl-Z.
+
+    A process that a debugger has stopped does not count, as the debugger will continue it.
+    """
     return _stat(pid)[:1] == ["T"]
 
 
 def wait_status(pid: int, pidfd: int) -> int | None:
-    """The status of an ended process, as wait(2) gives it to the parent; None where it is unknown.
-    Until the parent has asked, /proc shows it (proc(5), `exit_code`); then its pidfd knows it."""
+    """Return the wait status of an ended process (wait(2)), or None if it is unknown.
+
+    /proc shows it until the parent has waited for the process (proc(5), `exit_code`); afterwards
+    the pidfd does.
+    """
     fields = _stat(pid)
     if fields[:1] == ["Z"]:
         return int(fields[-1])
@@ -108,42 +122,47 @@ def wait_status(pid: int, pidfd: int) -> int | None:
     except (ImportError, OSError):
         return None
     (mask,) = struct.unpack_from("Q", info)
-    (status,) = struct.unpack_from("i", info, _EXIT_CODE_AT)
+    (status,) = struct.unpack_from("i", info, _EXIT_CODE_OFFSET)
     return status if mask & _PIDFD_INFO_EXIT else None
 
 
 def was_killed(status: int | None) -> bool:
-    """Whether a signal ended it, so that it could not say anything."""
+    """Return whether a signal ended the process, so that it could not report anything."""
     return status is not None and status & 0x7F != 0
 
 
 def was_terminated(status: int | None) -> bool:
-    """Whether SIGTERM ended it, or a handler of SIGTERM that keeps to the shells' exit codes."""
+    """Return whether SIGTERM ended the process, or a handler that exits with 128 + SIGTERM."""
     return status in (signal.SIGTERM, 128 + signal.SIGTERM << 8)
 
 
 def describe_end(status: int | None) -> str:
-    """What follows the name of the process: "was killed by SIGKILL ..."."""
+    """Describe the end of a process: the text after its name, such as "was killed by SIGKILL"."""
     if status is None:
-        return "ended without a word (killed, or out of memory: `dmesg` knows)"
+        return "exited without an error message (killed, or out of memory: check `dmesg`)"
     number = signal.SIGTERM if was_terminated(status) else status & 0x7F
     if number == signal.SIGKILL:
-        return "was killed by SIGKILL (if nobody sent it, memory ran out: `dmesg` knows)"
+        return "was killed by SIGKILL (if nobody sent it, memory ran out: check `dmesg`)"
     if number:
         return f"was ended by {signal.Signals(number).name}"
     return f"ended with exit code {status >> 8} while the others were still working"
 
 
 @contextlib.contextmanager
-def or_exit(last_words: bytes, before: Sequence[Callable[[], None]]) -> Iterator[None]:
-    """A block without which this process could stay for ever: if it raises, the process ends."""
+def or_exit(last_message: bytes, before: Sequence[Callable[[], None]]) -> Iterator[None]:
+    """End the process if the block raises, as the process might hang forever without the block.
+
+    Args:
+        last_message: a text that is written to stderr first.
+        before: functions that are called before the end; see `exit_now`.
+    """
     try:
         yield
     except KeyboardInterrupt:
         raise
     except BaseException:
         with contextlib.suppress(BaseException):
-            os.write(2, last_words)
+            os.write(2, last_message)
             say(traceback.format_exc())
         with contextlib.suppress(BaseException):
             exit_now(1, before)
@@ -151,28 +170,35 @@ def or_exit(last_words: bytes, before: Sequence[Callable[[], None]]) -> Iterator
 
 
 def exit_now(code: int, before: Sequence[Callable[[], None]]) -> None:
-    """os._exit: a thread has no other way to end a process whose main thread is in C++."""
+    """End the process from any thread, by os._exit.
+
+    A thread has no other way to end a process whose main thread is inside C++.
+
+    Args:
+        code: the exit code.
+        before: functions that are called first, such as one that restores the terminal.
+    """
     flushed = threading.Lock()
 
     def flush() -> None:
-        for put_right in before:
+        for restore in before:
             with contextlib.suppress(Exception):
-                put_right()
+                restore()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         flushed.release()
 
-    try:  # Thread.start waits for ever for a thread that finds no memory to begin
+    try:  # Thread.start would wait forever for a thread that has no memory to begin
         flushed.acquire()
         _thread.start_new_thread(flush, ())
-        flushed.acquire(timeout=0.5)  # the main thread may hold the lock of a stream
+        flushed.acquire(timeout=0.5)  # limited, as the main thread may hold the lock of a stream
     finally:
         os._exit(code)
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; none if the process is gone."""
+    """Return the fields of /proc/PID/stat from the state on; none if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,13 +1,13 @@
 """Shared memory between the ranks of one machine: tensors on the CPU, and messages from rank 0.
 
-In: a way to exchange a few bytes once, to meet, and one to ask whether the job fails. Out:
+In: a function that exchanges a few bytes, and one that tells whether the job fails. Out:
 all-reduce, all-gather, broadcast and messages in microseconds. The kernels are in
-ops/cpu/shared_memory.cpp. It knows nothing of torch.distributed, which serves ranks elsewhere.
+ops/cpu/shared_memory.cpp. It must not know torch.distributed, which serves ranks elsewhere.
 
-The segment has no name in any file system (memfd_create(2)): nothing of it outlives the processes
-that have mapped it. It holds, in this order, channels for tensors and for messages. At the start of
-each channel, 128 bytes per rank begin with the sequence number of the exchange that it has come to
-(uint32): the rank with the lowest is the one that the others wait for.
+The segment has no name in any file system (memfd_create(2)), so nothing of it outlives the
+processes that have mapped it. It has a channel for tensors, followed by a channel for messages.
+Each channel begins with 128 bytes per rank, the first of which are the sequence number of the
+exchange that the rank has reached (uint32): the others wait for the rank with the lowest number.
 """
 
 import contextlib
@@ -32,24 +32,44 @@ _SUM_TYPES = {
     torch.float16: SumType.FP16.value,
     torch.float32: SumType.FP32.value,
 }
-_TENSOR_BYTES = 1 << 18  # of a buffer: half of it and its peer's fit the second cache
+_TENSOR_BYTES = 1 << 18  # size of a buffer; half of it and half of a peer's fit the L2 cache
 _RING_BYTES = 1 << 16
-_FRAME_BYTES = 1 << 14  # the longest piece of a message
-_SPIN_NS = 50_000  # about what a wake-up takes; the peer may wait for this very core
-_CROWDED_SPIN_NS = 2_000  # more ranks than cores: the one that is waited for needs the core
+_FRAME_BYTES = 1 << 14  # size of the largest piece of a message
+_SPIN_NS = 50_000  # about the time of a wake-up; the peer may wait for this core
+_CROWDED_SPIN_NS = 2_000  # used with more ranks than cores, as the awaited rank needs the core
 _STATE = (
-    "base", "rank", "ranks", "size", "spin_ns", "sequence", "half", "ticket", "completed", "stage",
-    "offset", "awaited", "length", "more",
-)  # fmt: skip
+    "base",
+    "rank",
+    "ranks",
+    "size",
+    "spin_ns",
+    "sequence",
+    "half",
+    "ticket",
+    "completed",
+    "stage",
+    "offset",
+    "awaited",
+    "length",
+    "more",
+)
 _FIELD = {name: i for i, name in enumerate(_STATE)}
 
 Exchange = Callable[[bytes], list[bytes]]
 
 
 class SharedMemory:
-    """One rank's end of the segment. One thread at a time may use it for tensors, another for
-    messages. names: the ranks as errors name them. timeout_s: of each wait for another rank; a
-    `RankError` ends it then, or where `is_ending` says that one of them has failed."""
+    """One rank's end of the segment.
+
+    One thread at a time may use it for tensors, and one for messages.
+
+    Args:
+        memory: the mapped segment.
+        rank: this rank in the group.
+        names: the global ranks of the group, which errors name.
+        timeout_s: maximum time of a wait for another rank, after which a `RankError` is raised.
+        is_ending: tells whether another rank has failed, which also raises a `RankError`.
+    """
 
     def __init__(
         self,
@@ -59,11 +79,12 @@ class SharedMemory:
         timeout_s: float,
         is_ending: Callable[[], bool],
     ) -> None:
-        self.rank, self.size = rank, len(names)
+        self.rank = rank
+        self.size = len(names)
         self.timeout_s = timeout_s
         self._names = names
         self._is_ending = is_ending
-        self._start = ctypes.c_char.from_buffer(memory)  # it keeps the mapping
+        self._start = ctypes.c_char.from_buffer(memory)  # a reference that keeps the mapping
         self.base = ctypes.addressof(self._start)
         self._tickets = itertools.count(1)
         self._tensors = self._channel(0, _TENSOR_BYTES)
@@ -80,15 +101,21 @@ class SharedMemory:
         timeout_s: float,
         is_ending: Callable[[], bool] = lambda: False,
     ) -> "SharedMemory | None":
-        """Meet the other ranks: one for each, or None on all, where one cannot map the first's
-        memory. exchange: this rank's bytes -> those of all ranks, in order."""
+        """Map the segment of rank 0 on every rank.
+
+        `exchange` sends the bytes of this rank, and returns those of all ranks in order. The other
+        arguments are those of the class.
+
+        Returns:
+            this rank's end, or None on all ranks if one of them cannot map the segment.
+        """
         machine = _machine()
         fd = _create(len(names)) if machine and rank == 0 else None
-        met = exchange(f"{machine}\n{os.getpid()}\n{fd}".encode())
-        machines, pids, fds = zip(*(row.decode().split("\n") for row in met), strict=True)
+        rows = exchange(f"{machine}\n{os.getpid()}\n{fd}".encode())
+        machines, pids, fds = zip(*(row.decode().split("\n") for row in rows), strict=True)
         joined = None
         if machine and set(machines) == {machine}:
-            with contextlib.suppress(OSError):  # rank 0 has none, or it is another user's
+            with contextlib.suppress(OSError):  # rank 0 has no segment, or is another user's
                 memory = _open(f"/proc/{pids[0]}/fd/{fds[0]}", sum(_channel_bytes(len(names))))
                 joined = cls(memory, rank, names, timeout_s, is_ending)
         have_joined = exchange(b"" if joined is None else b"1")
@@ -98,14 +125,15 @@ class SharedMemory:
 
     @staticmethod
     def can_sum(x: Tensor) -> bool:
+        """Return whether `all_reduce` takes the dtype of this tensor."""
         return x.dtype in _SUM_TYPES
 
     def all_reduce(self, x: Tensor) -> None:
-        """Sum over the ranks, in place: in float32 and in the order of the ranks."""
-        self._in_place("shared_all_reduce", x, _SUM_TYPES[x.dtype])
+        """Sum over the ranks, in place, in float32 and in the order of the ranks."""
+        self._run_inplace("shared_all_reduce", x, _SUM_TYPES[x.dtype])
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """(..., N) on each rank -> (..., N * size), in the order of the ranks."""
+        """Concatenate the tensors of all ranks: (..., N) on each rank -> (..., N * size)."""
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], x.shape[-1] * self.size))
         args = (x.nbytes, x.shape[-1] * x.element_size(), next(self._tickets))
@@ -113,17 +141,17 @@ class SharedMemory:
         return out
 
     def broadcast(self, x: Tensor) -> None:
-        """Rank 0's values, in place."""
-        self._in_place("shared_broadcast", x)
+        """Replace `x` by rank 0's values, in place."""
+        self._run_inplace("shared_broadcast", x)
 
-    def _in_place(self, name: str, x: Tensor, *more: int) -> None:
-        whole = x.contiguous()
-        self._run(name, self._tensors, whole, whole.nbytes, *more, next(self._tickets))
-        if whole is not x:
-            x.copy_(whole)
+    def _run_inplace(self, name: str, x: Tensor, *args: int) -> None:
+        contiguous = x.contiguous()
+        self._run(name, self._tensors, contiguous, x.nbytes, *args, next(self._tickets))
+        if contiguous is not x:
+            x.copy_(contiguous)
 
     def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
-        """Rank 0's bytes on every rank. is_idle: wait for the first of them without a limit."""
+        """Return rank 0's bytes on every rank; `is_idle` waits for them without a limit."""
         if self.rank == 0:
             for start in range(0, max(1, len(data)), _FRAME_BYTES):
                 part = data[start : start + _FRAME_BYTES]
@@ -131,7 +159,8 @@ class SharedMemory:
                 has_more = int(start + _FRAME_BYTES < len(data))
                 self._run("shared_send", self._ring, self._frame, len(part), has_more)
             return data
-        parts, has_more = [], 1
+        parts: list[bytes] = []
+        has_more = 1
         while has_more:
             self._run("shared_receive", self._ring, self._frame, has_limit=not is_idle)
             length, has_more = self._ring[_FIELD["length"] : _FIELD["more"] + 1].tolist()
@@ -140,7 +169,7 @@ class SharedMemory:
         return b"".join(parts)
 
     def _channel(self, start: int, size: int) -> Tensor:
-        """This rank's state of a channel; see Channel in the C++ file."""
+        """Return this rank's state of a channel; see Channel in the C++ file."""
         ranks = max(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         is_crowded = ranks > len(os.sched_getaffinity(0))
         spin = _CROWDED_SPIN_NS if is_crowded else _SPIN_NS
@@ -149,16 +178,18 @@ class SharedMemory:
         return state
 
     def _run(self, name: str, channel: Tensor, *args: Tensor | int, has_limit: bool = True) -> None:
-        """Call until done. Each call sleeps for up to 100 ms.
+        """Call a kernel until it is done; each call sleeps for up to 100 ms.
 
-        An interrupt (Ctrl-C) of an exchange of tensors is raised after it, as the ranks would be
-        out of step; a second one at once. While no message has come, nothing is under way.
+        An interrupt (Ctrl-C) during an exchange of tensors is raised after the exchange, as the
+        ranks would be out of step otherwise; a second interrupt is raised at once. An interrupt
+        while waiting for a message is raised at once, too.
         """
         code = native.call(name, channel, *args)
         if code == ChannelState.DONE:
             return
         limit = self.timeout_s if has_limit else math.inf
-        began, interrupt = time.monotonic(), None
+        began = time.monotonic()
+        interrupt: KeyboardInterrupt | None = None
         while code != ChannelState.DONE:
             try:
                 if code != ChannelState.PENDING:
@@ -174,7 +205,7 @@ class SharedMemory:
             raise interrupt
 
     def _check(self, name: str, channel: Tensor, waited: float, limit: float) -> None:
-        """RankError where what is waited for will not come."""
+        """Raise a RankError if waiting is in vain."""
         what = _describe(ChannelState.PENDING, name)
         if self._is_ending():
             raise RankError(
@@ -185,7 +216,7 @@ class SharedMemory:
             others = [r for r in range(self.size) if r != self.rank]
             missing = [str(self._names[r]) for r in others if self._is_behind(channel, r)]
             raise RankError(
-                f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not come to {what} "
+                f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not reach {what} "
                 f"within {limit:g} s (timed out): stopped, slow, or making other calls than this "
                 "rank"
             )
@@ -198,6 +229,7 @@ class SharedMemory:
 
 
 def _describe(code: int, name: str) -> str:
+    """Describe what a kernel waits for, or why it has failed."""
     what = name.removeprefix("shared_").replace("_", "-")
     if code == ChannelState.PENDING:
         return {"send": "a message", "receive": "a message"}.get(what, what)
@@ -210,11 +242,14 @@ def _describe(code: int, name: str) -> str:
 
 
 def _machine() -> str:
-    """The same on all ranks that share memory, empty where none can. An agent of torchrun
-    (GROUP_RANK) stands for a machine: whoever starts two tries two machines out."""
+    """Return a text that is the same on all ranks that can share memory; empty if none can.
+
+    Each agent of torchrun (GROUP_RANK) counts as a machine: two agents on one machine serve to try
+    out two machines.
+    """
     if not hasattr(os, "memfd_create"):
         return ""
-    # Without a compiler, `kernels` would warn of slow CPUs, also where the model is on a GPU.
+    # Without a compiler, `kernels` would warn about the slow CPU even if the model is on a GPU.
     shipped = (build.FOLDER / build.library_name(x) for x in build.INSTRUCTION_SETS)
     can_load = any(path.exists() for path in shipped) or build.find_compiler() is not None
     if not can_load or native.kernels() is None:
@@ -230,8 +265,11 @@ def _channel_bytes(ranks: int) -> list[int]:
 
 
 def _create(ranks: int) -> int | None:
-    """The file descriptor of a new segment. Sealed: a smaller file would be a fault (SIGBUS)."""
-    import fcntl  # Linux has it; this module is imported everywhere
+    """Return the file descriptor of a new segment.
+
+    It is sealed, as access to a file that has been shortened would be a fault (SIGBUS).
+    """
+    import fcntl  # only Linux has it, and this module is imported everywhere
 
     if ranks > MAX_RANKS:
         return None
@@ -247,7 +285,7 @@ def _create(ranks: int) -> int | None:
 
 
 def _open(path: str, size: int) -> mmap.mmap:
-    """Map rank 0's segment; Linux allows it to the processes of the same user."""
+    """Map rank 0's segment; Linux allows this to processes of the same user."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(fd, size)

@@ -1,29 +1,42 @@
-"""A step that does not end: which rank is it that the others wait for, or which one has left?"""
+"""Finds the rank that others wait for, when a step does not end.
+
+In: the states of the ranks, from their records in torch's store, and local processes. Out: the text
+of a message that names the rank. It must not know how a job ends.
+"""
 
 import sys
 from pathlib import Path
 from typing import Any
 
 from llama.ranks import processes
-from llama.ranks.peers import Peers
+from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.rendezvous import SILENCE_S
 
-_WAITING = {str(Path(__file__).with_name(name)) for name in ("collectives.py", "groups.py")}
+_COLLECTIVES = {str(Path(__file__).with_name(name)) for name in ("collectives.py", "groups.py")}
 
 
-def rank_state(thread: int | None, what: str, steps: int) -> dict[str, Any]:
-    """The state of this rank: what it waits for others in ("": nothing), and since which step.
-    `waits` tells a rank that waits inside a collective from one that computes, or is stuck."""
+def rank_state(thread: int | None, activity: str, steps: int) -> dict[str, Any]:
+    """Return the state of this rank, which it publishes in the store.
+
+    Args:
+        thread: the thread that waits for other ranks, if there is one.
+        activity: what it waits in; empty if this rank waits for nobody.
+        steps: the number of steps begun.
+
+    Returns:
+        the activity, the steps, and whether the rank is inside of a collective: this distinguishes
+        a rank that waits from one that computes or is stuck.
+    """
     frame = sys._current_frames().get(thread) if thread is not None else None
-    waits = False
+    in_collective = False
     while frame is not None:
-        waits = waits or frame.f_code.co_filename in _WAITING
+        in_collective = in_collective or frame.f_code.co_filename in _COLLECTIVES
         frame = frame.f_back
-    return {"what": what, "waits": waits, "steps": steps}
+    return {"activity": activity, "in_collective": in_collective, "steps": steps}
 
 
 def find_left_early(peers: Peers, group: range) -> str:
-    """What to say where a rank of the group has left in order, else nothing."""
+    """Return a message if a rank of the group has left in order, else an empty text."""
     for rank in group:
         peer = peers.all.get(rank)
         if peer is not None and peer.has_left:
@@ -34,28 +47,43 @@ def find_left_early(peers: Peers, group: range) -> str:
 def find_stalled_rank(
     peers: Peers, group: range, own: dict[str, Any], overdue: float, read_at: float
 ) -> str | None:
-    """Who is elsewhere while others wait, and what it does: "rank 1 on HOST is stopped ...".
-    overdue: when this rank's wait reached its limit; only what was heard after it counts. read_at:
-    when the store was last read. None where all are in the same place, as one may be slow; a rank
-    of another machine that says nothing is left to the limit of its silence."""
-    here = [peer for peer in peers.local if not peer.is_over]
-    for peer in here:
+    """Return which rank is elsewhere while others wait, such as "rank 1 on HOST is stopped ...".
+
+    Args:
+        peers: the ranks of the job.
+        group: the ranks that make steps together.
+        own: the state of this rank.
+        overdue: when the wait of this rank reached its limit; only later records count.
+        read_at: when the store was last read.
+
+    Returns:
+        None if all ranks are at the same point, as one of them may be slow. A silent rank of
+        another machine is left to the limit of its silence.
+    """
+    local = [peer for peer in peers.local if not peer.is_over]
+    for peer in local:
         if processes.is_stopped(peer.pid):
             return f"{peer.name} is stopped (by SIGSTOP or a debugger)"
-    silent = [peer for peer in here if peer.heard < overdue]
+    silent = [peer for peer in local if peer.heard < overdue]
     if silent:
         return f"{silent[0].name} does not respond" if read_at > overdue + SILENCE_S else None
     heard = [p for p in peers.all.values() if p.rank in group and p.heard > overdue and p.state]
-    states = {peer.rank: peer.state or {} for peer in heard} | {peers.own.rank: own}
-    names = {peers.own.rank: peers.own.name} | {peer.rank: peer.name for peer in heard}
-    for rank, state in sorted(states.items()):
-        if not state["what"]:
-            return f"{names[rank]} is not in a step, but runs other code"
-    most = max(state["steps"] for state in states.values())
-    for rank, state in sorted(states.items()):
-        if state["steps"] < most:
-            return f"{names[rank]} is behind the others, in step {state['steps']} of {most}"
-    if len({state["waits"] for state in states.values()}) > 1:
-        rank = min(rank for rank, state in states.items() if not state["waits"])
-        return f"{names[rank]} is in the step, but does not come to what the others wait for"
-    return None
+    return _find_behind([(peers.own, own), *((peer, peer.state or {}) for peer in heard)])
+
+
+def _find_behind(states: list[tuple[PeerInfo, dict[str, Any]]]) -> str | None:
+    """Return the lowest rank whose state is behind those of the others."""
+    states = sorted(states, key=lambda entry: entry[0].rank)
+    for peer, state in states:
+        if not state["activity"]:
+            return f"{peer.name} is not in a step, but runs other code"
+    max_steps = max(state["steps"] for _, state in states)
+    for peer, state in states:
+        if state["steps"] < max_steps:
+            return f"{peer.name} is behind the others, in step {state['steps']} of {max_steps}"
+    if all(state["in_collective"] for _, state in states):
+        return None
+    if not any(state["in_collective"] for _, state in states):
+        return None
+    peer = next(peer for peer, state in states if not state["in_collective"])
+    return f"{peer.name} is in the step, but does not reach the collective that the others wait in"

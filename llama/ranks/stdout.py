@@ -1,6 +1,7 @@
-"""Where several ranks run one script, only rank 0's prints are seen.
+"""Mutes the standard output of all ranks but rank 0, so that one script prints once.
 
-Meta's build does the same, for good and by the rank on each machine. stderr is never touched.
+Meta's build does the same, permanently and for all but the first rank of each machine. stderr is
+never changed.
 """
 
 import io
@@ -10,18 +11,21 @@ from typing import TextIO
 
 
 class MutedStdout(io.TextIOWrapper):
-    """`sys.stdout` while at least one holder is left; `held` and `release` come in pairs."""
+    """A replacement of `sys.stdout` that drops all text, until its last holder releases it.
+
+    Each call of `hold` needs a call of `release`.
+    """
 
     def __init__(self, before: TextIO) -> None:
         encoding = getattr(before, "encoding", None) or "utf-8"
-        nowhere = open(os.devnull, "wb")  # noqa: SIM115  it is open as long as this object
+        nowhere = open(os.devnull, "wb")  # noqa: SIM115  open as long as this object
         super().__init__(nowhere, encoding=encoding, errors="replace")
         self._before = before
         self._holders = 0
 
     @classmethod
-    def held(cls) -> "MutedStdout":
-        """Mute `sys.stdout`, or hold on to the stand-in that mutes it already."""
+    def hold(cls) -> "MutedStdout":
+        """Mute `sys.stdout`, or add a holder if it is muted already."""
         muted = sys.stdout
         if not isinstance(muted, cls):
             muted = cls(sys.stdout)
@@ -30,7 +34,7 @@ class MutedStdout(io.TextIOWrapper):
         return muted
 
     def release(self) -> None:
-        """The last holder brings the real one back, unless somebody has replaced it meanwhile."""
+        """Remove a holder; the last one restores `sys.stdout`, unless it has been replaced."""
         self._holders -= 1
         if not self._holders and sys.stdout is self:
             sys.stdout = self._before

@@ -1,7 +1,7 @@
-"""The names of torch that are used here without being public: all of them, in one place.
+"""All uses of names of torch that are not public.
 
-torch promises nothing about these. A test asks whether each is there in the torch that is
-installed, and each function says what happens in a torch that lacks it.
+torch gives no guarantee for them. A test checks that the installed torch has each of them, and each
+function documents what happens with a torch that lacks its names.
 """
 
 import importlib
@@ -12,33 +12,48 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
-Sum = Callable[[Tensor, Tensor], Any]  # (own part of a symmetric buffer, x) -> sums into x
+# (this rank's part of a symmetric buffer, x) -> None; x is replaced by the sum over the ranks.
+Sum = Callable[[Tensor, Tensor], Any]
 
 
 def register_fake_backend() -> bool:
-    """Make torch know the backend "fake". Without it: False, and a process alone takes gloo."""
+    """Register the backend "fake" with torch.
+
+    Returns:
+        False if torch lacks it; a single process then uses gloo.
+    """
     try:
-        importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
+        # The import registers the backend.
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
     except ImportError:
         return False
     return True
 
 
-def default_store() -> dist.Store:
-    """Where the ranks met whose groups the program made itself. Without it: RuntimeError."""
+def default_store() -> Store:
+    """Return the store of process groups that the program has made itself.
+
+    Raises:
+        RuntimeError: torch lacks the name.
+    """
     get = getattr(dist.distributed_c10d, "_get_default_store", None)
     if get is None:
         raise RuntimeError(
             f"torch {torch.__version__} does not show the store of process groups that a program "
             "made itself: leave out init_process_group, as Llama.build makes them"
         )
-    return get()
+    store: Store = get()
+    return store
 
 
 def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Of a group that fairscale made, which passes none on. Without it: torch's own limit stays,
-    of 10 minutes with nccl and 30 with gloo; the watch ends a step that is stuck before that."""
+    """Set the timeout of a group that fairscale has made, as fairscale passes none on.
+
+    If torch lacks the name, its own limit stays, which is 10 minutes with nccl and 30 with gloo;
+    the watch ends a stuck step before that.
+    """
     set_it = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if set_it is not None:
         set_it(limit, group)
@@ -47,22 +62,29 @@ def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
 def symmetric_buffer(
     num_bytes: int, device: torch.device
 ) -> tuple[Tensor, Callable[[dist.ProcessGroup], tuple[Sum, Sum | None]]]:
-    """Memory that other GPUs of the machine can map, and what maps it on all ranks of a group:
-    that gives (part of the buffer, x) -> the sum over the ranks into `x`, in one launch, and the
-    same by the switch between the GPUs, None without one. Without these names: ImportError or
-    AttributeError, before any rank waits for another."""
+    """Allocate memory that other GPUs of the machine can map.
+
+    Returns:
+        the buffer, and a function that maps it on all ranks of a group. The function returns a sum
+        in one kernel launch, and a sum by the switch between the GPUs (None without a switch).
+
+    Raises:
+        ImportError, AttributeError: torch lacks the names; before any rank waits for another.
+    """
     symmetric = importlib.import_module("torch.distributed._symmetric_memory")
-    ops, meet = torch.ops.symm_mem, symmetric.rendezvous
-    at_once, added_up = ops.one_shot_all_reduce_copy_out, ops.multimem_all_reduce_
+    rendezvous = symmetric.rendezvous
+    one_shot = torch.ops.symm_mem.one_shot_all_reduce_copy_out
+    multimem = torch.ops.symm_mem.multimem_all_reduce_
 
     def join(group: dist.ProcessGroup) -> tuple[Sum, Sum | None]:
-        handle, name = meet(buffer, group), group.group_name
+        handle = rendezvous(buffer, group)
+        name = group.group_name
 
         def small(own: Tensor, x: Tensor) -> None:
-            at_once(own, x, "sum", name, x)
+            one_shot(own, x, "sum", name, x)
 
         def large(own: Tensor, x: Tensor) -> None:
-            x.copy_(added_up(own.copy_(x), "sum", name))
+            x.copy_(multimem(own.copy_(x), "sum", name))
 
         return small, large if handle.multicast_ptr else None
 

@@ -1,23 +1,27 @@
-"""A thread per rank that ends the whole job, with one message, when one rank cannot go on.
+"""A thread in each rank that ends the whole job, with one message, when a rank fails.
 
-In: deaths of other ranks and of torchrun, what torch's store tells, signals, steps that do not end.
-Out: one message that names rank, host and cause, and the end of this process. The main thread may
-be inside gloo, where no handler and no exception of Python's runs. This file imports no torch.
+In: ends of other ranks and of torchrun, the records in torch's store, signals, and steps that do
+not end. Out: one message that names rank, host and cause, and the end of this process. The main
+thread may be inside gloo, where neither handlers nor exceptions of Python run. This file must not
+import torch.
 
-It starts before any rank is known, and learns of them as they come:
+The watch starts before any other rank is known, and learns of the ranks as they arrive:
 
-    meeting --all have come--> running --stop()--> over
-       | a cause                  | a cause
-       v                          v
-    the speaker: NotMetError   ending: the speaker says why  --grace period--> exit code 1
-    the others: as in `ending`
+    meeting --all have arrived--> running --stop()--> over
+       | a cause                     | a cause
+       v                             v
+    speaker: NotMetError          ending: the speaker reports  --grace period--> exit code 1
+    others: as in `ending`
 
-A cause is what this rank sees (`_report`), or what another has claimed in the store (`_follow`).
-Several may see the same: the first to claim it is the speaker, and the others end in silence. Under
-torchrun they wait for its SIGTERM a moment, so that its summary, too, names as root cause the rank
-that failed first. An end of a process counts when the store was read after it, as that rank may
-have said why, or that it leaves. A rank that is stopped while this one runs is given up after the
-limit of silence: Ctrl-Z of a whole job ends nothing, nor does a debugger of an idle rank.
+A cause is what this rank observes (`_report`), or what another rank has claimed in the store
+(`_follow`). If several ranks observe the same, the first to claim it is the speaker, and the others
+end silently. Under torchrun they wait a moment for its SIGTERM, so that its summary also names the
+rank that failed first as the root cause. The end of a process counts only after the store has been
+read again, as that rank may have claimed a cause, or left in order. A rank that is stopped while
+this one runs is given up after the limit of silence: Ctrl-Z of a whole job ends nothing, nor does a
+debugger of an idle rank.
+
+The file has more than 400 lines, as the states and their transitions must be read together.
 """
 
 import contextlib
@@ -30,6 +34,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -41,53 +46,75 @@ from llama.ranks.rendezvous import GRACE_S, POLL_S, SILENCE_S, TICK_S, Rendezvou
 from llama.ranks.signals import SIGNALS
 from llama.ranks.stalls import find_left_early, find_stalled_rank, rank_state
 
-LATER_S = 5.0  # a collective, or the kernel, gives up later than the watch, which can say why
-_UNWIND_S = 2.0  # for the rank that failed to leave its `finally` blocks; for others to follow it
-_NOTE_S = 10.0  # then a person is told what is waited for
-_LIMIT_WORDS = "(the limit is timeout_s)"  # of a stall
+LATER_S = 5.0  # collectives and the kernel time out later than the watch, which names the cause
+_UNWIND_S = 2.0  # time for a failed rank to run its `finally` blocks, and for others to follow
+_NOTE_S = 10.0  # time after which the user is informed which ranks are missing
+_TIMED_OUT = "(the limit is timeout_s)"  # part of the message about a stall
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A block that waits for other ranks: what it does, since when, and its limit."""
+
+    what: str
+    since: float
+    limit_s: float
 
 
 class Watch(threading.Thread):
-    """One per process, from `meet` to `stop`. Any thread may call it."""
+    """The watch of one process, from `meet` to `stop`. Any thread may call it.
+
+    Attributes:
+        peers: this rank and the others.
+        group: the ranks that make steps with this one; the others only belong to the same job.
+        rendezvous: the records of the ranks in the store.
+        steps: the number of steps begun.
+        before_end: functions that are called before the process ends, such as one that restores the
+            terminal.
+        left_groups: process groups of models that no longer exist; the next build destroys them.
+    """
 
     def __init__(self, peers: Peers, group: range, rendezvous: Rendezvous) -> None:
-        """group: the ranks that this one makes steps with; the others are only in the same job."""
         super().__init__(name="llama-watch", daemon=True)
         self.peers = peers
         self.group = group
         self.rendezvous = rendezvous
         self.steps = 0
-        self.before_end: list[Callable[[], None]] = []  # what must be put right, as a terminal
-        self.left_groups: list[Any] = []  # of models that are gone: the next build destroys them
-        self._busy: dict[int, tuple[str, float, float]] = {}  # thread: what, since when, limit
-        self._limit_s = 0.0  # the longest of them so far
+        self.before_end: list[Callable[[], None]] = []
+        self.left_groups: list[Any] = []
+        self._waits: dict[int, _Wait] = {}  # key: thread
+        self._max_limit_s = 0.0  # the largest limit of a wait so far
         self._lock = threading.RLock()
         self._not_met = ""  # the cause, on the rank that raises it
-        self._is_known = threading.Event()  # the cause: this job ends
-        self._deadline = float("inf")  # for the end of this process
+        self._is_known = threading.Event()  # the cause is known, so the job ends
+        self._deadline = float("inf")  # when this process ends
         self._looked_at = time.monotonic()
-        last_words = f"llama: {peers.own.name} ends at once, for want of memory or by a bug\n"
-        self._last_words = last_words.encode()  # no memory is needed for them
-        self._is_own = False  # this rank failed
-        self._kills_survivors = False  # it sees to it that the others of this machine are gone, too
+        last_message = f"llama: {peers.own.name} ends at once: out of memory, or a bug\n"
+        self._last_message = last_message.encode()  # made now, as memory may be lacking later
+        self._is_own = False  # this rank has failed
+        self._kills_survivors = False  # this rank ends the other processes of the machine
         self._stops = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._agent = agent()
-        self._all_there_at = time.monotonic()  # while they meet: the processes torchrun started
+        self._complete_at = time.monotonic()  # when all processes of this torchrun last existed
         self._hook = sys.excepthook
         self._note_at = time.monotonic() + _NOTE_S
         self._kill_timer: processes.KillTimer | None = None
-        rendezvous.own_state = lambda: rank_state(*self._current_wait())
+        rendezvous.own_state = self._state
         rendezvous.on_news = self._wake
 
     @staticmethod
     def of_process() -> "Watch | None":
-        """The watch of this process: one of its threads, so that a fork has none."""
+        """Return the watch of this process; it is one of the threads, so a fork has none."""
         return next((t for t in threading.enumerate() if isinstance(t, Watch)), None)
 
     def meet(self) -> None:
-        """Wait until all have come. NotMetError on one rank of each machine; others just end."""
+        """Wait until all ranks have arrived.
+
+        Raises:
+            NotMetError: on one rank of each machine; the other ranks end silently.
+        """
         SIGNALS.install()
         sys.excepthook = self._excepthook
         self.rendezvous.start()
@@ -95,9 +122,9 @@ class Watch(threading.Thread):
         try:
             while not self.rendezvous.has_met.wait(POLL_S) and not self._not_met:
                 pass
-            with self._lock:  # `_report` may be about to say why not
+            with self._lock:  # `_report` may be about to set the cause
                 if self._not_met:
-                    self.peers.outlive(GRACE_S)  # this rank may hold the store: they read it there
+                    self.peers.outlive(GRACE_S)  # others may read the cause in this rank's store
                     raise NotMetError(self._not_met)
         except BaseException:
             self.stop()
@@ -106,12 +133,12 @@ class Watch(threading.Thread):
             self._kill_timer = processes.KillTimer()
 
     def stop(self) -> None:
-        """Tell the others that this rank leaves in order. Does not return while the job fails."""
+        """Publish that this rank leaves in order; does not return while the job fails."""
         if self._is_known.is_set() and not self._not_met:
             if self._is_own:
-                self._deadline = 0.0  # its `finally` blocks are left
+                self._deadline = 0.0  # the `finally` blocks have run
                 self._wake()
-            self.join()  # it ends the process: after the rank that failed
+            self.join()  # the watch ends the process, after the rank that failed
         self.rendezvous.close()
         self._stops = True
         self._wake()
@@ -127,7 +154,7 @@ class Watch(threading.Thread):
             os.close(fd)
 
     def can_go_on(self, rank: int) -> bool:
-        """Whether another rank can go on: it has not left, and is not stopped."""
+        """Return whether another rank can go on: it has neither left nor stopped."""
         peer = self.peers.all[rank]
         return not peer.is_over and peer.stopped_s < GRACE_S
 
@@ -137,12 +164,12 @@ class Watch(threading.Thread):
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job fails, and its one message is said: nothing else is to be printed."""
+        """Whether the job fails and its message is printed; nothing else shall be printed."""
         return self._is_known.is_set()
 
     @contextlib.contextmanager
     def step(self, limit_s: float) -> Iterator[None]:
-        """A block that all ranks of the group run together: an error in it ends the job."""
+        """Run a block together with all ranks of the group; an error in it ends the job."""
         self.steps += 1
         try:
             with self.waiting("a step", limit_s):
@@ -155,61 +182,75 @@ class Watch(threading.Thread):
 
     @contextlib.contextmanager
     def waiting(self, what: str, limit_s: float) -> Iterator[None]:
-        """A block that waits for other ranks: if it lasts longer, the job ends."""
+        """Run a block that waits for other ranks; the job ends if it takes longer than the limit.
+
+        Args:
+            what: what the block does, for messages.
+            limit_s: the limit in seconds.
+        """
         thread = threading.get_ident()
-        self._busy[thread] = (what, time.monotonic(), limit_s)
-        if limit_s > self._limit_s:
-            self._limit_s = limit_s
+        self._waits[thread] = _Wait(what, time.monotonic(), limit_s)
+        if limit_s > self._max_limit_s:
+            self._max_limit_s = limit_s
             self._set_kill_timer()
         try:
             yield
         finally:
-            self._busy.pop(thread, None)
+            self._waits.pop(thread, None)
 
     def fail(self, error: BaseException, during: str = "", *, has_trace: bool = True) -> None:
-        """This rank has an error that ends the job. Say so, unless another rank is the cause. It
-        returns, so that the caller's `finally` blocks run; the process ends soon, whatever they do;
-        at once, where memory is out, so that it cannot even say why: the others see its end."""
-        with processes.or_exit(self._last_words, self.before_end):
-            if isinstance(error, RuntimeError):  # gloo's, where another rank may be gone
+        """End the job for an error of this rank, and report it unless another rank is the cause.
+
+        This returns, so that the `finally` blocks of the caller run; the process ends soon,
+        whatever they do. Without memory for a message it ends at once, and the others notice that.
+
+        Args:
+            error: the error.
+            during: what the rank was doing, for the message, such as " in a step".
+            has_trace: whether to print the traceback.
+        """
+        with processes.or_exit(self._last_message, self.before_end):
+            if isinstance(error, RuntimeError):  # gloo's error if another rank has ended
                 self.wait_for_cause()
-            what = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
             if isinstance(error, SystemExit):
-                what = f"sys.exit({error.code!r})"
+                message = f"sys.exit({error.code!r})"
             trace = "".join(traceback.format_exception(error)).rstrip() if has_trace else ""
-            own = f"{self.peers.own.name} failed{during}: {what}"
-            self._report(own, trace, is_own=True)
+            self._report(f"{self.peers.own.name} failed{during}: {message}", trace, is_own=True)
 
     def wait_for_cause(self) -> None:
-        """Return where no other rank is the cause of an error, else when it is known."""
+        """Wait until another rank is known as the cause of an error, or none seems to be."""
         end = time.monotonic() + GRACE_S + SILENCE_S * self.peers.are_spread
         while time.monotonic() < end and not self._is_known.wait(POLL_S):
             if cause := find_left_early(self.peers, self.group):
                 self._report(cause)
 
     def _report(self, cause: str, trace: str = "", *, is_own: bool = False) -> None:
-        """The job fails: say why, if nobody has, and end soon."""
+        """Let the job fail: report the cause, unless another rank has, and end soon."""
         with self._lock:
             if self._is_known.is_set():
                 return
             speaks = self.rendezvous.claim(cause, GRACE_S + _UNWIND_S * is_own)
             if speaks and self._is_meeting:
-                self._not_met, self._stops = cause, True  # `meet` raises it
+                self._not_met = cause  # `meet` raises it
+                self._stops = True
             elif speaks:
-                say(f"error: {cause}" + f"\n{trace}" * bool(trace))
-            self._is_own, self._kills_survivors = is_own, speaks and not is_own
+                say(f"error: {cause}\n{trace}" if trace else f"error: {cause}")
+            self._is_own = is_own
+            self._kills_survivors = speaks and not is_own
             self._end_after(cause, _UNWIND_S if is_own else self._grace(GRACE_S))
 
     def _follow(self, cause: str, grace_s: float) -> None:
-        """Another rank says why the job fails: end in silence."""
+        """End silently, as another rank reports why the job fails."""
         with self._lock:
             if not self._is_known.is_set():
                 self._end_after(cause, self._grace(grace_s))
 
     def _end_after(self, cause: str, seconds: float) -> None:
-        if _LIMIT_WORDS in cause:  # where this rank is, for a person
-            _, what, steps = self._current_wait()
-            say(f"--- {self.peers.own.name}, {steps} steps begun, now in {what or 'no step'}:")
+        if _TIMED_OUT in cause:  # show the user where this rank is
+            _, what = self._current_wait()
+            activity = what or "no step"
+            say(f"--- {self.peers.own.name}, {self.steps} steps begun, now in {activity}:")
             with contextlib.suppress(OSError):
                 faulthandler.dump_traceback(2)
         self._deadline = time.monotonic() + seconds
@@ -221,30 +262,32 @@ class Watch(threading.Thread):
         return self._agent == os.getppid() and LAUNCHER not in os.environ
 
     def _grace(self, seconds: float) -> float:
-        """How long to wait for torchrun to end this rank; by hand, there is nobody to wait for."""
+        """Return how long to wait for torchrun to end this rank; without torchrun it is 0."""
         return seconds if self._has_torchrun else 0.0
 
     def run(self) -> None:
-        with processes.or_exit(self._last_words, self.before_end):
+        """Watch until `stop`; the thread runs this."""
+        with processes.or_exit(self._last_message, self.before_end):
             while not self._stops:
                 poll = select.poll()
                 fds = [peer.pidfd for peer in self.peers.local if peer.gone_at is None]
                 for fd in (*fds, self._wake_read, SIGNALS.read_end):
                     if fd is not None and fd >= 0:
                         poll.register(fd, select.POLLIN)
-                left = min(TICK_S, self._deadline - time.monotonic())
-                if self._wake_read in dict(poll.poll(max(0.0, left) * 1000)):
+                remaining = min(TICK_S, self._deadline - time.monotonic())
+                if self._wake_read in dict(poll.poll(max(0.0, remaining) * 1000)):
                     os.read(self._wake_read, 64)
                 self._look()
 
     def _look(self) -> None:
-        """One round: what came, who is gone, what takes too long."""
+        """Check once for ended ranks, claimed causes, signals, and waits that take too long."""
         self._set_kill_timer()
         self.peers.note_ends()
         if self.rendezvous.cause is not None:
             self._follow(*self.rendezvous.cause)
         now = time.monotonic()
-        self.peers.note_stops(min(now - self._looked_at, TICK_S))  # more: it was stopped itself
+        # A round that took longer than a tick means that this process was stopped itself.
+        self.peers.note_stops(min(now - self._looked_at, TICK_S))
         self._looked_at = now
         if not self._is_known.is_set() and (cause := next(self._causes(now), "")):
             self._report(cause)
@@ -259,9 +302,9 @@ class Watch(threading.Thread):
             self._end()
 
     def _causes(self, now: float) -> Iterator[str]:
-        """What this rank sees that ends the job, the most telling first."""
+        """Yield the causes to end the job that this rank observes, the most specific one first."""
         if self._agent not in (0, os.getppid()):
-            if SIGNALS.stop_since is not None:  # a second signal ended it
+            if SIGNALS.stop_since is not None:  # a second signal ended the launcher
                 self._exit(1)
             name = "llama --ranks" if LAUNCHER in os.environ else "torchrun"
             agent = f"{name} (process {self._agent}) on {self.peers.own.host}"
@@ -280,35 +323,42 @@ class Watch(threading.Thread):
             yield f"the requests did not finish within {SIGNALS.drain_s:g} s: they were ended"
 
     def _describe_end(self, peer: PeerInfo, gone_at: float) -> Iterator[str]:
-        """A process of this machine is gone, and has not said why: nothing, until that is sure."""
+        """Yield the cause if a process of this machine has ended without claiming one.
+
+        Nothing is yielded until that is certain.
+        """
         status = processes.wait_status(peer.pid, peer.pidfd or 0)
         if processes.was_terminated(status) or (status == 0 and SIGNALS.is_server):
-            is_sure = time.monotonic() - gone_at > GRACE_S  # or SIGTERM is about to end this one
+            # SIGTERM may be about to end this process, too.
+            is_certain = time.monotonic() - gone_at > GRACE_S
         else:
-            is_sure = processes.was_killed(status) or self.rendezvous.has_read_since(gone_at)
-        if is_sure:
+            is_certain = processes.was_killed(status) or self.rendezvous.has_read_since(gone_at)
+        if is_certain:
             cause = f"{peer.name} {processes.describe_end(status)}"
-            yield cause + ", before all ranks had met" * self._is_meeting
+            yield f"{cause}, before all ranks had met" if self._is_meeting else cause
 
     def _never_comes(self, now: float) -> Iterator[str]:
-        """A rank of this torchrun that has not come, and whose process is gone. Had it failed,
-        torchrun would end this one, too: nothing, until that is sure."""
-        own, started = self.peers.own, processes.ranks_started_by(self._agent)
+        """Yield the cause if a rank of this torchrun has ended before it arrived.
+
+        If it had failed, torchrun would end this rank, too. Nothing is yielded until it is certain.
+        """
+        own = self.peers.own
+        started = processes.ranks_started_by(self._agent)
         first = own.rank - int(os.environ.get("LOCAL_RANK", "0"))
         size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         absent = set(range(first, first + size)) - started - self.peers.all.keys()
         if not absent or own.rank not in started or len(started) == size:
-            self._all_there_at = now
-        elif now - self._all_there_at > GRACE_S:
+            self._complete_at = now
+        elif now - self._complete_at > GRACE_S:
             name = f"rank {min(absent)} on {own.host}"
-            yield f"{name} ended before all ranks had met: it did not come"
+            yield f"{name} ended before all ranks had met: it did not arrive"
 
     def _set_kill_timer(self) -> None:
-        if self._kill_timer is not None and self._limit_s and not self._stops:
-            self._kill_timer.set(self._limit_s + LATER_S)
+        if self._kill_timer is not None and self._max_limit_s and not self._stops:
+            self._kill_timer.set(self._max_limit_s + LATER_S)
 
     def _signalled(self, number: int) -> None:
-        if self._is_known.is_set():  # torchrun has seen who failed first
+        if self._is_known.is_set():  # torchrun has noticed which rank failed first
             self._deadline = time.monotonic()
             return
         order = SIGNALS.note()
@@ -322,25 +372,34 @@ class Watch(threading.Thread):
             )
 
     def _overdue(self, now: float) -> Iterator[str]:
-        """Why a block that waits for other ranks takes too long."""
-        for what, since, limit_s in list(self._busy.values()):
+        """Yield the cause of each block that waits too long for other ranks."""
+        for wait in list(self._waits.values()):
             cause = find_left_early(self.peers, self.group)
-            if cause and now - since > _UNWIND_S:
+            overdue = wait.since + wait.limit_s
+            if cause and now - wait.since > _UNWIND_S:
                 yield cause
-            elif now - since > limit_s:
-                here = self.peers, self.group, rank_state(*self._current_wait())
-                if name := find_stalled_rank(*here, since + limit_s, self.rendezvous.read_at):
-                    yield f"{name}: the others waited {limit_s:g} s in {what} {_LIMIT_WORDS}"
+            elif now > overdue:
+                name = find_stalled_rank(
+                    self.peers, self.group, self._state(), overdue, self.rendezvous.read_at
+                )
+                if name:
+                    limit = f"{wait.limit_s:g} s in {wait.what} {_TIMED_OUT}"
+                    yield f"{name}: the others waited {limit}"
 
-    def _current_wait(self) -> tuple[int | None, str, int]:
-        """The thread that waits for others, in what ("": in nothing), and the steps begun."""
-        thread, (what, *_) = next(iter(list(self._busy.items())), (None, ("",)))
-        return thread, what, self.steps
+    def _state(self) -> dict[str, Any]:
+        thread, what = self._current_wait()
+        return rank_state(thread, what, self.steps)
+
+    def _current_wait(self) -> tuple[int | None, str]:
+        """Return a thread that waits for other ranks, and what it waits in, if there is one."""
+        for thread, wait in list(self._waits.items()):
+            return thread, wait.what
+        return None, ""
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """The script of this rank ends with an exception: print it, or nothing if all was said."""
+        """Report an exception that ends the script of this rank, unless a cause is reported."""
         if issubclass(kind, KeyboardInterrupt) and not self._is_known.is_set():
             if self.peers.is_first:
                 self._hook(kind, error, trace)
@@ -352,8 +411,10 @@ class Watch(threading.Thread):
             os.write(self._wake_write, b"\0")
 
     def _end(self) -> None:
-        """The end of this process; before it, where that is this rank's part, of the others. By
-        hand, rank 0 may hold the store: it stays for as long as they may read the cause there."""
+        """End this process, and before it the others of this machine if that is its task.
+
+        Without torchrun rank 0 may hold the store, so it waits until the others have read it.
+        """
         if self._kills_survivors:
             self.peers.outlive(_UNWIND_S)
             self.peers.kill()

@@ -33,7 +33,7 @@ from llama.ranks import one_shot as one_shot_module
 from llama.ranks import torch_private
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.errors import RankError
-from llama.ranks.one_shot import MOST_BYTES, OneShot
+from llama.ranks.one_shot import MAX_BYTES, OneShot
 from llama.ranks.shared_memory import _FIELD
 from llama.sampling_params import SamplingParams
 
@@ -217,9 +217,9 @@ def one_shot_sums(folder: str) -> list:
 
     taken = []
     for body in (reduce, wrong, unlike):
-        tried = OneShot(torch.empty(MOST_BYTES, dtype=torch.uint8), body)
+        tried = OneShot(torch.empty(MAX_BYTES, dtype=torch.uint8), body)
         taken.append(tried.self_test(group, control))
-    one_shot = OneShot(torch.empty(MOST_BYTES, dtype=torch.uint8), reduce)
+    one_shot = OneShot(torch.empty(MAX_BYTES, dtype=torch.uint8), reduce)
     joined = [
         join_one_shot(group, control, (small, large), way)
         for small, large, way in (
@@ -227,12 +227,12 @@ def one_shot_sums(folder: str) -> list:
             (reduce, reduce, ""), (reduce, [None, reduce][RANK], ""), (reduce, wrong, ""),
         )
     ]  # fmt: skip
-    switched = OneShot(torch.empty(4 * MOST_BYTES, dtype=torch.uint8), wrong, reduce)
-    whole = torch.ones(MOST_BYTES)
+    switched = OneShot(torch.empty(4 * MAX_BYTES, dtype=torch.uint8), wrong, reduce)
+    whole = torch.ones(MAX_BYTES)
     switched.all_reduce(whole)
     x = torch.arange(8.0).view(2, 4) + RANK
     sizes = [
-        one_shot.supports(torch.empty(n)) for n in (0, 3, 4, MOST_BYTES // 4, MOST_BYTES // 4 + 4)
+        one_shot.supports(torch.empty(n)) for n in (0, 3, 4, MAX_BYTES // 4, MAX_BYTES // 4 + 4)
     ]
     sizes += [one_shot.supports(torch.empty(8, dtype=x)) for x in (torch.bfloat16, torch.float16)]
     one_shot.all_reduce(x)
@@ -265,7 +265,7 @@ def join_one_shot(group: Any, control: Any, sums: tuple, fails: str) -> int:
         mock.patch.object(one_shot_module, "_reaches_peers", lambda device: True),
     ):
         found = OneShot.join(group, control, torch.device("cpu"))
-        return 0 if found is None else found.most
+        return 0 if found is None else found.max_bytes
 
 
 def fails_in_a_rendezvous(group: Any, control: Any) -> str:

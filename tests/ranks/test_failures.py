@@ -28,7 +28,7 @@ pytestmark = pytest.mark.dist
 LIMIT_S = 60  # distinguishes a hang from a slow end
 SLACK_S = 5  # slack for a busy machine
 HOST = socket.gethostname()
-KILLED = "was killed by SIGKILL (if nobody sent it, memory ran out: `dmesg` knows)"
+KILLED = "was killed by SIGKILL (if nobody sent it, memory ran out: check `dmesg`)"
 STALLED = ": the others waited 2 s in "
 LIMIT = " (the limit is timeout_s)"
 
@@ -49,13 +49,13 @@ CASES = {
     "stop": (2, "SIGSTOP", 1, "decode", 2, "is stopped (by SIGSTOP or a debugger)" + STALLED),
     "stop-4": (4, "SIGSTOP", 0, "prefill", 2, "is stopped (by SIGSTOP or a debugger)" + STALLED),
     "stop-idle": (2, "SIGSTOP", 1, "idle", 60, "was stopped (by SIGSTOP or Ctrl-Z) for 3 s"),
-    "sleep": (2, "sleep", 1, "decode", 2, "is in the step, but does not come to what the others "),
+    "sleep": (2, "sleep", 1, "decode", 2, "is in the step, but does not reach the collective that"),
     "elsewhere": (2, "sleep", 1, "script", 2, "is not in a step, but runs other code" + STALLED),
     "kill-groups": (2, "SIGKILL", 1, "groups", 60, KILLED),
     "stop-groups": (2, "SIGSTOP", 1, "groups", 2, "is stopped (by SIGSTOP or a debugger)"),
 }  # fmt: skip
 MEETINGS = {  # name: as above; the message of one of the ranks that wait for another
-    "never": (3, "SIGKILL", 1, "never", 2, "of 3 did not come to 127.0.0.1:"),
+    "never": (3, "SIGKILL", 1, "never", 2, "of 3 did not arrive at 127.0.0.1:"),
     "never-0": (2, "SIGKILL", 0, "never", 2, ""),  # it would have made the store
     "came": (4, "SIGKILL", 1, "came", 6, KILLED + ", before all ranks had met"),
 }
@@ -198,11 +198,11 @@ def test_a_stall_on_another_machine_is_named():
     The message is what a rank there last reported in torch's store, if that is newer than the
     stall.
     """
-    own = {"what": "a step", "waits": True, "steps": 4}
+    own = {"activity": "a step", "in_collective": True, "steps": 4}
     for change, told in (
-        ({"waits": False}, "rank 1 on b is in the step, but does not come to"),
+        ({"in_collective": False}, "rank 1 on b is in the step, but does not reach"),
         ({"steps": 3}, "rank 1 on b is behind the others, in step 3 of 4"),
-        ({"what": ""}, "rank 1 on b is not in a step"),
+        ({"activity": ""}, "rank 1 on b is not in a step"),
     ):
         peers = Peers(0)
         peers.all[1] = PeerInfo(1, "b", 1, "b", 2, heard=10.0, state={**own, **change})
@@ -219,7 +219,7 @@ def test_a_rank_that_is_stopped_alone_on_its_machine_is_killed_there(ended):
     the limit is the step's 2 seconds and 4 more.
     """
     assert ended["apart"]["statuses"] == [1, -signal.SIGKILL], ended["apart"]["said"]
-    assert "rank 1) was not heard of for 3 s" in ended["apart"]["said"]
+    assert "rank 1) did not respond for 3 s" in ended["apart"]["said"]
     assert ended["apart"]["said"].count("error: ") == 1
 
 
@@ -324,7 +324,7 @@ def test_torchrun_and_its_ranks_end_together(folder, tmp_path):
     assert f"torchrun (process {launches['agent'].pid}) on {HOST}" in said["agent"]
     assert said["agent"].count("error: ") == 1 and "Traceback" not in said["agent"]
     assert launches["leaves"].returncode == 1
-    missing = f"NotMetError: rank 1 on {HOST} ended before all ranks had met: it did not come"
+    missing = f"NotMetError: rank 1 on {HOST} ended before all ranks had met: it did not arrive"
     assert said["leaves"].count(missing) == 1, said["leaves"]
     assert launches["SIGKILL"].returncode == 1
     assert said["SIGKILL"].count(f"error: rank 1 on {HOST} {KILLED}") == 1

@@ -74,7 +74,7 @@ def test_every_query_head_is_held_once_and_with_its_key_value_head(n_kv_heads, s
 def test_what_cannot_be_divided_is_refused():
     with pytest.raises(ValueError, match="3 units cannot be divided among 4 parts"):
         Placement(size=4).span(3)
-    with pytest.raises(ValueError, match="a dimension of 48 cannot be divided in units of 32"):
+    with pytest.raises(ValueError, match="a dimension of 48 cannot be divided in steps of 32"):
         Placement(size=2).span(48, 32)
     with pytest.raises(ValueError, match=r"shares=\(1, 0\) must be 2 positive numbers"):
         Placement(size=2, shares=(1, 0))

@@ -86,11 +86,11 @@ def test_a_rank_is_whole_when_others_are_told_of_it():
 def test_ranks_hear_where_the_others_are_and_why_one_ends_until_they_leave():
     store = DictStore()
     with ranks_of(store, ["a", "a", "b"]) as (zero, one, two):
-        zero.own_state = lambda: {"what": "a step", "waits": True, "steps": 3}
+        zero.own_state = lambda: {"activity": "a step", "in_collective": True, "steps": 3}
         for each in (zero, one, two):
             each.start()
         wait_until(lambda: two.has_met.is_set() and two.peers.all[0].state)
-        assert two.peers.all[0].state == {"what": "a step", "waits": True, "steps": 3}
+        assert two.peers.all[0].state == {"activity": "a step", "in_collective": True, "steps": 3}
         assert one.claim("rank 1 on a failed", 3.0) and not two.claim("another cause", 1.0)
         wait_until(lambda: two.cause)
         assert two.cause == ("rank 1 on a failed", 3.0)
@@ -120,7 +120,7 @@ def test_what_is_silent_is_named():
         time.sleep(1.5)
         assert not found[0].failure(), "rank 0 did not look itself: it may have been stopped"
         wait_until(found[0].failure)
-        assert found[0].failure().startswith("b (rank 1, 2) was not heard of for 1 s: ")
+        assert found[0].failure().startswith("b (rank 1, 2) did not respond for 1 s: ")
         store.delay_s = 2.0
         wait_until(lambda: "torch's store at store:1 does not answer" in found[0].failure())
     with ranks_of(DictStore(), ["a", "b"], limit_s=0.3) as (zero, one):
@@ -128,7 +128,7 @@ def test_what_is_silent_is_named():
         one._thread = threading.Thread()  # it never comes
         one._thread.start()
         wait_until(zero.failure)
-        assert zero.failure().startswith("rank 1 of 2 did not come to store:1 within 0.3 s; ")
+        assert zero.failure().startswith("rank 1 of 2 did not arrive at store:1 within 0.3 s; ")
 
 
 def test_the_first_claim_does_not_wait_for_a_store_whose_rank_is_stopped(monkeypatch):

@@ -86,7 +86,7 @@ def test_a_rank_that_does_not_come_is_named_when_the_limit_ends(start):
     with start(4, "absent", [1, 3], "sum", 0.5) as ranks:
         for rank in (0, 2):
             assert ranks.result(rank).startswith(
-                "RankError: ranks 11, 13 did not come to all-reduce within 0.5 s (timed out)"
+                "RankError: ranks 11, 13 did not reach all-reduce within 0.5 s (timed out)"
             )
 
 

@@ -102,7 +102,7 @@ def test_left_over_variables_of_torchrun_are_named(monkeypatch, capfd):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_PORT", "1")
-    told = "WORLD_SIZE=2 needs RANK, MASTER_ADDR beside it: launch with torchrun, or unset"
+    told = "WORLD_SIZE=2 also needs RANK, MASTER_ADDR: launch with torchrun, or unset"
     assert main(["complete", "--prompt", "a", "--device", "cpu"]) == 1
     assert capfd.readouterr().err.startswith(f"error: {told}")
     assert main(["doctor", "--device", "cpu"]) == 1
