@@ -29,7 +29,7 @@ gc.disable()  # until collection has ended, see below
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help = "every engine guesses tokens ahead, some of them wrong: -n 0 tests/test_generation.py"
+    help = "every engine uses drafts, some of them wrong: -n 0 tests/test_generation.py"
     parser.addoption("--guess", action="store_true", help=help)
 
 

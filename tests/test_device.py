@@ -310,7 +310,7 @@ def test_the_dtype_follows_the_gpu_that_is_used(cuda, monkeypatch, capability, d
     [
         ("cuda:nccl", "cuda:1", True),
         ("cpu:gloo,cuda:nccl", "cpu", True),
-        ("cpu:gloo,cuda:gloo", "cuda:0", True),  # for tests of two ranks on one GPU
+        ("cpu:gloo,cuda:gloo", "cuda:0", True),  # tests run two ranks on one GPU in this way
         ("cuda:nccl", "cpu", False),
         ("cpu:gloo", "cuda:0", False),
     ],

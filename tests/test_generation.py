@@ -155,7 +155,7 @@ def test_prompts_of_mixed_lengths_are_prefilled_whole(checkpoint_dir):
 @pytest.mark.parametrize("size", [3, 5, 8])
 def test_a_model_parallel_size_must_divide_the_model(size, checkpoint_dir):
     params = find(checkpoint_dir[0]).params
-    for fits in (1, 2, 4):  # with 2 kv heads, 4 ranks hold each of them twice
+    for fits in (1, 2, 4):  # 4 ranks hold each of 2 kv heads twice
         params.check_ranks(fits)
     with pytest.raises(ValueError, match=f"model_parallel_size={size} does not divide n_heads=4"):
         params.check_ranks(size)

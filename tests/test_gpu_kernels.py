@@ -269,7 +269,7 @@ def test_graphs_are_tried_with_the_kernels_that_are_in_use(gpu, monkeypatch):
     assert jobs[-1].names == ("graph",)
     assert set(jobs[-1].in_use) == ALL - {"linear"}
     monkeypatch.setattr("llama.gpu.selection.CudaRecorder", None)
-    assert recorder_for(model_with(ALL, Rank())) is None  # of a model whose graphs did not pass
+    assert recorder_for(model_with(ALL, Rank())) is None  # the graphs of this model did not pass
 
 
 def test_graphs_that_fail_are_dropped_on_every_rank_with_one_warning(gpu, monkeypatch):

@@ -101,7 +101,7 @@ def test_build_says_what_fits(checkpoint_dir, capsys):
 
 
 def test_what_does_not_fit_the_memory_is_refused(checkpoint_dir, monkeypatch):
-    """What does not fit the memory is refused before any allocation, with what would fit."""
+    """A size that exceeds the memory is refused before any allocation; the error says what fits."""
     folder = str(checkpoint_dir[0])
     monkeypatch.setattr("llama.loading.free_bytes", lambda device: 14 << 20)
     assert Llama.build(folder, None, 512, 64, device="cpu", dtype="fp32").generate([[256]], 3)[0]

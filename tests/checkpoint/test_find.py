@@ -1,4 +1,4 @@
-"""Which files of a folder are the model, and the errors for a folder without one."""
+"""The files of a folder that are the model, and the errors for a folder without one."""
 
 import json
 import os

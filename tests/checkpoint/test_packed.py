@@ -98,7 +98,7 @@ def test_the_mapped_weights_are_those_that_are_packed_at_load(params, quantize, 
     numbers = expected.state_dict()
     assert model.state_dict().keys() == numbers.keys()
     assert load_file(found.shards[0]).keys() == packed.attach(found, model).keys()
-    for rank, size in ((1, 2), (2, 4)):  # of four ranks, two have the same keys and values
+    for rank, size in ((1, 2), (2, 4)):  # two of four ranks have the same keys and values
         part = model_of(found, packed.attach, rank, size)
         for name, share in part.state_dict().items():
             dim, held = shares.share(part.params, name, Placement(rank=rank, size=size))

@@ -44,7 +44,7 @@ class Ranks:
         )
         self.core, self.messages = engine(**settings), messages
         self.follower = engine(**settings)
-        # of the follower: the tokens of each sequence that advanced
+        # for the follower: the tokens of each sequence that advanced
         self.steps: list[list[int]] = []
         self.leader = Leader(self.core, here)
         self.following = Follower(self.follower, there)

@@ -317,7 +317,7 @@ def test_what_can_never_run_is_refused():
 
 
 def test_a_step_is_started_before_the_last_one_is_read():
-    """With async scheduling, a step starts before the last one is read.
+    """Async scheduling starts a step before the last one is read.
 
     The runner has two steps in flight, whatever the sequences ask for: it is the runner that waits
     where a row's sampling needs the previous token.

@@ -1,1 +1,1 @@
-"""What tests share: oracles, random checkpoints, prompts, and starting real processes."""
+"""Helpers that tests share: oracles, random checkpoints, prompts, and starting real processes."""

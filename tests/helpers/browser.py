@@ -1,4 +1,4 @@
-"""What a person does on the server's page, for tests that drive a browser through playwright."""
+"""Actions of a person on the server's page, for tests that drive a browser by playwright."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Which variants of the CPU kernels can be compiled and run here, and the same for the GPU kernels.
+"""The variants of the CPU kernels that can be compiled and run here, and the GPU kernels.
 
 The GPU kernels run in Triton's interpreter.
 """

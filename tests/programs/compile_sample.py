@@ -33,7 +33,7 @@ SIZES: dict = {
     "CHUNK": sample._CHUNK,
 }
 ONE_BLOCK = SIZES | {"N": 16, "CHUNK": 1024}  # Triton turns an argument that is 1 into a constant
-KERNELS = [  # as `choose` launches them for a vocabulary of 128,256, and for a tiny one
+KERNELS = [  # the launches of `choose` for a vocabulary of 128,256, and for a tiny one
     (kernel, sizes, warps)
     for sizes in (SIZES, ONE_BLOCK | {"n": 1})
     for kernel, warps in (

@@ -28,7 +28,7 @@ from triton.runtime.cache import get_cache_manager
 from llama.ops.triton import attention, elementwise, linear
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-_TYPES = {  # of arguments, by name
+_TYPES = {  # argument types, by name
     **dict.fromkeys(
         ("queries", "kv_cache", "out", "x", "delta", "weight", "total", "qkv"), "*bf16"
     ),
@@ -50,7 +50,7 @@ class Job(NamedTuple):
     constants: dict[str, Any]
     warps: int = 4
     stages: int = 2
-    types: Mapping[str, str] = MappingProxyType({})  # of arguments, overriding _TYPES
+    types: Mapping[str, str] = MappingProxyType({})  # argument types that override _TYPES
 
 
 def jobs(capability: int, *, every: bool) -> list[Job]:

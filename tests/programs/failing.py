@@ -60,7 +60,7 @@ def fail(fault: str, mark: Path) -> None:
             time.sleep(5.0)
             os.killpg(ranks, signal.SIGCONT)
             os._exit(0)
-    if fault.startswith("stop"):  # as torchrun passes a signal on: to all ranks
+    if fault.startswith("stop"):  # a signal to all ranks, as torchrun passes it on
         os.killpg(0, signal.SIGTERM)
     if fault == "stop twice":
         time.sleep(0.7)
@@ -191,7 +191,7 @@ def run_ranks(case: dict[str, Any], folder: str, mark: Path) -> tuple[dict[int, 
         if not (pid := os.fork()):
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             work(case, folder, mark)
-            sys.exit()  # as a script does, with its exit handlers
+            sys.exit()  # exits like a script, with its exit handlers
         pids.append(pid)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     statuses: dict[int, int] = {}

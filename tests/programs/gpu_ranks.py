@@ -17,7 +17,7 @@ from llama import Llama
 PROMPTS = [[256, 65, 66, 67], [256, 72], [256, *range(97, 117)]]
 
 if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # as set by a scheduler that gives each task one GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # set so by a scheduler that gives each task one GPU
     dist.init_process_group("gloo")
     llama = Llama.build(sys.argv[1], None, 128, 4, device="cuda", dtype="fp32")
     ids = llama.generate(PROMPTS, 12, 0.0)[0]

@@ -27,7 +27,7 @@ from llama.ranks.shared_memory import SharedMemory
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [0, 1, 2, 3, 31, 63, 65, 511, 513, 2048, 16411, 131073, 300001]
-NAMES = [10, 11, 12, 13]  # of ranks in a larger world
+NAMES = [10, 11, 12, 13]  # ranks in a larger world
 
 
 class Rank:

@@ -121,7 +121,7 @@ def test_a_rank_that_fails_ends_the_job_with_one_message(name, ended):
     assert -signal.SIGABRT not in statuses
     assert said.count("error: ") == 1, said
     assert f"rank {rank} on {HOST} {cause}" in said
-    if name != "no-memory":  # which may leave no memory for the message
+    if name != "no-memory":  # a lack of memory may suppress the message
         assert said.count("Traceback") == (fault in ("exception", "memory") or name == "exit"), said
     if name in ("stop-idle", "no-memory"):
         assert ended[name]["seconds"] < 5 + SLACK_S

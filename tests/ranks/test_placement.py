@@ -1,4 +1,4 @@
-"""What a rank holds: ranges of heads, columns, rows and layers, equal and uneven.
+"""The parts that a rank holds: ranges of heads, columns, rows and layers, equal and uneven.
 
 The expected ranges of equal ranks are computed by the plain formulas of Megatron-LM.
 """

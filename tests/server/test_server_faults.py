@@ -27,7 +27,7 @@ FLAGS = ("--max_seq_len", "2048", "--dtype", "fp32", "--device", "cpu")
 LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True}
 LIMIT_S = 60.0  # generous: distinguishes a hang from a slow end
 SLACK_S = 5.0  # slack for a busy machine
-SOON = httpx.Timeout(LIMIT_S, read=0.5)  # for a client that does not wait for its answer
+SOON = httpx.Timeout(LIMIT_S, read=0.5)  # a client that does not wait for its answer
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.dist)])

@@ -22,7 +22,7 @@ from llama.server.errors import broken
 sys.path.insert(0, str(PROGRAMS))
 import server_load
 
-MOST_GROWTH_MB = 40.0  # for a process of 300 MB, whose allocator retains some freed memory
+MOST_GROWTH_MB = 40.0  # a process of 300 MB, whose allocator retains some freed memory
 
 
 @pytest.fixture(scope="module")

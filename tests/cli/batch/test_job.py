@@ -75,7 +75,7 @@ def undisturbed(shared_llama, tmp_path_factory) -> Path:
     """A folder with an input of 90 requests, `in`, and its results, `whole`."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "in").write_bytes(written(requests(90)))
-    torch.set_num_threads(1)  # as in the tests: a module's fixture comes before `single_thread`
+    torch.set_num_threads(1)  # matches the tests: a module's fixture runs before `single_thread`
     report = job(shared_llama, folder, "whole")
     assert report == BatchReport(written=90, failed=1)
     assert len(records(folder / "whole")) == 90

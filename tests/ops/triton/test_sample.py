@@ -113,7 +113,7 @@ def calls(monkeypatch) -> list[str]:
     ],
 )
 def test_where_all_tokens_are_likely_few_are_weighed(monkeypatch, calls, name, row, most):
-    """Where all tokens are likely, few are weighed.
+    """Few tokens are weighed where all are likely.
 
     There are 6 draws in three blocks and chunks; the mass that is kept of the racing tokens
     decides.
