@@ -196,7 +196,7 @@ def test_a_signal_ends_it_at_once_and_the_next_download_leaves_no_part(hub, file
     The library's threads would go on for hours, or leave gigabytes of partial files, which no other
     process resumes. After SIGKILL they remain until the file has been downloaded.
     """
-    hub.held = {"model.safetensors": 5_000_000}
+    hub.stalled = {"model.safetensors": 5_000_000}
     process = subprocess.Popen(
         [sys.executable, "-m", "llama", "download", NAME], env=environment(), stderr=subprocess.PIPE
     )
@@ -208,7 +208,7 @@ def test_a_signal_ends_it_at_once_and_the_next_download_leaves_no_part(hub, file
     is_killed = number == signal.SIGKILL
     assert process.returncode == (-9 if is_killed else 128 + number)
     assert any(parts.glob("*.incomplete")) == is_killed
-    hub.held = {}
+    hub.stalled = {}
     assert main(["download", NAME]) == 0 and not list(parts.glob("*.incomplete"))
     assert (model_folder(NAME) / "model.safetensors").read_bytes() == files["model.safetensors"]
 

@@ -17,7 +17,7 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-SAID: Any = [{"role": "user", "content": "x"}]
+TURNS: Any = [{"role": "user", "content": "x"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 # Sixty alternative objects that share no property name, so that no small grammar exists.
 BOMB = {
@@ -27,11 +27,11 @@ BOMB = {
         for k in range(60)
     ]
 }  # fmt: skip
-FORM = "structured_outputs"
+FIELD = "structured_outputs"
 
 
-def json_form(schema: Any) -> dict[str, Any]:
-    return {FORM: {"json": schema}}
+def json_case(schema: Any) -> dict[str, Any]:
+    return {FIELD: {"json": schema}}
 
 
 IN_COMPLETIONS: Faults = [
@@ -41,7 +41,7 @@ IN_COMPLETIONS: Faults = [
     ({"a" * 100_000: 1}, "a" * 500, "cannot be used"),
     ({f"x{i}": 1 for i in range(5000)}, "x0", "'x0', 'x1', 'x10'"),
     ({"suffix": "y"}, "suffix", "suffix must be ''"),
-    ({"messages": SAID}, "messages", "'messages'"),
+    ({"messages": TURNS}, "messages", "'messages'"),
     ({"tools": [], "tool_choice": "auto"}, "tool_choice", "'tool_choice', 'tools' cannot be"),
     ({"top_logprobs": 2}, "top_logprobs", "'top_logprobs' cannot be used"),
     ({"prompt_logprobs": 1}, "prompt_logprobs", "'prompt_logprobs' cannot be used"),
@@ -108,45 +108,45 @@ IN_COMPLETIONS: Faults = [
     ({"user": {}}, "user", "user must be a string"),
 ]  # fmt: skip
 
-OF_A_FORM: Faults = [
+OF_STRUCTURED_OUTPUTS: Faults = [
     ({"response_format": "json"}, "response_format", "response_format must have the type text"),
     ({"response_format": {"type": "xml"}}, "response_format", "'json_object' or 'json_schema'"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "an object with a schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format",
      "response_format.json_schema.schema=3 must be a JSON schema"),
-    ({FORM: 1}, FORM, "structured_outputs must be an object"),
-    ({FORM: {}}, FORM, "got none"),
-    ({FORM: {"regexp": "a"}}, FORM, "structured_outputs: 'regexp' cannot"),
-    ({FORM: {"regex": "a", "choice": ["b"]}}, FORM, "structured_outputs must have one of"),
-    ({FORM: {"regex": "a"}, "response_format": {"type": "text"}}, "response_format", "both given"),
-    ({FORM: {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "ignore_eos and min_tokens cannot"),
-    ({FORM: {"regex": "["}}, FORM, "regex parse error: unclosed character class"),
-    ({FORM: {"regex": "(?=a)b"}}, FORM, "look-around"),
-    ({FORM: {"regex": r"(a)\1"}}, FORM, "backreferences are not supported"),
-    ({FORM: {"regex": r"[^\s\S]"}}, FORM, "there is no text that it allows"),
-    ({FORM: {"regex": "(a{1000}){1000}"}}, FORM, "lexer error: too many"),
-    ({FORM: {"regex": "a" * 100_001}}, FORM, "1 to 100000 characters"),
-    ({FORM: {"regex": "\ud800"}}, FORM, "surrogates not allowed"),
-    ({FORM: {"choice": "yes"}}, FORM, "structured_outputs.choice must be a list"),
-    ({FORM: {"choice": []}}, FORM, "1 to 1024 entries"),
-    ({FORM: {"choice": ["a"] * 1025}}, FORM, "1 to 1024 entries"),
-    ({FORM: {"grammar": "start: other"}}, FORM, "unknown name"),
-    ({FORM: {"grammar": "start: ("}}, FORM, "structured_outputs.grammar cannot be used"),
-    ({FORM: {"grammar": 'start: "a" start'}}, FORM, "structured_outputs.grammar cannot be used"),
-    (json_form("{"), FORM, "structured_outputs.json is not JSON"),
-    (json_form(False), FORM, "the schema false allows no answer"),
-    (json_form({"type": "banana"}), FORM, "Invalid type: banana"),
-    (json_form({"not": {}}), FORM, "Unimplemented keys"),
-    (json_form({"enum": []}), FORM, "Unsatisfiable schema"),
-    (json_form({"type": "string", "pattern": "("}), FORM, "regex parse error: unclosed group"),
-    (json_form({"minimum": 5, "maximum": 1, "type": "integer"}), FORM, "greater than maximum"),
-    (json_form({"type": "array", "minItems": -1}), FORM, "'minItems'"),
-    (json_form({"$ref": "http://127.0.0.1/x"}), FORM, "does not fetch"),
-    (json_form({"$ref": "file:///etc/hostname"}), FORM, "does not fetch"),
-    (json_form({"$ref": "#/nowhere"}), FORM, "does not exist"),
-    (json_form({"$ref": "#"}), FORM, "there is no text that it allows"),
-    (json_form(nested(200)), FORM, "structured_outputs.json cannot be used"),
-    (json_form(BOMB), FORM, "structured_outputs.json"),
+    ({FIELD: 1}, FIELD, "structured_outputs must be an object"),
+    ({FIELD: {}}, FIELD, "got none"),
+    ({FIELD: {"regexp": "a"}}, FIELD, "structured_outputs: 'regexp' cannot"),
+    ({FIELD: {"regex": "a", "choice": ["b"]}}, FIELD, "structured_outputs must have one of"),
+    ({FIELD: {"regex": "a"}, "response_format": {"type": "text"}}, "response_format", "both given"),
+    ({FIELD: {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "ignore_eos and min_tokens cannot"),
+    ({FIELD: {"regex": "["}}, FIELD, "regex parse error: unclosed character class"),
+    ({FIELD: {"regex": "(?=a)b"}}, FIELD, "look-around"),
+    ({FIELD: {"regex": r"(a)\1"}}, FIELD, "backreferences are not supported"),
+    ({FIELD: {"regex": r"[^\s\S]"}}, FIELD, "there is no text that it allows"),
+    ({FIELD: {"regex": "(a{1000}){1000}"}}, FIELD, "lexer error: too many"),
+    ({FIELD: {"regex": "a" * 100_001}}, FIELD, "1 to 100000 characters"),
+    ({FIELD: {"regex": "\ud800"}}, FIELD, "surrogates not allowed"),
+    ({FIELD: {"choice": "yes"}}, FIELD, "structured_outputs.choice must be a list"),
+    ({FIELD: {"choice": []}}, FIELD, "1 to 1024 entries"),
+    ({FIELD: {"choice": ["a"] * 1025}}, FIELD, "1 to 1024 entries"),
+    ({FIELD: {"grammar": "start: other"}}, FIELD, "unknown name"),
+    ({FIELD: {"grammar": "start: ("}}, FIELD, "structured_outputs.grammar cannot be used"),
+    ({FIELD: {"grammar": 'start: "a" start'}}, FIELD, "structured_outputs.grammar cannot be used"),
+    (json_case("{"), FIELD, "structured_outputs.json is not JSON"),
+    (json_case(False), FIELD, "the schema false allows no answer"),
+    (json_case({"type": "banana"}), FIELD, "Invalid type: banana"),
+    (json_case({"not": {}}), FIELD, "Unimplemented keys"),
+    (json_case({"enum": []}), FIELD, "Unsatisfiable schema"),
+    (json_case({"type": "string", "pattern": "("}), FIELD, "regex parse error: unclosed group"),
+    (json_case({"minimum": 5, "maximum": 1, "type": "integer"}), FIELD, "greater than maximum"),
+    (json_case({"type": "array", "minItems": -1}), FIELD, "'minItems'"),
+    (json_case({"$ref": "http://127.0.0.1/x"}), FIELD, "does not fetch"),
+    (json_case({"$ref": "file:///etc/hostname"}), FIELD, "does not fetch"),
+    (json_case({"$ref": "#/nowhere"}), FIELD, "does not exist"),
+    (json_case({"$ref": "#"}), FIELD, "there is no text that it allows"),
+    (json_case(nested(200)), FIELD, "structured_outputs.json cannot be used"),
+    (json_case(BOMB), FIELD, "structured_outputs.json"),
 ]  # fmt: skip
 
 IN_A_CHAT: Faults = [
@@ -159,7 +159,7 @@ IN_A_CHAT: Faults = [
     ({"messages": [{"role": "king", "content": "x"}]}, "messages", "role must be one of 'system',"),
     ({"messages": [{"role": "\ud800", "content": "x"}]}, "messages", "role must be one of"),
     ({"messages": [{"content": "x"}]}, "messages", "role is needed"),
-    ({"messages": [*SAID, {"role": "user"}]}, "messages", "messages[1].content is needed"),
+    ({"messages": [*TURNS, {"role": "user"}]}, "messages", "messages[1].content is needed"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages", "messages[0].content must"),
     ({"messages": [{"role": "user", "content": "x", "audio": 1}]}, "messages", "['audio']"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -191,7 +191,7 @@ IN_A_CHAT: Faults = [
     ({"prediction": {"type": "content"}}, "prediction", "prediction.content is needed"),
     ({"continue_final_message": True}, "continue_final_message", "needs add_generation_prompt"),
     ({"add_generation_prompt": 0}, "add_generation_prompt", "must be true or false"),
-    (json_form({"$ref": "https://json-schema.org/x"}), FORM, "does not fetch"),
+    (json_case({"$ref": "https://json-schema.org/x"}), FIELD, "does not fetch"),
 ]  # fmt: skip
 
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
@@ -316,8 +316,8 @@ IN_MESSAGES: Faults = [
     (user({**BLOCK, "cache_control": 1}), None, "messages[0].content[0].cache_control"),
     (user({"type": "tool_result", "tool_use_id": "b"}), None, "messages[0].content[0].tool_use_id"),
     (user({"type": "tool_result"}), None, "tool_use_id is needed"),
-    ({"messages": [*SAID, USED]}, None, "messages[1]: the results of its tool_use"),
-    ({"messages": [*SAID, {"role": "assistant", "content": "x "}]}, None, "messages[1]: the begin"),
+    ({"messages": [*TURNS, USED]}, None, "messages[1]: the results of its tool_use"),
+    ({"messages": [*TURNS, {"role": "assistant", "content": "x "}]}, None, "messages[1]: the begin"),
     ({"system": 7}, None, "system must be"),
     ({"system": [{"type": "image"}]}, None, "system[0]"),
     ({"temperature": -1}, None, "temperature=-1"),
@@ -358,12 +358,12 @@ OF_A_TEXT: Faults = [
     ({}, "prompt", "prompt is needed"),
     ({"prompt": ["x"]}, "prompt", "got a list"),
     ({"prompt": "x", "Other": 7}, "Other", "'Other' cannot be used in /tokenize"),
-    ({"prompt": "x", "messages": SAID}, "prompt", "'prompt' cannot be used"),
+    ({"prompt": "x", "messages": TURNS}, "prompt", "'prompt' cannot be used"),
     ({"prompt": "x", "add_special_tokens": 1}, "add_special_tokens", "must be true or false"),
     ({"messages": []}, "messages", "messages must be a list of at least one"),
-    ({"messages": SAID, "continue_final_message": 1}, "continue_final_message", "true or false"),
-    ({"messages": SAID, "continue_final_message": True}, "continue_final_message", "add_gener"),
-    ({"messages": SAID, "tools": 7}, "tools", "tools must be a list"),
+    ({"messages": TURNS, "continue_final_message": 1}, "continue_final_message", "true or false"),
+    ({"messages": TURNS, "continue_final_message": True}, "continue_final_message", "add_gener"),
+    ({"messages": TURNS, "tools": 7}, "tools", "tools must be a list"),
 ]  # fmt: skip
 OF_IDS: Faults = [
     ({}, "tokens", "tokens is needed"),

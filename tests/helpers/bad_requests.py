@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from helpers.bad_bodies import (
     CALLED,
-    FORM,
+    FIELD,
     FUNCTION,
     IN_A_CHAT,
     IN_A_COUNT,
@@ -18,11 +18,11 @@ from helpers.bad_bodies import (
     IN_MESSAGES,
     IN_RESPONSES,
     INPUT,
-    OF_A_FORM,
     OF_A_TEXT,
     OF_IDS,
+    OF_STRUCTURED_OUTPUTS,
     OF_TOOLS,
-    SAID,
+    TURNS,
     USED,
     WEATHER,
     Faults,
@@ -42,7 +42,7 @@ class BadRequest(NamedTuple):
         body: JSON, or bytes that are sent unchanged.
         status: the expected status code.
         param: of the error object; None for Anthropic's errors, which have none.
-        words: text that the error message contains.
+        message: text that the error message contains.
         headers: additions to the key and the content type, or replacements for them.
         method: the HTTP method.
         has_tools: whether the model has a tool format.
@@ -52,7 +52,7 @@ class BadRequest(NamedTuple):
     body: Any
     status: int
     param: str | None
-    words: str
+    message: str
     headers: dict[str, str | bytes] = {}  # noqa: RUF012
     method: str = "POST"
     has_tools: bool = True
@@ -60,17 +60,19 @@ class BadRequest(NamedTuple):
     @property
     def name(self) -> str:
         body = self.body if isinstance(self.body, bytes) else repr(self.body)
-        return f"{self.method} {self.path[:40]} {body[:60]!r}: {self.words}"
+        return f"{self.method} {self.path[:40]} {body[:60]!r}: {self.message}"
 
 
 def rows(path: str, good: dict[str, Any], faults: Faults) -> list[BadRequest]:
     """Return a request for each fault, with the good fields beside the faulty ones."""
-    return [BadRequest(path, good | fields, 400, param, words) for fields, param, words in faults]
+    return [
+        BadRequest(path, good | fields, 400, param, message) for fields, param, message in faults
+    ]
 
 
 GATE = [
     BadRequest(TEXT, {"prompt": "x"}, 401, None, "give the server's key", {"Authorization": ""}),
-    BadRequest(CHAT, {"messages": SAID}, 401, None, "key", {"Authorization": "Bearer K"}),
+    BadRequest(CHAT, {"messages": TURNS}, 401, None, "key", {"Authorization": "Bearer K"}),
     BadRequest(RESPONSES, {"input": "x"}, 401, None, "key", {"Authorization": "Basic k"}),
     BadRequest(TOKENIZE, {"prompt": "x"}, 401, None, "key", {"Authorization": "Bearer kk"}),
     BadRequest(MESSAGES, {}, 401, None, "key", {"Authorization": b"Bearer \xff\xe9"}),
@@ -90,7 +92,7 @@ GATE = [
     BadRequest(TEXT, {"prompt": "x"}, 400, None, "Content-Type", {"Content-Type": "text/plain"}),
     BadRequest(CHAT, b"x=1", 400, None, "Content-Type",
                {"Content-Type": "application/x-www-form-urlencoded"}),
-    BadRequest(MESSAGES, {"messages": SAID}, 400, None, "Content-Type", {"Content-Type": ""}),
+    BadRequest(MESSAGES, {"messages": TURNS}, 400, None, "Content-Type", {"Content-Type": ""}),
     BadRequest(TEXT, b"a" * (8 * 2**20 + 1), 413, None, "more than 8388608 bytes"),
     BadRequest(TEXT, b"[" * 100_001, 413, None, "more than 100000 times '['"),
     BadRequest(MESSAGES, b"{" * 100_001, 413, None, "more than 100000 times '{'"),
@@ -109,7 +111,7 @@ GATE = [
     BadRequest(DETOKENIZE, b'{"tokens": [' + b"9" * 4000 + b"]}", 400, "tokens", "tokens[0]=999"),
     BadRequest(TEXT, b'{"prompt": "x", "temperature": 1e999}', 400, "temperature", "=inf must"),
     BadRequest(TEXT, b'{"prompt": "x", "structured_outputs": {"json": {"const": -1e999}}}', 400,
-               FORM, "structured_outputs.json is not JSON"),
+               FIELD, "structured_outputs.json is not JSON"),
     BadRequest(CHAT, b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": '
                b'"function", "function": {"name": "f", "parameters": {"default": 1e999}}}]}', 400,
                "tools", "a number is too large"),
@@ -130,22 +132,22 @@ WITHOUT_TOOLS: list[tuple[str, str, dict[str, Any], str | None, str]] = [
     (COUNT, "messages", {"tools": [INPUT]}, None, "tools cannot be used"),
     (TOKENIZE, "messages", {"tools": [WEATHER]}, "tools", "cannot be used with this model"),
     (RESPONSES, "input", {"input": [CALLED]}, "input", "input[0]: tool_calls cannot be used"),
-    (MESSAGES, "messages", {"messages": [*SAID, USED, *SAID], "max_tokens": 1}, None,
+    (MESSAGES, "messages", {"messages": [*TURNS, USED, *TURNS], "max_tokens": 1}, None,
      "messages[1]: tool_calls cannot be used"),
 ]  # fmt: skip
 OF_A_MODEL_WITHOUT_TOOLS = [
-    BadRequest(path, {field: SAID, **fields}, 400, param, words, has_tools=False)
-    for path, field, fields, param, words in WITHOUT_TOOLS
+    BadRequest(path, {field: TURNS, **fields}, 400, param, message, has_tools=False)
+    for path, field, fields, param, message in WITHOUT_TOOLS
 ]
 
 BAD_REQUESTS = [
     *GATE,
-    *rows(TEXT, {"prompt": "x", "max_tokens": 2}, IN_COMPLETIONS + OF_A_FORM),
-    *rows(CHAT, {"messages": SAID, "max_tokens": 2}, IN_A_CHAT),
-    *rows(CHAT, {"messages": SAID, "max_tokens": 2, "tools": [WEATHER]}, OF_TOOLS),
+    *rows(TEXT, {"prompt": "x", "max_tokens": 2}, IN_COMPLETIONS + OF_STRUCTURED_OUTPUTS),
+    *rows(CHAT, {"messages": TURNS, "max_tokens": 2}, IN_A_CHAT),
+    *rows(CHAT, {"messages": TURNS, "max_tokens": 2, "tools": [WEATHER]}, OF_TOOLS),
     *rows(RESPONSES, {"input": "x", "max_output_tokens": 5}, IN_RESPONSES),
-    *rows(MESSAGES, {"messages": SAID, "max_tokens": 5}, IN_MESSAGES),
-    *rows(COUNT, {"messages": SAID}, IN_A_COUNT),
+    *rows(MESSAGES, {"messages": TURNS, "max_tokens": 5}, IN_MESSAGES),
+    *rows(COUNT, {"messages": TURNS}, IN_A_COUNT),
     *rows(TOKENIZE, {}, OF_A_TEXT),
     *rows(DETOKENIZE, {}, OF_IDS),
     *TOO_LONG,

@@ -33,6 +33,6 @@ def in_8_bits(kv_cache: Tensor) -> Tensor:
     *sizes, p, s, k, d = kv_cache.shape
     width, dtype = FORMATS["int8"].row(d, kv_cache.dtype)
     packed = torch.zeros(*sizes, p, s, k, width, dtype=dtype)
-    for plane, numbers in zip(packed.flatten(0, -5), kv_cache.flatten(0, -5), strict=True):
-        FORMATS["int8"].store(plane, torch.arange(p * s), numbers.flatten(0, 1))
+    for plane, elements in zip(packed.flatten(0, -5), kv_cache.flatten(0, -5), strict=True):
+        FORMATS["int8"].store(plane, torch.arange(p * s), elements.flatten(0, 1))
     return packed

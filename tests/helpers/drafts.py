@@ -90,8 +90,8 @@ def answers(llama: Llama, requests: list[Request]) -> list[tuple]:
         llama.engine.scheduler.check()
         last[output.index] = output
         for answer in output.outputs:
-            place = output.index, answer.index
-            joined[place] = joined.get(place, "") + answer.new_text
+            answer_key = output.index, answer.index
+            joined[answer_key] = joined.get(answer_key, "") + answer.new_text
     seen: list[tuple] = []
     for index, output in sorted(last.items()):
         seen.append((output.error, output.usage, output.prompt_logprobs))

@@ -28,7 +28,7 @@ PARAMS = {
 }  # fmt: skip
 
 
-class _Guesses(Drafter):
+class _RepeatingDrafter(Drafter):
     """A drafter that repeats earlier text and appends a wrong token."""
 
     def _begin(self, seq: Sequence) -> Guess:
@@ -40,7 +40,7 @@ class _Guesses(Drafter):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _guess(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]]:
+def _drafts_everywhere(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]]:
     """With --guess, use drafts in every engine of this process; yield the engines that did.
 
     A program in another process is not affected.
@@ -53,7 +53,7 @@ def _guess(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]]:
             def init(core: EngineCore, runners: Any, scheduler: Any) -> None:
                 made(core, runners, scheduler)
                 if not core.runner.async_scheduling:
-                    core.drafter = _Guesses(7, ModelParallel(), [])
+                    core.drafter = _RepeatingDrafter(7, ModelParallel(), [])
                 cores.append(core)
 
             patched.setattr(EngineCore, "__init__", init)

@@ -11,7 +11,7 @@ N, K = 64, 512
 _draw = torch.Generator().manual_seed(0)
 
 
-def _numbers(*shape: int) -> Tensor:
+def _values(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=_draw)
 
 
@@ -19,19 +19,19 @@ def _codes(count: int) -> Tensor:
     return torch.randint(count, (N, K), dtype=torch.uint8, generator=_draw)
 
 
-def _in_units(groups: int) -> Tensor:
+def _k_scales(groups: int) -> Tensor:
     """Return scales as the k-quants store them: six bits each, and a float16 for eight groups."""
     counts = torch.randint(1, 64, (N, groups // 8, 8), generator=_draw)
-    return (counts * _numbers(N, groups // 8, 1).half().float()).flatten(1)
+    return (counts * _values(N, groups // 8, 1).half().float()).flatten(1)
 
 
-_PLAIN = _numbers(N, K).bfloat16()
+_PLAIN = _values(N, K).bfloat16()
 FILES = {
     "a byte": BytesWeight.rounded(_PLAIN),
     "e4m3": Fp8Weight.rounded(_PLAIN),
     "four bits": NibblesWeight.rounded(_PLAIN),
-    "Q4_K": Coded(_codes(16), torch.arange(16.0), _in_units(K // 32), -_in_units(K // 32)),
-    "Q6_K": Coded(_codes(64), torch.arange(-32.0, 32), _in_units(K // 16)),
-    "groups of 128": Coded(_codes(16), torch.arange(-8.0, 8), _numbers(N, K // 128)),
-    "blocks of e4m3": Coded(_codes(127), Fp8Weight.rounded(_PLAIN).table, _numbers(N, K // 128)),
+    "Q4_K": Coded(_codes(16), torch.arange(16.0), _k_scales(K // 32), -_k_scales(K // 32)),
+    "Q6_K": Coded(_codes(64), torch.arange(-32.0, 32), _k_scales(K // 16)),
+    "groups of 128": Coded(_codes(16), torch.arange(-8.0, 8), _values(N, K // 128)),
+    "blocks of e4m3": Coded(_codes(127), Fp8Weight.rounded(_PLAIN).table, _values(N, K // 128)),
 }

@@ -23,7 +23,7 @@ class Hub:
     # file -> bytes sent before the connection is closed
     cut: dict[str, int] = field(default_factory=dict)
     # file -> bytes sent before the connection stalls
-    held: dict[str, int] = field(default_factory=dict)
+    stalled: dict[str, int] = field(default_factory=dict)
     ended: threading.Event = field(default_factory=threading.Event)
     # file and the offset of the first byte sent
     sent: list[tuple[str, int]] = field(default_factory=list)
@@ -66,10 +66,10 @@ class _Handler(BaseHTTPRequestHandler):
         cut = None
         if self.command == "GET":
             self.hub.sent.append((name, first))
-            cut = self.hub.cut.pop(name, self.hub.held.get(name))
+            cut = self.hub.cut.pop(name, self.hub.stalled.get(name))
             headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
         self._answer(data[first:], 206 if first else 200, cut, headers)
-        if cut is not None and name in self.hub.held:
+        if cut is not None and name in self.hub.stalled:
             self.hub.ended.wait(60)
 
     def _answer(

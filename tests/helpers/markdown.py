@@ -142,18 +142,16 @@ def commonmark(text: str) -> list[Any]:
     parser = MarkdownIt("commonmark", options).enable(["table", "strikethrough"])
     tree = _Tree()
     tree.feed(parser.render(f"{text}\n"))
-    return in_one_form(tree.open[0])
+    return normalized(tree.open[0])
 
 
-def in_one_form(nodes: list[Any], parent: str = "") -> list[Any]:
+def normalized(nodes: list[Any], parent: str = "") -> list[Any]:
     """Normalize a tree: join adjacent texts, and drop space between blocks and after breaks."""
     found: list[Any] = []
     for node in nodes:
         if not isinstance(node, str):
             tag, attributes, children = node
-            found.append(
-                [tag, attributes, in_one_form(children, "pre" if parent == "pre" else tag)]
-            )
+            found.append([tag, attributes, normalized(children, "pre" if parent == "pre" else tag)])
         elif found and isinstance(found[-1], str):
             found[-1] += node
         elif parent == "pre" or (parent not in _BLOCKS or node.strip()):

@@ -54,15 +54,17 @@ def commands(block: str) -> Iterator[list[str]]:
     assignments.
     """
     block = re.sub(r"<<'(\w+)'\n.*?\n\1$", "", block, flags=re.DOTALL | re.MULTILINE)
-    words: list[str] = []
+    arguments: list[str] = []
     for match in _TOKEN.finditer(block.replace("\\\n", " ") + "\n"):
         if match["word"]:
-            words += shlex.split(match["word"])
-        elif match["end"] and words:
-            yield _without_variables(words)
-            words = []
+            arguments += shlex.split(match["word"])
+        elif match["end"] and arguments:
+            yield _without_variables(arguments)
+            arguments = []
 
 
-def _without_variables(words: list[str]) -> list[str]:
-    start = next((i for i, word in enumerate(words) if not re.match(r"\w+=", word)), len(words))
-    return words[start:]
+def _without_variables(arguments: list[str]) -> list[str]:
+    start = next(
+        (i for i, word in enumerate(arguments) if not re.match(r"\w+=", word)), len(arguments)
+    )
+    return arguments[start:]

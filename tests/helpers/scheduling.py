@@ -128,8 +128,8 @@ def engine(
 def sequence(
     prompt: list[int], count: int, stop_ids: frozenset[int] = frozenset(), call: int = 0
 ) -> Sequence:
-    most = len(prompt) + count
-    return Sequence(list(prompt), TokenParams(), most, seed=1, call=call, stop_ids=stop_ids)
+    max_len = len(prompt) + count
+    return Sequence(list(prompt), TokenParams(), max_len, seed=1, call=call, stop_ids=stop_ids)
 
 
 def watch_releases(scheduler: Scheduler, monkeypatch) -> list[bool]:

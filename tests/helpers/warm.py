@@ -49,17 +49,19 @@ class Popen(subprocess.Popen):
     def _execute_child(
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
     ) -> None:
-        words = [os.fspath(word) for word in args] if not isinstance(args, str) else [args]
-        space, words = (words[3], words[4:]) if words[:3] == _IN_SPACE else ("", words)
-        program = words[2:] if words[1:2] == ["-u"] else words[1:]
-        is_ours = words[0] == sys.executable and program[:1] and sys.platform == "linux"
+        arguments = [os.fspath(word) for word in args] if not isinstance(args, str) else [args]
+        space, arguments = (
+            (arguments[3], arguments[4:]) if arguments[:3] == _IN_SPACE else ("", arguments)
+        )
+        program = arguments[2:] if arguments[1:2] == ["-u"] else arguments[1:]
+        is_ours = arguments[0] == sys.executable and program[:1] and sys.platform == "linux"
         if not is_ours or preexec_fn or (program[0][0] == "-" and program[0] != "-m"):
             return super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
             )
         ends = rest[3:9]  # two each of stdin, stdout and stderr; -1 where there is no pipe
         asked = {
-            "words": program,
+            "arguments": program,
             "cwd": os.fspath(cwd or os.getcwd()),
             "env": dict(os.environ if env is None else env),
             "session": rest[14],
@@ -74,7 +76,7 @@ class Popen(subprocess.Popen):
 
 
 def run(
-    words: list[Any],
+    arguments: list[Any],
     *,
     input: str | None = None,
     timeout: float | None = None,
@@ -84,13 +86,13 @@ def run(
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     if input is not None:
         pipes["stdin"] = subprocess.PIPE
-    with Popen(words, **(pipes | options)) as process:
+    with Popen(arguments, **(pipes | options)) as process:
         try:
             out, err = process.communicate(input, timeout)
         except BaseException:
             process.kill()
             raise
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
 class _Server:
@@ -195,23 +197,23 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
         setattr(sys, f"__{name}__", file)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    words = asked["words"]
+    arguments = asked["arguments"]
     sys.path[:0] = added
     with contextlib.suppress(ModuleNotFoundError):
         import sitecustomize  # noqa: F401
-    sys.orig_argv[:] = [sys.executable, *words]
-    if words[:2] == _AGENT or "--ranks" in words or "WARM_CHILDREN" in os.environ:
+    sys.orig_argv[:] = [sys.executable, *arguments]
+    if arguments[:2] == _AGENT or "--ranks" in arguments or "WARM_CHILDREN" in os.environ:
         _start_children_so()
-    if words[0] == "-m":
+    if arguments[0] == "-m":
         sys.path.insert(0, asked["cwd"])
-        sys.argv[:] = words[1:]
-        if not hasattr(sys.modules.get(words[1]), "__path__"):
-            sys.modules.pop(words[1], None)  # runpy would warn about it
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        sys.argv[:] = arguments[1:]
+        if not hasattr(sys.modules.get(arguments[1]), "__path__"):
+            sys.modules.pop(arguments[1], None)  # runpy would warn about it
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
-        sys.argv[:] = words
-        runpy.run_path(words[0], run_name="__main__")
+        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+        sys.argv[:] = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _run(asked: dict[str, Any], files: list[int]) -> None:

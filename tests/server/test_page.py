@@ -21,7 +21,7 @@ from helpers.browser import (
     settings,
     show_tokens,
 )
-from helpers.markdown import TEXTS, TREE, commonmark, in_one_form
+from helpers.markdown import TEXTS, TREE, commonmark, normalized
 from helpers.server import run_server
 from helpers.waiting import wait_until
 from helpers.web import web
@@ -90,7 +90,7 @@ def test_the_speed_is_the_servers_own(page):
 
 def test_markdown_means_what_commonmark_says(page):
     for text in TEXTS:
-        assert in_one_form(page.evaluate(TREE, text)) == commonmark(text), text
+        assert normalized(page.evaluate(TREE, text)) == commonmark(text), text
     links = (
         "https://e.x/a_b. (see http://e.x/c(d)) xhttp://no [http://e.x](http://e.x/2) `http://no`"
     )
