@@ -273,7 +273,7 @@ def _meta_shards(folder: Path) -> list[Path]:
         match = re.fullmatch(r"consolidated\.([0-9]{1,18})\.pth", path.name)
         if match is None:
             raise ValueError(
-                f"{shown(path)}: no shard number in the name: rename it or move it away"
+                f"{shown(path)}: there is no shard number in the name: rename it or move it away"
             )
         other = shards.setdefault(int(match[1]), path)
         if other != path:
@@ -282,8 +282,8 @@ def _meta_shards(folder: Path) -> list[Path]:
     missing = [f"consolidated.{i:02d}.pth" for i in itertools.islice(absent, 16)]
     if missing:
         raise FileNotFoundError(
-            f"{folder} has shards up to {max(shards)}, but {', '.join(missing)} missing: "
-            f"download the rest, or {_FETCH}"
+            f"{folder} has shards up to {max(shards)}, but {', '.join(missing)} "
+            f"{'are' if missing[1:] else 'is'} missing: download the rest, or {_FETCH}"
         )
     return [shards[i] for i in sorted(shards)]
 
@@ -301,8 +301,8 @@ def _hf_shards(folder: Path) -> list[Path]:
     if missing:
         more = f" and {len(missing) - 8} more" if missing[8:] else ""
         raise FileNotFoundError(
-            f"{index} names {', '.join(missing[:8])}{more}, not there: download the rest, or "
-            f"{_FETCH}"
+            f"{index} names {', '.join(missing[:8])}{more}, which {'are' if missing[1:] else 'is'} "
+            f"missing: download the rest, or {_FETCH}"
         )
     return shards
 

@@ -1,9 +1,9 @@
 """The quantized formats of Hugging Face's folders and of Meta's INT4_EO8, one function for each.
 
-In: the tensors of one matrix, by the ends of their names, and the quantization_config. Out: a
-`CodedMatrix`, which reads rows and columns of them. A function takes the tensors that it knows out
-of the dict, so that its caller sees what is left. Where tensors do not fit one another it raises
-one of MISFITS; the caller names the file and the matrix.
+In: the tensors of one matrix, by the last parts of their names, and the quantization_config. Out: a
+`CodedMatrix`, which reads rows and columns of them. A function removes the tensors that it uses
+from the dict, so that its caller sees whether any is left. If the tensors do not fit one another,
+it raises one of MISFITS, and the caller adds the names of the file and the matrix.
 
 The formats are those of compressed-tensors, fbgemm_fp8 and modelopt (FP8), AutoAWQ (gemm), GPTQ and
 bitsandbytes; and INT4_EO8 of llama-models' quantization/loader.py.
@@ -27,7 +27,7 @@ from llama.weights.coded import Coded
 Parts = dict[str, Tensor]
 Config = dict[str, Any]
 
-# What tensors of other sizes and types raise, and a configuration with other values.
+# Errors that tensors of other sizes and types, or other values in the configuration, can raise.
 MISFITS = (
     ValueError,
     TypeError,
@@ -373,7 +373,7 @@ class _Int4EO8Matrix(CodedMatrix):
     def codes(self, rows: slice, columns: slice) -> Tensor:
         codes = (self.data[rows, columns] + 8).view(torch.uint8)
         if codes.max() > 15:
-            raise ValueError("a number is not one of 4 bits")
+            raise ValueError("an element does not fit in 4 bits")
         return codes
 
     def zero_points(self, rows: slice) -> Tensor:

@@ -31,7 +31,7 @@ from llama.weights import FORMATS, PlainWeight, Weight
 from llama.weights.coded import CodedRows
 
 _HEADER_BYTES_PER_MODULE = 512  # the most that names and shapes of a module's tensors can take
-# What a format raises for tensors of other sizes and types.
+# Errors that a format can raise for tensors of other sizes and types.
 _MISFITS = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
 
 
@@ -109,8 +109,8 @@ def check_use(
     """
     if device.type != "cpu" or dtype is not torch.bfloat16 or native.kernels() is None:
         raise ValueError(
-            f"{checkpoint.folder} is for this project's CPU kernels, in bf16: give the folder that "
-            "it was made from"
+            f"{checkpoint.folder} holds packed weights, which need this project's CPU kernels and "
+            "dtype bf16: give the folder that they were made from"
         )
     stored = checkpoint.file_type
     if quantize not in (None, stored):
@@ -159,8 +159,8 @@ def attach(checkpoint: Checkpoint, model: Transformer) -> dict[str, MappedTensor
     misfit = _attach_whole(tensors, whole)
     if misfit is not None:
         raise ValueError(
-            f"{file}: {brief(misfit)} is not as {checkpoint.params_path} describes it: they do not "
-            "belong together; write the folder again"
+            f"{file}: {brief(misfit)} is not as {checkpoint.params_path} describes it: the two do "
+            "not belong together; write the folder again"
         )
     if not is_whole:
         _attach_share(whole, model)

@@ -285,7 +285,7 @@ class CheckpointReader:
             file = piece.tensor.file
             matrix = piece.tensor.quantized
             if matrix is None:
-                raise broken(file, f"has {name} plain, which is quantized in the first shard")
+                raise broken(file, f"holds {name} plain, but the first shard holds it quantized")
             within = slice(piece.begin, piece.end)
             if dim:
                 columns = within

@@ -78,10 +78,10 @@ def _check(checkpoint: Checkpoint, shards: list[Shard]) -> None:
     for source, shard in zip(sources, shards, strict=True):
         missing = [name for name in expected if name not in shard]
         if missing:
-            more = f" and {len(missing) - 1} more" if missing[1:] else ""
+            more = f" and {len(missing) - 1} more are" if missing[1:] else " is"
             raise ValueError(
-                f"{source}: {missing[0]}{more} missing, which {path} asks for: they do not belong "
-                "together, or a file is incomplete: download it again"
+                f"{source}: {missing[0]}{more} missing from the tensors that {path} describes: the "
+                "two do not belong together, or a file is incomplete: download it again"
             )
         for name, tensor in shard.items():
             if not name.endswith(_COMPUTED):

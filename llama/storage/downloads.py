@@ -29,7 +29,7 @@ def check_download(path: Path) -> None:
         )
     if not stat.S_ISREG(mode):
         raise OSError(
-            f"{shown(path)} is a pipe, a socket or a device: replace it by the file itself"
+            f"{shown(path)} is a pipe, a socket or a device: replace it with the file itself"
         )
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)

@@ -183,7 +183,7 @@ def part_paths(path: Path) -> list[Path]:
     parts = [path.with_name(f"{name}-{i + 1:05d}-of-{count}.gguf") for i in range(int(count))]
     missing = [part.name for part in parts if not part.exists()]
     if missing:
-        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        more = f" and {len(missing) - 1} more are" if missing[1:] else " is"
         raise FileNotFoundError(f"{missing[0]}{more} missing beside {path}: download the rest")
     return parts
 

@@ -400,7 +400,9 @@ def test_a_folder_of_several_models_asks_which(folder):
 def test_a_missing_part_is_named(folder, tmp_path):
     name = "parts-00001-of-00003.gguf"
     shutil.copyfile(folder / name, tmp_path / name)
-    with pytest.raises(FileNotFoundError, match=r"parts-00002-of-00003\.gguf and 1 more missing"):
+    with pytest.raises(
+        FileNotFoundError, match=r"parts-00002-of-00003\.gguf and 1 more are missing"
+    ):
         find(tmp_path)
     for i in (2, 3):  # renamed parts
         shutil.copyfile(folder / name, tmp_path / f"parts-0000{i}-of-00003.gguf")
@@ -419,7 +421,7 @@ def test_a_missing_part_is_named(folder, tmp_path):
         ("llama.rope.scaling.type", "yarn", "llama.rope.scaling.type is 'yarn'"),
         ("llama.attention.key_length", 64, "head_dim is 64"),
         ("llama.attention.head_count", [8, 8], r"num_attention_heads=\(8, 8\) must be"),
-        ("llama.block_count", 3, r"blk\.2\.attn_q\.weight and 8 more missing"),
+        ("llama.block_count", 3, r"blk\.2\.attn_q\.weight and 8 more are missing"),
         ("llama.feed_forward_length", 512, r"ffn_gate\.weight has shape \(768, 256\)"),
         ("llama.attention.layer_norm_rms_epsilon", 0.0, "norm_eps=0.0 must be"),
         ("general.alignment", 12, "general.alignment=12"),

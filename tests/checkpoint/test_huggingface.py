@@ -131,9 +131,9 @@ def test_a_tied_config_with_an_output_of_its_own_is_refused(hugging):
          r"more\.safetensors and model\.safetensors both hold"),
         (lambda d: (d / "model.safetensors.index.json").write_text(
             '{"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}'),
-         FileNotFoundError, r"names model-00002-of-00002\.safetensors, not there"),
+         FileNotFoundError, r"names model-00002-of-00002\.safetensors, which is missing"),
         (lambda d: change_safetensors(d, "model.norm.weight", None), ValueError,
-         r"hugging: model\.norm\.weight missing"),
+         r"hugging: model\.norm\.weight is missing"),
         (lambda d: change_safetensors(d, "model.norm.weight", torch.ones(64).char()), ValueError,
          r"model\.norm\.weight has type torch\.int8.*quantized"),
         (lambda d: change_safetensors(d, "model.norm.bias", torch.ones(64)), ValueError,

@@ -363,9 +363,15 @@ WQ_NAME = r"layers\.0\.attention\.wq\.weight"
             {f"{WQ}adaptor__B__weight": torch.full((128, 16), torch.inf)},
             f"of {WQ_NAME} that is not finite",
         ),
-        ({f"{WQ}weight": torch.full((128, 128), 8).char()}, f"pth: {WQ_NAME}: a number is not"),
-        ({f"{WQ}weight": torch.full((128, 128), -9).char()}, f"pth: {WQ_NAME}: a number is not"),
-        ({f"{WQ}weight": torch.full((128, 128), 127).char()}, f"pth: {WQ_NAME}: a number is not"),
+        ({f"{WQ}weight": torch.full((128, 128), 8).char()}, f"pth: {WQ_NAME}: an element does not"),
+        (
+            {f"{WQ}weight": torch.full((128, 128), -9).char()},
+            f"pth: {WQ_NAME}: an element does not",
+        ),
+        (
+            {f"{WQ}weight": torch.full((128, 128), 127).char()},
+            f"pth: {WQ_NAME}: an element does not",
+        ),
         ({f"{WQ}weight": torch.zeros(64, 128).char()}, f"wq has .*{APART}"),
         ({f"{WQ}weight": torch.zeros(128, 128)}, f"wq has .*{APART}"),
         ({"extra__scales": torch.ones(3)}, r"'extra\.scales' has no place in the model"),

@@ -227,7 +227,7 @@ def cut(made: Path) -> None:
         (take_all_groups, {}, "is not as .*params.json describes"),
         (cut, {}, "cut short"),
         (lambda x: None, {"quantize": "int8"}, "holds bf16.*--packed --quantize int8"),
-        (lambda x: None, {"dtype": "fp32"}, "in bf16: give the folder that it was made from"),
+        (lambda x: None, {"dtype": "fp32"}, "dtype bf16: give the folder that they were made from"),
     ],
     ids=["version", "files", "layers", "sizes", "groups", "cut", "quantize", "dtype"],
 )  # fmt: skip

@@ -216,7 +216,7 @@ NORM = "layers__1__ffn_norm__weight"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({NORM: None}, r"01\.pth: layers\.1\.ffn_norm\.weight missing"),
+        ({NORM: None}, r"01\.pth: layers\.1\.ffn_norm\.weight is missing"),
         ({NORM: None, "norm__weight": None}, r"01\.pth: layers\.1\.ffn_norm\.weight and 1 more"),
         (
             {NORM: torch.ones(63)},
