@@ -18,7 +18,7 @@ from llama.checks import FieldError, FieldTypeError, whole_number
 from llama.engine.core import EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.gpu.selection import recorder_for
-from llama.loading import load_model, pages_for, step_bytes
+from llama.loading import load_model
 from llama.model.transformer import Transformer
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.chat import ChatOptions
@@ -30,6 +30,7 @@ from llama.requests.llm_engine import LLMEngine
 from llama.requests.prepare import not_ids
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
+from llama.sizes import pages_for, step_bytes
 from llama.tokenizer import ChatFormat, Message, Tokenizer
 
 __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
@@ -125,7 +126,7 @@ class Llama:
         llama.load_seconds = seconds
         if loaded.model.parallel.global_rank == 0:
             print(f"Loaded in {seconds:.2f} seconds: {loaded.describe(llama.engine.runner)}")
-            command = loaded.files.packed_by(loaded.model) if seconds > _SLOW_LOAD_S else None
+            command = loaded.pack_command() if seconds > _SLOW_LOAD_S else None
             if command:
                 print(f"Weights that need no loading: {command}")
         elif args.mute_ranks:

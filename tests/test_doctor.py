@@ -15,9 +15,10 @@ from llama.checkpoint.find import find
 from llama.checkpoint.memory import bytes_of
 from llama.cli import doctor
 from llama.cli.doctor import Fact, _fits, environment_facts, thread_facts
-from llama.loading import Files, Memory, choose_sizes, step_bytes
+from llama.loading import Files, estimate_memory
 from llama.model.plan import LayerPlan
 from llama.ranks.placement import Placement
+from llama.sizes import Memory, choose_sizes, step_bytes
 from llama.weights import QUANTIZED
 
 TWO_MACHINES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
@@ -97,9 +98,8 @@ def test_the_tokens_that_fit_are_those_that_build_takes():
     for ranks in (1, 2):
         plan = LayerPlan.of(found.params, Placement(size=ranks))
         for quantize in (None, "int8"):
-            memory = Files(found, torch.bfloat16, quantize, Placement(size=ranks), CPU).memory(
-                1 << 30, 32
-            )
+            files = Files(found, torch.bfloat16, quantize, Placement(size=ranks), CPU)
+            memory = estimate_memory(files, 1 << 30, 32)
             assert memory == Memory(
                 1 << 30,
                 weights=bytes_of(

@@ -20,7 +20,7 @@ from llama.cli import doctor
 from llama.gpu import graph_check, selfcheck_cache
 from llama.gpu.job import CheckResult, Job
 from llama.gpu.selection import VARIABLE, asked_for, describe, kernels_for, recorder_for
-from llama.loading import Files
+from llama.loading import Files, choose_kernels
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
@@ -122,20 +122,20 @@ def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu, tmp_pat
         demo = replace(files.checkpoint, in_codes=False)
         jobs = gpu({})
         jobs.clear()
-        found = files.with_kernels(*asked)
+        found = choose_kernels(files, *asked)
         assert found == replace(files, kernels=found.kernels) and "linear" in found.kernels.names
         gpu({"linear": "off by 1"})
         with (
             pytest.warns(UserWarning, match="linear: off by 1"),
             pytest.warns(UserWarning, match="the weights are held in bf16"),
         ):
-            plain = files.with_kernels(*asked)
+            plain = choose_kernels(files, *asked)
         assert plain == Files(demo, torch.bfloat16, None, Placement(), GPU, plain.kernels)
         assert plain.kernels.names == found.kernels.names - {"linear"}
         assert [x.formats for x in jobs] == [held, ("int4",), held, (None,)]
         assert {(x.dim, x.vocab_size) for x in jobs} == {(demo.params.dim, demo.params.vocab_size)}
         on_cpu = replace(files, device=torch.device("cpu"))
-        assert on_cpu.with_kernels(*asked) == on_cpu
+        assert choose_kernels(on_cpu, *asked) == on_cpu
 
 
 def test_a_file_that_one_rank_cannot_read_ends_all(gpu, monkeypatch):
@@ -161,7 +161,7 @@ def test_a_file_that_one_rank_cannot_read_ends_all(gpu, monkeypatch):
     monkeypatch.setattr(memory, "gpu_formats", cut_short)
     files = Files(replace(find(DEMO), in_codes=True), torch.bfloat16, None, Placement(), GPU)
     with pytest.raises(ValueError, match=r"model\.gguf is cut short"):
-        files.with_kernels(Telling(), ALL)
+        choose_kernels(files, Telling(), ALL)
     assert told == ["model.gguf is cut short"] and not jobs
 
 

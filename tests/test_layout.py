@@ -36,6 +36,7 @@ FLOORS = [
     "llama/checkpoint",
     "llama/engine",
     "llama/gpu",
+    "llama/sizes.py",
     "llama/loading.py",
     "llama/requests",
     "llama/generation.py",

@@ -12,9 +12,9 @@ from helpers.kernels import KERNELS_RUN
 from llama import Llama
 from llama.cli.flags import FLAGS
 from llama.cli.model import BUILD_FLAGS
-from llama.loading import Memory, choose_sizes, step_bytes
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
+from llama.sizes import Memory, choose_sizes, step_bytes
 
 GIB = 2**30
 LLAMA_8B = 131072  # bytes per token: 2 x 32 layers x 8 kv heads x 128 x 2 bytes

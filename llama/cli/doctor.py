@@ -23,10 +23,11 @@ import llama.device
 from llama.checkpoint.find import Checkpoint, find
 from llama.cli.ranks import global_rank
 from llama.gpu import selfcheck_cache
-from llama.loading import Files, Memory, default_batch_size, stays_in_codes
+from llama.loading import Files, estimate_memory, stays_in_codes
 from llama.ops.cpu import native
 from llama.ranks.groups import check_interfaces, started_processes
 from llama.ranks.placement import Placement
+from llama.sizes import Memory, default_batch_size
 from llama.weights import QUANTIZED
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -234,7 +235,7 @@ def _memory_by_format(
     needs = {}
     for name, (source, quantize) in formats.items():
         files = Files(source, torch.bfloat16, quantize, placement, device)
-        needs[name] = files.memory(free, batch_size)
+        needs[name] = estimate_memory(files, free, batch_size)
     return needs
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from helpers.gpu_weights import FILES
 from helpers.kernels import INTERPRETED, KERNELS_RUN
-from llama.loading import tell_of_plain
+from llama.loading import warn_of_plain
 from llama.model.layers import Linear
 from llama.ops.batch import ForwardContext
 from llama.ops.triton import linear as gpu
@@ -112,9 +112,9 @@ def test_what_the_kernels_do_not_take_becomes_bf16(changes):
     matrix = Linear(asked["k"], 64)
     matrix.weight, matrix.names = found, ("layers.0.attention.wo.weight",)
     with pytest.warns(UserWarning, match=r"^1 of 2 matrices of IQ4_NL are .* bf16.*\.0\.att.*wo"):
-        tell_of_plain([matrix, taken], "IQ4_NL")
+        warn_of_plain([matrix, taken], "IQ4_NL")
     with warnings.catch_warnings(action="error"):
-        tell_of_plain([taken], "IQ4_NL")
+        warn_of_plain([taken], "IQ4_NL")
 
 
 def test_quantized_weights_have_tiles_for_more_rows():

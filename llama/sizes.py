@@ -1,0 +1,131 @@
+"""How much fits into a device's memory: weights, KV cache and the workspace of a step.
+
+In: bytes and the sizes of a model. Out: max_seq_len and the pages of the KV cache, or one clear
+error. Everything here is arithmetic: no file is read and no tensor is made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
+from llama.model.args import ModelArgs
+from llama.model.plan import LayerPlan
+
+MEMORY_FRACTION = 0.9  # the share of free memory that is used; the allocator's slack is the rest
+DEFAULT_SEQ_LEN = 8192  # max_seq_len if the user gives none and the memory allows it
+_MIN_SEQ_LEN = 256  # below this, max_seq_len is not reduced further
+_SCORED_ROWS = 256  # rows of logits that a step can hold, whatever the batch size
+_LOGITS_COPIES = 4  # logits as computed, counted, adjusted and sampled
+_LOGITS_BYTES = 4  # float32
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes that one rank needs of its device's memory.
+
+    Attributes:
+        free: Bytes that are free.
+        weights: Bytes of the weights.
+        reserve: Bytes that a step needs beside weights and KV cache.
+        per_token: Bytes of the keys and values of one token.
+    """
+
+    free: int
+    weights: int
+    reserve: int
+    per_token: int
+
+    @classmethod
+    def of_all(cls, models: "Sequence[Memory]") -> "Memory":
+        """Add up models that run in turn and have the same tokens in their caches."""
+        return cls(
+            free=models[0].free,
+            weights=sum(model.weights for model in models),
+            reserve=max(model.reserve for model in models),
+            per_token=sum(model.per_token for model in models),
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes that are left for the KV cache; 0 if not even the weights fit."""
+        usable = min(int(self.free * MEMORY_FRACTION), self.free - self.reserve)
+        return max(usable - self.weights, 0)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Return the tokens of the whole pages that fit."""
+        return self.kv_bytes // (self.per_token * PAGE_SIZE) * PAGE_SIZE
+
+
+def pages_for(num_tokens: int) -> int:
+    """Return how many pages hold so many tokens."""
+    return -(-num_tokens // PAGE_SIZE)
+
+
+def default_batch_size(device: torch.device) -> int:
+    """Return max_batch_size if the user gives none."""
+    return 256 if device.type == "cuda" else 32
+
+
+def step_bytes(params: ModelArgs, plan: LayerPlan, dtype: torch.dtype, batch_size: int) -> int:
+    """Return what a step of TOKEN_BUDGET tokens needs on one rank beside weights and KV cache.
+
+    This is what the layers hold of each token, and the logits of sequences or scored rows.
+    """
+    tokens = max(TOKEN_BUDGET, batch_size)
+    layer_bytes = tokens * plan.elements_per_token() * dtype.itemsize
+    rows = max(batch_size, _SCORED_ROWS)
+    return layer_bytes + _LOGITS_COPIES * _LOGITS_BYTES * rows * params.vocab_size
+
+
+def choose_sizes(
+    memory: Memory, seq_len: int | None, batch_size: int, kv_bytes: int | None, longest: int
+) -> tuple[int, int]:
+    """Choose max_seq_len and the number of pages of the KV cache.
+
+    Args:
+        memory: What the rank needs.
+        seq_len: max_seq_len as the user asked for it; None: as much as fits, up to a default.
+        batch_size: max_batch_size.
+        kv_bytes: The bytes of the KV cache as the user asked for them; None: as many as fit.
+        longest: The limit of the model.
+
+    Raises:
+        ValueError: Not one sequence of max_seq_len fits.
+    """
+    if kv_bytes is not None and kv_bytes > memory.kv_bytes:
+        raise ValueError(
+            f"kv_cache_memory_bytes={kv_bytes} is more than the {memory.kv_bytes} bytes that are "
+            "free beside the weights: ask for that or less"
+        )
+    num_pages = (kv_bytes or memory.kv_bytes) // (memory.per_token * PAGE_SIZE)
+    chosen = seq_len or min(longest, DEFAULT_SEQ_LEN)
+    while seq_len is None and chosen > _MIN_SEQ_LEN and pages_for(chosen) > num_pages:
+        chosen //= 2
+    if pages_for(chosen) > num_pages:
+        raise ValueError(_does_not_fit(memory, chosen, num_pages, kv_bytes))
+    return chosen, min(num_pages, batch_size * pages_for(chosen))
+
+
+def _does_not_fit(memory: Memory, seq_len: int, num_pages: int, kv_bytes: int | None) -> str:
+    """Return an error that says what is missing, and what would fit."""
+    needed = pages_for(seq_len) * PAGE_SIZE * memory.per_token
+    fitting_seq_len = num_pages * PAGE_SIZE // 64 * 64
+    if fitting_seq_len:
+        remedy = f"max_seq_len={fitting_seq_len} would fit"
+    elif kv_bytes:
+        remedy = f"kv_cache_memory_bytes={needed} would fit"
+    else:
+        remedy = "use more ranks, a smaller dtype or max_batch_size, or a device with more memory"
+    asked = f" and kv_cache_memory_bytes={kv_bytes} asked for" if kv_bytes else ""
+    return (
+        f"the weights take {_gib(memory.weights)}, a step {_gib(memory.reserve)}, and the KV cache "
+        f"of one sequence of max_seq_len={seq_len} takes {_gib(needed)}, but {_gib(memory.free)} "
+        f"are free on each rank's device{asked}: {remedy}"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
