@@ -41,7 +41,7 @@ class _RepeatingDrafter(Drafter):
 
 @pytest.fixture(autouse=True, scope="session")
 def _drafts_everywhere(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]]:
-    """With --guess, use drafts in every engine of this process; yield the engines that did.
+    """Use drafts in every engine of this process, given --guess; yield the engines that did.
 
     A program in another process is not affected.
     """
