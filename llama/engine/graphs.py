@@ -1,10 +1,12 @@
-"""Decode steps of a fixed shape, recorded once and replayed: CUDA graphs, and why they may be used.
+"""Decode steps of a fixed shape, recorded once as CUDA graphs and replayed.
 
 In: sequences with one new token each. Out: the logits of their rows and their top ids, in tensors
-that the next step overwrites. A step of an 8B model launches some 300 kernels; a replayed graph
-costs one launch (CUDA's programming guide, "CUDA Graphs"). The price is a fixed shape: a batch is
-filled up to the next of a few sizes with rows that write to a page that nobody reads. All shapes
-share their inputs and outputs. A recorder decides what recording means; tests have a tape.
+that the next step overwrites.
+
+A step of an 8B model launches some 300 kernels; a replayed graph costs one launch (CUDA C++
+Programming Guide, "CUDA Graphs"). The price is a fixed shape: a batch is padded to the next of a
+few sizes with rows that write to a page that nobody reads. All shapes share their inputs and
+outputs. A recorder decides what recording means, so that tests can record without a GPU.
 
 Shapes: R rows of the bucket, M pages of a row's table, S slots per page, V vocabulary.
 """
@@ -26,26 +28,31 @@ from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
 from llama.ops.sample import choose_ids
 
-_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # then multiples of 64
-_LEAST_PAGES = 64  # the narrowest page table; wider ones are powers of two times it
-_HEAD = 5  # numbers of a row beside its page table
+_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # then multiples of 64
+_MIN_TABLE_WIDTH = 64  # pages; wider tables are powers of two times it
+_ROW_FIELDS = 5  # token, source, position, slot and length
 
 Outputs = tuple[Tensor, ...]
 _Shape = tuple[int, int, bool]  # rows, pages of a row's table, and whether logits are wanted
 
 
 class Recorder(Protocol):
-    """Turns a function into one that repeats its work on the device: it reads and writes tensors
-    that stay where they are, the model's and `inputs`, and each replay writes what it returns."""
+    """Turns a function into one that repeats its work on the device.
+
+    The function reads and writes tensors that stay where they are: the model's and `inputs`. Each
+    replay overwrites the tensors that the function returned.
+    """
 
     def record(
         self, function: Callable[[], Outputs], inputs: Seq[Tensor]
-    ) -> tuple[Outputs, Callable[[], None]]: ...
+    ) -> tuple[Outputs, Callable[[], None]]:
+        """Record `function`, and return its outputs and what replays it."""
 
     def free_bytes(self) -> int:
-        """Of the device, as the driver counts them."""
+        """Return the free memory of the device, as the driver counts it."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free all that was recorded."""
 
 
 class CaptureError(RuntimeError):
@@ -53,22 +60,24 @@ class CaptureError(RuntimeError):
 
 
 class CudaRecorder:
-    """CUDA graphs of one device, which share one pool of memory: one of them runs at a time."""
+    """CUDA graphs of one device. They share one memory pool, as one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        # Before the process groups end, whose collectives the graphs may hold: last in, first out.
-        close = weakref.WeakMethod(self.close)
-        atexit.register(lambda: (alive := close()) and alive())
+        # Graphs may hold collectives of the process groups, which must end after them: atexit runs
+        # the last registered function first.
+        atexit.register(_close_if_alive, weakref.ref(self))
 
     def record(
         self, function: Callable[[], Outputs], inputs: Seq[Tensor]
     ) -> tuple[Outputs, Callable[[], None]]:
+        """Capture `function` in a graph, after running it once on the stream of the graphs."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            function()  # what is made at first use (workspaces, modules) cannot be captured
+            function()  # workspaces and modules are made at first use, which cannot be captured
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # nccl's watchdog calls CUDA from its own thread, which must not end the capture.
@@ -80,107 +89,163 @@ class CudaRecorder:
         return outputs, graph.replay
 
     def free_bytes(self) -> int:
+        """Return the free memory of the device, as the driver counts it."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def close(self) -> None:
-        """Free the graphs: before the process groups whose collectives they hold."""
+        """Free the graphs, before the process groups whose collectives they hold."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # one that nobody holds cannot be used again
+        self._pool = torch.cuda.graph_pool_handle()  # an unused pool cannot be used again
+
+
+def _close_if_alive(recorder: weakref.ref[CudaRecorder]) -> None:
+    alive = recorder()
+    if alive is not None:
+        alive.close()
 
 
 class Decoded(NamedTuple):
-    """Of R rows; logits are None where the ids are all that was asked for."""
+    """The results of a step of R rows.
 
-    ids: Tensor  # (R) int64, the top token of each row, as `sampler.sample` has it
-    logits: Tensor | None = None  # (R, V) float32
+    Attributes:
+        ids: The top token of each row, (R) int64, as `sampler.sample` computes it.
+        logits: (R, V) float32; None where only ids were wanted.
+    """
+
+    ids: Tensor
+    logits: Tensor | None = None
 
 
 class DecodeInputs:
-    """What steps of all shapes read, at fixed addresses: of each row its token, the row of the step
-    before that gives it, its position, slot and length; and the page tables, one below the other.
+    """The inputs of steps of all shapes, at fixed addresses.
 
-    The rows are sent with each step; of the tables what has changed: one page a row every S steps,
-    unless the rows move. Rows beyond the sequences compute token 0 at position 0 of the null page.
+    Each row has a token, the row of the previous step that gives its token, a position, a slot and
+    a length. The page tables follow, one per row.
+
+    All rows are copied to the device with each step. Of the tables only changes are copied, which
+    is one page per row every S steps unless the rows move. Rows beyond the sequences compute token
+    0 at position 0 of the null page.
     """
 
     def __init__(
         self, rows: int, width: int, *, page_size: int, null_page: int, device: torch.device
     ) -> None:
-        self._rows = torch.zeros(_HEAD, rows, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(_ROW_FIELDS, rows, dtype=torch.int64, device=device)
         self._table = torch.full((rows, width), null_page, device=device)
-        self._numbers = torch.arange(rows + 1, device=device)
-        self.tensors = [self._rows, self._table, self._numbers]
-        self._page_size, self._null_page = page_size, null_page
-        self._held: list[Seq[int]] = [()] * rows  # the pages that each row of the table shows,
-        self._num_held = [0] * rows  # and how many of them
+        self._arange = torch.arange(rows + 1, device=device)
+        self.tensors = [self._rows, self._table, self._arange]
+        self._page_size = page_size
+        self._null_page = null_page
+        self._shown: list[Seq[int]] = [()] * rows  # the pages in each row of the table
+        self._num_shown = [0] * rows
         self.fill((), (), ())
 
     def batch(self, rows: int, width: int) -> tuple[Tensor, Tensor, Batch]:
-        """Tokens, sources and the rest of the first rows, with tables of `width` pages."""
+        """Return tokens, sources and the batch of the first rows, with tables of `width` pages."""
         tokens, sources, positions, slots, seq_lens = self._rows[:, :rows]
-        table, starts = self._table[:rows, :width], self._numbers[: rows + 1]
-        lists = [1] * rows, [width * self._page_size] * rows
-        batch = Batch(positions, slots, table, starts, seq_lens, starts[:-1], *lists)
+        starts = self._arange[: rows + 1]
+        batch = Batch(
+            positions,
+            slots,
+            self._table[:rows, :width],
+            starts,
+            seq_lens,
+            starts[:-1],
+            [1] * rows,
+            [width * self._page_size] * rows,
+        )
         return tokens, sources, batch
 
     def fill(self, tokens: Seq[int], sources: Seq[int], scheduled: Seq[Scheduled]) -> None:
-        """tokens: of each row, unless its source, a row of the step before, is not -1."""
-        n, size = len(scheduled), self._page_size
+        """Copy the inputs of a step to the device.
+
+        Args:
+            tokens: The token of each row; it is ignored where the row has a source.
+            sources: The row of the previous step whose result is the token; -1 for none.
+            scheduled: The items of the step, one per row.
+        """
+        n = len(scheduled)
+        size = self._page_size
         starts = np.array([item.start for item in scheduled], np.int64)
         pages = np.array([x.sequence.pages[x.start // size] for x in scheduled], np.int64)
         rows = np.empty(self._rows.shape, np.int64)
         rows[:, n:] = [[0], [-1], [0], [self._null_page * size], [1]]
-        rows[:, :n] = tokens, sources, starts, pages * size + starts % size, starts + 1
+        rows[0, :n] = tokens
+        rows[1, :n] = sources
+        rows[2, :n] = starts
+        rows[3, :n] = pages * size + starts % size
+        rows[4, :n] = starts + 1
         self._rows.copy_(pinned(rows, self._rows.device), non_blocking=True)
-        self._show([*(item.sequence.pages for item in scheduled)])
+        self._update_tables([item.sequence.pages for item in scheduled])
 
-    def _show(self, tables: list[Seq[int]]) -> None:
-        """A sequence's pages are one array as long as they are only appended to."""
-        width, where, pages = self._table.shape[1], list[range](), list[Seq[int]]()
-        for row, held in enumerate(self._held):
-            now: Seq[int] = tables[row] if row < len(tables) else ()
-            first = self._num_held[row] if held is now else 0
-            if held is now and first == len(now):
+    def _update_tables(self, tables: list[Seq[int]]) -> None:
+        """Copy the changed entries of the page tables to the device.
+
+        A sequence's pages are the same array object as long as pages are only appended to it, so
+        that a row with the same object needs its new pages only.
+        """
+        width = self._table.shape[1]
+        indices: list[range] = []  # into the flattened table
+        values: list[Seq[int]] = []
+        for row, shown in enumerate(self._shown):
+            pages: Seq[int] = tables[row] if row < len(tables) else ()
+            is_same = shown is pages
+            first = self._num_shown[row] if is_same else 0
+            if is_same and first == len(pages):
                 continue
-            self._held[row], self._num_held[row] = now, len(now)
-            shown = now[first:] or [self._null_page]
-            where.append(range(row * width + first, row * width + first + len(shown)))
-            pages.append(shown)
-        if where:
-            changed = np.array([np.concatenate(where), np.concatenate(pages)], np.int64)
+            self._shown[row] = pages
+            self._num_shown[row] = len(pages)
+            new = pages[first:] or [self._null_page]
+            start = row * width + first
+            indices.append(range(start, start + len(new)))
+            values.append(new)
+        if indices:
+            changes = np.array([np.concatenate(indices), np.concatenate(values)], np.int64)
             device = self._table.device
-            sent = pinned(changed, device).to(device, non_blocking=True)
+            sent = pinned(changes, device).to(device, non_blocking=True)
             self._table.view(-1)[sent[0]] = sent[1]
 
 
 class DecodeGraphs:
-    """The graphs of one model and KV cache, the last page of which no sequence gets.
+    """The graphs of one model and KV cache, whose last page belongs to no sequence.
 
-    With the attention kernel the number of rows alone makes a shape: `record_all` records all.
-    torch's body reads page tables as wide as they are: each of a few widths is recorded when it is
-    first needed. last_ids: of the step before, row by row, which the caller keeps there.
+    With the attention kernel a shape depends on the number of rows alone, and `record_all` records
+    all shapes. PyTorch's attention reads the whole width of the page tables, so each of a few
+    widths is recorded when it is first needed.
+
+    Args:
+        model: The model.
+        kv_cache: Its KV cache, with one page more than sequences may have.
+        recorder: Records the steps.
+        last_ids: The ids of the previous step, row by row, which the caller updates in place.
     """
 
     def __init__(
         self, model: Transformer, kv_cache: Tensor, recorder: Recorder, last_ids: Tensor
     ) -> None:
-        self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
+        self._model = model
+        self._kv_cache = kv_cache
+        self._recorder = recorder
         self._last_ids = last_ids
         self._page_size = kv_cache.shape[3]
-        self._most_pages = -(-model.params.max_seq_len // self._page_size)
-        most = len(last_ids)
-        null_page, device = kv_cache.shape[2] - 1, kv_cache.device
+        self._max_pages = -(-model.params.max_seq_len // self._page_size)
+        max_rows = len(last_ids)
+        device = kv_cache.device
         self._inputs = DecodeInputs(
-            most, self._most_pages, page_size=self._page_size, null_page=null_page, device=device
+            max_rows,
+            self._max_pages,
+            page_size=self._page_size,
+            null_page=kv_cache.shape[2] - 1,
+            device=device,
         )
-        # Of all graphs: one of them runs at a time.
+        # All graphs write to these outputs, as one of them runs at a time.
         self._ids = torch.zeros_like(last_ids)
-        self._logits = torch.empty(most, model.vocab_size, dtype=torch.float32, device=device)
+        self._logits = torch.empty(max_rows, model.vocab_size, dtype=torch.float32, device=device)
         self._has_one_width = "attention" in model.kernels.names
         self._graphs: dict[_Shape, tuple[Decoded, Callable[[], None]]] = {}
-        self._path: object = None  # of the model, when they were recorded
+        self._path: object = None  # the model's execution path when the graphs were recorded
 
     def takes(self, scheduled: Seq[Scheduled]) -> bool:
         """Return whether a step of these items, single tokens that sample, can be replayed.
@@ -213,10 +278,17 @@ class DecodeGraphs:
         wants_logits: bool,
         is_eager: bool = False,
     ) -> Decoded:
-        """The rows of `scheduled` come first; what the graph holds beyond them means nothing.
+        """Run one step and return its results; rows beyond those of `scheduled` mean nothing.
 
-        is_eager: the same step of the same shape, operator by operator. CaptureError where the
-        shape cannot be recorded.
+        Args:
+            tokens: The token of each row; it is ignored where the row has a source.
+            sources: The row of the previous step whose result is the token; -1 for none.
+            scheduled: The items of the step, one per row.
+            wants_logits: Whether logits are computed, or ids only.
+            is_eager: Run the same step of the same shape operator by operator.
+
+        Raises:
+            CaptureError: The shape cannot be recorded.
         """
         shape = bucket_of(len(scheduled)), self._width_of(scheduled), wants_logits
         self._inputs.fill(tokens, sources, scheduled)
@@ -230,58 +302,72 @@ class DecodeGraphs:
 
     def _width_of(self, scheduled: Seq[Scheduled]) -> int:
         if self._has_one_width:
-            return self._most_pages
-        longest, width = max(item.start for item in scheduled) + 1, _LEAST_PAGES
+            return self._max_pages
+        longest = max(item.start for item in scheduled) + 1
+        width = _MIN_TABLE_WIDTH
         while width * self._page_size < longest:
             width *= 2
-        return min(width, self._most_pages)
+        return min(width, self._max_pages)
 
     def _shapes(self) -> list[_Shape]:
-        """All that steps have, the largest first; none where their tables' widths matter."""
+        """Return all shapes, the largest first; none where the widths of tables matter."""
         if not self._has_one_width:
             return []
-        most = self._model.params.max_batch_size
-        buckets = sorted({bucket_of(n + 1) for n in range(most)}, reverse=True)
-        kinds = (True, False)[: 1 + (not self._model.parallel.is_alone)]
-        return [(rows, self._most_pages, wants) for rows in buckets for wants in kinds]
+        max_rows = self._model.params.max_batch_size
+        buckets = sorted({bucket_of(n + 1) for n in range(max_rows)}, reverse=True)
+        # Several ranks exchange the top ids of greedy rows, and need no logits for that.
+        wants_logits = (True,) if self._model.parallel.is_alone else (True, False)
+        return [(rows, self._max_pages, wants) for rows in buckets for wants in wants_logits]
 
     @torch.inference_mode()
     def num_bytes(self) -> int:
-        """What all graphs will take of the device: two are recorded, and freed again. The first
-        makes the memory that all share; the other adds what the driver keeps of one."""
-        shapes, taken = self._shapes(), [0]
+        """Return the device memory that all graphs will take.
+
+        Two graphs are recorded and freed again. The first one allocates the memory that all share;
+        the second one adds the driver's own memory of a graph.
+        """
+        shapes = self._shapes()
+        used = [0]
         for shape in shapes[:2]:
             free = self._recorder.free_bytes()
             self._record(*shape)
-            taken.append(free - self._recorder.free_bytes())
+            used.append(free - self._recorder.free_bytes())
         self.close()
-        return sum(taken[:2]) + taken[-1] * (len(shapes) - 1) + self._logits.nbytes
+        return sum(used[:2]) + used[-1] * (len(shapes) - 1) + self._logits.nbytes
 
     @torch.inference_mode()
     def record_all(self) -> None:
-        """CaptureError where a shape cannot be recorded."""
+        """Record all shapes.
+
+        Raises:
+            CaptureError: A shape cannot be recorded.
+        """
         for shape in self._shapes():
             self._graphs[shape] = self._record(*shape)
 
-    def _record(self, rows: int, width: int, wants_logits: bool) -> tuple[Decoded, Callable]:
-        self._path = self._path if self._graphs else self._model.execution_path()
-        kept = self._ids, self._logits
+    def _record(
+        self, rows: int, width: int, wants_logits: bool
+    ) -> tuple[Decoded, Callable[[], None]]:
+        if not self._graphs:
+            self._path = self._model.execution_path()
+        shared = self._ids, self._logits
 
         def step() -> Outputs:
-            made = self._step(rows, width, wants_logits)
-            return tuple(x[:rows].copy_(new) for x, new in zip(kept, made, strict=False))
+            results = self._step(rows, width, wants_logits)
+            return tuple(x[:rows].copy_(new) for x, new in zip(shared, results, strict=False))
 
-        inputs = [*self._inputs.tensors, self._kv_cache, self._last_ids, *kept]
+        inputs = [*self._inputs.tensors, self._kv_cache, self._last_ids, *shared]
         try:
             outputs, replay = self._recorder.record(step, inputs)
-        except Exception as e:  # of torch, the driver, or a kernel that does not fit
+        except Exception as e:
+            # PyTorch or the driver refused, or a kernel does not fit.
             raise CaptureError(f"a step of {rows} rows was not captured: {e}") from e
         return Decoded(*outputs), replay
 
     def _step(self, rows: int, width: int, wants_logits: bool) -> Outputs:
-        """The work of one step, of fixed shape: what is captured.
+        """Compute one step of a fixed shape, which is what a graph captures.
 
-        It can be run twice: it writes keys and values, and nothing that it reads before.
+        It can run twice: it writes keys and values, and nothing that it reads before.
         """
         tokens, sources, batch = self._inputs.batch(rows, width)
         known = self._last_ids[sources.clamp(min=0)]
@@ -293,10 +379,11 @@ class DecodeGraphs:
         return choose_ids(logits, [None] * rows, (), (), self._model.kernels), logits
 
     def close(self) -> None:
+        """Free all graphs."""
         self._graphs.clear()
         self._recorder.close()
 
 
 def bucket_of(num_rows: int) -> int:
-    """The rows of the graph that `num_rows` sequences run in."""
-    return next((rows for rows in _ROWS if rows >= num_rows), -(-num_rows // 64) * 64)
+    """Return the rows of the graph in which `num_rows` sequences run."""
+    return next((rows for rows in _BUCKETS if rows >= num_rows), -(-num_rows // 64) * 64)

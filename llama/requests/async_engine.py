@@ -1,6 +1,7 @@
-"""Requests from asyncio code: one async iterator per request, one engine behind all of them.
+"""Requests from asyncio code: one async iterator per request, and one engine behind all of them.
 
-A slow reader gets several steps in one output. The model runs in one thread of its own.
+In: prompts and sampling parameters. Out: outputs as they come; a slow reader gets several steps in
+one output. The model runs in one thread of its own.
 """
 
 import asyncio
@@ -14,11 +15,11 @@ from llama.requests.llm_engine import LLMEngine
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 
-_LONG_PROMPT = 10_000  # characters; to encode more would hold the event loop up
+_LONG_PROMPT = 10_000  # characters; encoding more of them would block the event loop
 
 
 class AsyncLLMEngine:
-    """Serves a `Llama`, or its `LLMEngine`, which others may use at the same time."""
+    """An asyncio interface to a `Llama` or its `LLMEngine`, which others may use as well."""
 
     def __init__(self, llama: Any) -> None:
         self.engine: LLMEngine = getattr(llama, "llm_engine", llama)
@@ -31,14 +32,20 @@ class AsyncLLMEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llama-engine")
         self._open: set[Request] = set()
         self._is_closed = False
-        self.failure: BaseException | None = None  # of a step, whether or not anybody waits for it
+        self.failure: BaseException | None = None  # the first exception of a step
 
     async def generate(
         self, prompt: str | list[int], params: SamplingParams, request_id: str
     ) -> AsyncIterator[RequestOutput]:
-        """The request's outputs, each with all of its text so far; the last has `finished`. Leaving
-        the loop, or cancelling the task, aborts it. ValueError or TypeError for a bad request or an
-        id in use, RuntimeError after `close`; an exception of a step reaches all that were in it.
+        """Yield the request's outputs, each with all of its text so far; the last has `finished`.
+
+        Leaving the loop or cancelling the task aborts the request. An exception of a step is raised
+        for all requests that were in it.
+
+        Raises:
+            ValueError: The request is not valid, or its id is in use.
+            TypeError: A value of the request has a wrong type.
+            RuntimeError: The engine is closed.
         """
         request = await self.prepare(prompt, params, request_id)
         async with contextlib.aclosing(self.stream([request])) as outputs:
@@ -48,7 +55,10 @@ class AsyncLLMEngine:
     async def prepare(
         self, prompt: str | list[int], params: SamplingParams, request_id: str, **more: Any
     ) -> Request:
-        """A checked request for `stream`, see `Preparer`. What takes long runs in a thread."""
+        """Return a checked request for `stream`; see `Preparer`.
+
+        Long prompts and structured output are prepared in a thread.
+        """
         if self._is_closed:
             raise RuntimeError("this AsyncLLMEngine is closed: make another one")
         prepare = functools.partial(self.engine.prepare, request_id, prompt, params, **more)
@@ -58,16 +68,16 @@ class AsyncLLMEngine:
         return prepare()
 
     async def stream(self, requests: list[Request]) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of prepared requests as they come; see `generate`."""
+        """Yield the outputs of prepared requests as they come; see `generate`."""
         changed = asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def tell_reader() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads
+        def wake_reader() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody reads
                 loop.call_soon_threadsafe(changed.set)
 
         for request in requests:
-            request.listener = tell_reader
+            request.listener = wake_reader
         unfinished = list(requests)
         try:
             self._open.update(requests)
@@ -87,7 +97,11 @@ class AsyncLLMEngine:
             self.engine.discard(requests)
 
     def _run_until_finished(self, unfinished: list[Request]) -> None:
-        """It may begin long after these have ended: the list keeps none of them until then."""
+        """Step the engine until all of these requests have ended.
+
+        It may begin long after they ended, so the caller empties the list, which then keeps none of
+        them in memory.
+        """
         try:
             self.engine.wait_until(lambda: all(x.finished for x in tuple(unfinished)))
         except BaseException as error:
@@ -101,7 +115,7 @@ class AsyncLLMEngine:
             self.engine.abort(request)
 
     def close(self) -> None:
-        """Abort what is not finished and end the thread, after the step that it may be in."""
+        """Abort unfinished requests, and end the thread after its current step."""
         self._is_closed = True
         for request in list(self._open):
             self.engine.abort(request)

@@ -1,4 +1,4 @@
-"""Token ids to text, incrementally: no piece has half a character or a part of a stop string.
+"""Incremental decoding of token ids: no piece has half a character or a part of a stop string.
 
 In: the ids of one answer, in any portions. Out: pieces of text that, joined, are its text.
 """
@@ -10,7 +10,7 @@ from llama.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Incremental `tokenizer.decode`: joined, the pieces of `push` and `flush` are its text."""
+    """Incremental `tokenizer.decode`; the pieces of `push` and `flush` joined are its text."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -18,49 +18,58 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take more ids; return all whole characters. Up to three bytes are held back."""
+        """Take more ids and return all whole characters; up to three bytes are kept."""
         skip = self._skip_special_tokens
         return self._decoder.decode(self._tokenizer.decode_bytes(ids, skip_special_tokens=skip))
 
     def flush(self) -> str:
-        """At the end: return the text held back, U+FFFD for an unfinished character."""
+        """Return the kept text at the end, with U+FFFD for an unfinished character."""
         return self._decoder.decode(b"", final=True)
 
 
 class StopStrings:
-    """Ends a text at the stop string that is complete first, wherever the borders of the pieces
-    are; of several that end at the same character, at the longest one. include: the text ends with
-    it, not before it. No stop string is empty: `SamplingParams` has checked them."""
+    """Ends a text at the stop string that is complete first, however the text is cut into pieces.
+
+    Of several stop strings that end at the same character, the longest one counts. No stop string
+    is empty: `SamplingParams` has checked them.
+
+    Attributes:
+        stopped: The stop string that ended the text; None before that.
+    """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = stops
         self._include = include
-        self._held = ""
+        self._pending = ""  # text that may be the beginning of a stop string
         self.stopped: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Take more text; return what can be no part of a stop string any more, and the one that
-        was found, if any. After that, all text is dropped."""
+        """Take more text and return the text that can be no part of a stop string any more.
+
+        The second value is the stop string that ended the text, or None. Text behind it is dropped.
+        """
         if self.stopped is not None:
             return "", self.stopped
-        text = self._held + text
-        # (end, start, stop): the minimum is complete first, and of those the longest
-        hits = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        text = self._pending + text
+        # The minimum of (end, start, stop) is complete first, and of those the longest.
+        starts = [(text.find(stop), stop) for stop in self._stops]
+        hits = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
         if hits:
             end, start, self.stopped = min(hits)
-            self._held = ""
+            self._pending = ""
             return text[: end if self._include else start], self.stopped
         keep = self._open_suffix(text)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
-        """At the end: return the text held back, which no stop string can follow."""
-        text, self._held = self._held, ""
+        """Return the kept text at the end, when no stop string can be completed."""
+        text = self._pending
+        self._pending = ""
         return text
 
     def _open_suffix(self, text: str) -> int:
-        """The length of the longest suffix that is the beginning of a stop string."""
+        """Return the length of the longest suffix that is the beginning of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         for n in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-n:]) for stop in self._stops):

@@ -1,7 +1,7 @@
-"""From the form that an answer must have to the tokens that may come next (llguidance).
+"""Structured output: from the format of an answer to the tokens that may come next (llguidance).
 
-In: a `StructuredOutput` and a tokenizer. Out: a `Grammar`, of which each sequence gets a `Matcher`:
-after the tokens so far, a bit for each token that may follow. What has been compiled is kept.
+In: a `StructuredOutput` and a tokenizer. Out: a `Matcher` for each sequence, which gives a bit for
+each token that may follow the tokens so far. Compiled grammars are cached.
 """
 
 import contextlib
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-_KEPT = 256  # grammars
-# Far beyond what schemas need. With the package's own, (a{1000}){1000} took a second of a step.
-_COMPILE_FUEL, _STEP_FUEL, _STATES = 200_000, 50_000, 50_000
-# The package's own 50,000 end the answers of an object of 400 properties after their first brace.
-_STEP_ITEMS = 500_000
-# Between the tokens of JSON: a small model that may write more blanks writes little else, and one
-# that may write none does not end its numbers.
+_CACHE_SIZE = 256  # compiled grammars
+# These limits are far beyond what schemas need. With llguidance's defaults, (a{1000}){1000} took a
+# second of a step.
+_COMPILE_FUEL = 200_000
+_STEP_FUEL = 50_000
+_MAX_STATES = 50_000
+# The default of 50,000 ends the answers of an object of 400 properties after their first brace.
+_MAX_STEP_ITEMS = 500_000
+# White space between the tokens of JSON. A small model that may write more of it writes little
+# else, and one that may write none does not end its numbers.
 _WHITESPACE = " ?"
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # A backslash, or a character of which the package's conversion would lose a leading zero.
@@ -38,8 +41,10 @@ _MISSING = (
 
 
 class Matcher:
-    """Where one sequence is in its grammar; the engine asks it before each token. It never raises:
-    where the grammar cannot go on, it allows no token, and `failure` says why."""
+    """The position of one sequence in its grammar; the engine asks it before each token.
+
+    It never raises: where the grammar cannot go on it allows no token, and `failure` says why.
+    """
 
     def __init__(self, matcher: "LLMatcher") -> None:
         self._matcher = matcher
@@ -49,10 +54,13 @@ class Matcher:
     def fill_allowed(
         self, tokens: list[int], first: int, drafts: list[int], bits: np.ndarray
     ) -> None:
-        """As `Constraint` has it; bits (1 + drafts, ceil(V / 32)) int32."""
+        """Set the bits of the tokens that may follow; see `Constraint.fill_allowed`.
+
+        The shape of `bits` is (1 + drafts, ceil(V / 32)), int32.
+        """
         bits.fill(0)
         self._consume(tokens, first)
-        # A copy takes a microsecond; to go back fails where a rule has max_tokens or stop.
+        # A copy takes a microsecond. A rollback fails where a rule has max_tokens or stop.
         ahead = self._matcher.deep_copy() if drafts else self._matcher
         for row, token in zip(bits, [*drafts, None], strict=True):
             if not ahead.is_error():
@@ -64,14 +72,17 @@ class Matcher:
                 break
             ahead.consume_token(token)
 
-    def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
-        """As `Constraint` has it. There may be other ways to write what must follow."""
+    def draft(self, output: list[int], prediction: list[int]) -> tuple[list[int], bool]:
+        """Return tokens that must or may follow; see `Constraint.draft`.
+
+        There may be other ways to write what must follow.
+        """
         self._consume(output, 0)
         if self._matcher.is_error():
             return [], False
         if forced := self._matcher.compute_ff_tokens():
             return forced, True
-        return guess[: self._matcher.validate_tokens(guess)], False
+        return prediction[: self._matcher.validate_tokens(prediction)], False
 
     def _consume(self, tokens: list[int], first: int) -> None:
         if new := tokens[first + self._num_consumed :]:
@@ -80,52 +91,65 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer; any thread may use it. Its index takes a second at first use."""
+    """A compiler of grammars for one tokenizer, for use by any thread.
+
+    Its index of the vocabulary takes a second at first use.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._compiled = functools.lru_cache(_KEPT)(self._compile)
+        self._compiled = functools.lru_cache(_CACHE_SIZE)(self._compile)
 
-    def matcher(self, form: StructuredOutput) -> Matcher:
-        """A matcher at the beginning of the form; FieldError says what is wrong with it."""
-        return Matcher(self._compiled(form).deep_copy())
+    def matcher(self, response_format: StructuredOutput) -> Matcher:
+        """Return a matcher at the beginning of a format.
+
+        Raises:
+            FieldError: The format cannot be compiled, or llguidance is not installed.
+        """
+        return Matcher(self._compiled(response_format).deep_copy())
 
     def warm_up(self) -> None:
-        """Make the index now, where the package is installed: it holds Python's lock meanwhile."""
+        """Build the index now if llguidance is installed; that keeps the GIL for a second."""
         with contextlib.suppress(ModuleNotFoundError):
             _ = self._index
 
-    def _compile(self, form: StructuredOutput) -> "LLMatcher":
+    def _compile(self, response_format: StructuredOutput) -> "LLMatcher":
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ModuleNotFoundError:
             raise FieldError("structured_output", _MISSING) from None
-        place = f"structured_output.{form.kind}"
+        field = f"structured_output.{response_format.kind}"
         limits = LLParserLimits(
-            initial_lexer_fuel=_COMPILE_FUEL, step_lexer_fuel=_STEP_FUEL, max_lexer_states=_STATES,
-            step_max_items=_STEP_ITEMS,
-        )  # fmt: skip
+            initial_lexer_fuel=_COMPILE_FUEL,
+            step_lexer_fuel=_STEP_FUEL,
+            max_lexer_states=_MAX_STATES,
+            step_max_items=_MAX_STEP_ITEMS,
+        )
         try:
-            matcher = LLMatcher(self._index, _grammar(form), log_level=0, limits=limits)
+            matcher = LLMatcher(self._index, _grammar(response_format), log_level=0, limits=limits)
         except (ValueError, RuntimeError) as e:
-            raise FieldError(place, f"{place} cannot be used: {_first_line(str(e))}") from None
-        tried = matcher.deep_copy()  # to go back in it fails where a rule has max_tokens or stop
+            raise FieldError(field, f"{field} cannot be used: {_first_line(str(e))}") from None
+        tried = matcher.deep_copy()  # a rollback fails where a rule has max_tokens or stop
         if not tried.is_error():
             _try_first_tokens(tried)
         if tried.is_error():
-            raise FieldError(place, f"{place} cannot be used: {_first_line(tried.get_error())}")
+            raise FieldError(field, f"{field} cannot be used: {_first_line(tried.get_error())}")
         return matcher
 
     @functools.cached_property
     def _index(self) -> "LLTokenizer":
         from llguidance.tiktoken import lltokenizer_from_encoding
 
-        own, ends = self._tokenizer, sorted(self._tokenizer.stop_tokens)
-        return lltokenizer_from_encoding(own.model, n_vocab=own.n_words, eos_token=ends)
+        tokenizer = self._tokenizer
+        return lltokenizer_from_encoding(
+            tokenizer.model,
+            n_vocab=tokenizer.n_words,
+            eos_token=sorted(tokenizer.stop_tokens),
+        )
 
 
 def _try_first_tokens(matcher: "LLMatcher") -> None:
-    """What is too large to go on with shows here, and not in a step of the engine."""
+    """Take two tokens, so that a grammar that is too large fails here and not in a step."""
     for _ in range(2):
         allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         first = np.flatnonzero(np.unpackbits(allowed, bitorder="little"))
@@ -136,42 +160,43 @@ def _try_first_tokens(matcher: "LLMatcher") -> None:
             return
 
 
-def _grammar(form: StructuredOutput) -> str:
-    """The form in llguidance's own JSON."""
+def _grammar(response_format: StructuredOutput) -> str:
+    """Return the format as llguidance's own JSON."""
     from llguidance import LLMatcher
 
-    if form.regex:
-        return LLMatcher.grammar_from_regex(form.regex)
-    if form.grammar:
-        return LLMatcher.grammar_from_lark(_lark(form.grammar))
-    if form.choice:
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
+    if response_format.regex:
+        return LLMatcher.grammar_from_regex(response_format.regex)
+    if response_format.grammar:
+        return LLMatcher.grammar_from_lark(_lark(response_format.grammar))
+    if response_format.choice:
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in response_format.choice)
         return LLMatcher.grammar_from_lark(f"start: {texts}")
-    schema = '{"type": "object"}' if form.json_object else str(form.json)
+    schema = '{"type": "object"}' if response_format.json_object else str(response_format.json)
     options: JsonCompileOptions = {"whitespace_pattern": _WHITESPACE}
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 
 def _lark(grammar: str) -> str:
-    """A grammar in Lark as it is, or one in GBNF as Lark; ValueError says what is wrong with it."""
+    """Return a Lark grammar unchanged and a GBNF grammar as Lark; ValueError where it is wrong."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if not _GBNF_RULE.search(grammar):
         return grammar
     try:
         return gbnf_to_lark(_ESCAPE.sub(lambda x: x[1] or chr(int(x[2], 16)), grammar))
-    except Exception as e:  # the package raises Exception itself, too
+    except Exception as e:  # llguidance raises plain Exception, too
         raise ValueError(f"as GBNF: {e}") from None
 
 
 def _first_line(error: str) -> str:
-    """What the package says, in one line; it knows no words for some errors."""
+    """Return llguidance's error in one line, with a message of ours where it has none."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     if not lines:
         return "it is not valid"
     if lines[0] == "NoExtensionBias":
         return "there is no text that it allows"
-    if lines[0].endswith("regex parse error:"):  # then the expression, a mark below it, the reason
+    if lines[0].endswith("regex parse error:"):
+        # The expression follows, a mark below it, then the reason.
         reasons = [line for line in lines if line.startswith("error: ")]
         return f"regex parse error: {''.join(reasons[:1]).removeprefix('error: ')}"[:300]
     return lines[0][:300]

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from llama.checks import brief
 from llama.engine.core import EngineCore
-from llama.engine.interrupts import InterruptHeldBack
+from llama.engine.interrupts import DeferredInterrupt
 from llama.engine.sequence import Sequence
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.prepare import Preparer
@@ -151,7 +151,7 @@ class LLMEngine:
 
     def abort(self, request: Request) -> None:
         """End a request, between two steps: finish_reason "abort", where it had not finished."""
-        with InterruptHeldBack(), self._lock:
+        with DeferredInterrupt(), self._lock:
             if not request.finished:
                 request.end("abort")
             self._turns.discard(request)
@@ -193,7 +193,7 @@ class LLMEngine:
     def close(self) -> None:
         """Abort all requests; what is submitted afterwards is a RuntimeError."""
         self._is_closed = True
-        with InterruptHeldBack(), self._lock:
+        with DeferredInterrupt(), self._lock:
             for request in list(self._requests):
                 self.abort(request)
 
@@ -202,7 +202,7 @@ class LLMEngine:
 
     def discard(self, requests: Iterable[Request]) -> None:
         """Abort what is not finished, and keep nothing of the rest."""
-        with InterruptHeldBack(), self._lock:
+        with DeferredInterrupt(), self._lock:
             for request in requests:
                 self.abort(request)
                 self._forget(request)
@@ -269,7 +269,7 @@ class LLMEngine:
     def _run_model(self, is_ready: Callable[[], bool], bell: threading.Lock) -> bool:
         """Run the model until ready: true. False where another thread runs it: then `bell` rings
         when this one is ready, or has to run it; or after an interrupt that raised nothing."""
-        with InterruptHeldBack() as interrupts:
+        with DeferredInterrupt() as interrupts:
             while not interrupts:
                 with self._lock:
                     if is_ready():
