@@ -78,11 +78,11 @@ class Files:
             compared.append((f"{name} of the checkpoint", value))
         return compared
 
-    def formats(self) -> tuple[str | weights.Form | None, ...]:
+    def formats(self) -> tuple[str | weights.QuantKey | None, ...]:
         """Return the formats that the matrices will have."""
         if self.device.type == "cuda" and self.checkpoint.in_codes:
             return None, *memory.gpu_formats(self.checkpoint, self.placement)
-        return tuple(dict.fromkeys([self.quantize, weights.of_output(self.quantize)]))
+        return tuple(dict.fromkeys([self.quantize, weights.lm_head_format(self.quantize)]))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from llama.ops.triton import kernels
 from llama.ops.triton.kernels import KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import Placement
-from llama.weights import QUANTIZED, Form
+from llama.weights import QUANTIZED, QuantKey
 
 GPU = torch.device("cuda", 7)
 PARAMS = ModelArgs(dim=128, n_heads=8, n_kv_heads=2, vocab_size=300)
@@ -113,11 +113,14 @@ def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu, tmp_pat
     For a file, its own formats are checked: Q8_0 of lm_head, and Q4_0.
     """
     convert(DEMO, tmp_path / "model.gguf", quantize="q4_0")
-    asked, forms = (ModelParallel(), ALL | {"graph"}), (Form(1, 0, 32, 1, 1), Form(3, -8, 32, 1, 1))
+    asked, keys = (
+        (ModelParallel(), ALL | {"graph"}),
+        (QuantKey(1, 0, 32, 1, 1), QuantKey(3, -8, 32, 1, 1)),
+    )
     as_it_is = replace(find(tmp_path / "model.gguf"), in_codes=True)
     for files, held in (
         (Files(find(DEMO), torch.bfloat16, "int8", Placement(), GPU), ("int8",)),
-        (Files(as_it_is, torch.bfloat16, None, Placement(), GPU), (None, *forms)),
+        (Files(as_it_is, torch.bfloat16, None, Placement(), GPU), (None, *keys)),
     ):
         demo = replace(files.checkpoint, in_codes=False)
         jobs = gpu({})

@@ -41,7 +41,7 @@ def bytes_of(
     """
     if checkpoint.in_codes:
         return _weights_in_codes(checkpoint, placement, dtype, device.type == "cuda").num_bytes
-    lm_head = weights.of_output(quantize)
+    lm_head = weights.lm_head_format(quantize)
     ends = {
         "output.weight": lm_head,
         "tok_embeddings.weight": lm_head if checkpoint.params.tied_output else None,
@@ -52,7 +52,7 @@ def bytes_of(
     )
 
 
-def gpu_formats(checkpoint: Checkpoint, placement: Placement) -> list[weights.Form]:
+def gpu_formats(checkpoint: Checkpoint, placement: Placement) -> list[weights.QuantKey]:
     """Return the formats in which a GPU holds a rank's matrices that keep their codes."""
     return sorted(_weights_in_codes(checkpoint, placement, torch.bfloat16, is_gpu=True).formats)
 
@@ -61,7 +61,7 @@ class _WeightsInCodes(NamedTuple):
     """The bytes of a rank's weights, and the formats of the matrices that keep their codes."""
 
     num_bytes: int
-    formats: set[weights.Form]
+    formats: set[weights.QuantKey]
 
 
 def _weights_in_codes(
@@ -91,7 +91,7 @@ def _weights_in_codes(
             num_bytes += _scaled_bytes(packed, coded.n)
             num_bytes -= sum(shards[name].nbytes for name in names)
             if isinstance(packed, GroupedWeight):
-                formats.add(packed.form)
+                formats.add(packed.quant_key)
     return _WeightsInCodes(math.ceil(num_bytes), formats)
 
 

@@ -181,7 +181,7 @@ def _attach_whole(tensors: dict[str, MappedTensor], model: Transformer) -> str |
         # A norm's shape has one dimension, which the plain format takes as well.
         shape: Any = tuple(module.weight.shape)
         try:
-            weight = FORMATS[format_name](shape, **parts.pop(f"{path}.{format_name}"))
+            weight = FORMATS[format_name].of_tensors(shape, parts.pop(f"{path}.{format_name}"))
             is_fitting = weight.is_whole()
         except _MISFITS:
             is_fitting = False

@@ -28,7 +28,7 @@ from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.sample import SamplingRow, choose_ids
 from llama.ops.swiglu import silu_mul
 from llama.ops.triton.kernels import KernelSet, Sizes, Tile
-from llama.weights import Form, PlainWeight, Weight, like, packed
+from llama.weights import PlainWeight, QuantKey, Weight, packed, random_weight
 
 Results = tuple[Tensor, ...]
 
@@ -189,8 +189,8 @@ class Cases:
             (job.vocab_rows, job.dim),
         }  # fmt: skip
         for format, (n, k) in itertools.product(job.formats, sorted(shapes)):
-            if isinstance(format, Form):
-                weight = like(format, n, k, self.device)
+            if isinstance(format, QuantKey):
+                weight = random_weight(format, n, k, self.device)
             else:
                 weight = packed(self.normal(n, k), format, self.device)
             for m in BUCKETS:

@@ -7,10 +7,10 @@ from pydantic import TypeAdapter
 
 from llama.device import DTYPES
 from llama.ops.triton.kernels import KernelSet, Sizes, Tile
-from llama.weights import Form
+from llama.weights import QuantKey
 
 Choice = tuple[Sizes, Tile]  # and the tile that is fastest for them
-Formats = tuple[str | Form | None, ...]  # of weights, as `quantize=` or a file has them
+Formats = tuple[str | QuantKey | None, ...]  # of weights, as `quantize=` or a file has them
 LENGTHS = (1, 15, 16, 17, 255, 4097)
 
 

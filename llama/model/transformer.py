@@ -213,7 +213,7 @@ class Transformer(nn.Module):
                 if self._is_tied and module is self.tok_embeddings:
                     self.output.weight = module.weight
             elif isinstance(module, Linear):
-                module.pack(weights.of_output(quantize) if module is lm_head else quantize)
+                module.pack(weights.lm_head_format(quantize) if module is lm_head else quantize)
             if module is lm_head:
                 self.tie()
 

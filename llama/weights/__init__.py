@@ -1,7 +1,9 @@
-"""The matrices of a model in their formats: one file a format, and here which one is taken.
+"""The formats of a model's matrices: one file per format, and the choice between them.
 
-In: a plain matrix, and what the user asked for. Out: a `Weight`. To add a format, write its file
-and name it here. Shapes: N outputs, K inputs.
+In: a plain or a quantized matrix, and the format that the user asked for. Out: a `Weight`. To add a
+format, write its file and name it here. Files and models must not be known here.
+
+Shapes: N outputs, K inputs.
 """
 
 import torch
@@ -13,31 +15,56 @@ from llama.ops.cpu.constants import ElementFormat, ScaleFormat
 from llama.weights.blocks import BlockedWeight
 from llama.weights.bytes import E4M3, BytesWeight, Fp8Weight
 from llama.weights.coded import Coded, CodedRows
-from llama.weights.groups import Form, GroupedWeight
+from llama.weights.groups import GroupedWeight, QuantKey
 from llama.weights.nibbles import NibblesWeight, SixBitsWeight
 from llama.weights.plain import PlainWeight
 from llama.weights.weight import Weight
 
 __all__ = [
-    "FORMATS", "QUANTIZED", "Form", "PlainWeight", "Weight", "bytes_of", "check_quantize", "like",
-    "of_output", "on_gpu", "packed",
-]  # fmt: skip
+    "FORMATS",
+    "QUANTIZED",
+    "PlainWeight",
+    "QuantKey",
+    "Weight",
+    "bytes_of",
+    "check_quantize",
+    "lm_head_format",
+    "on_gpu",
+    "packed",
+    "random_weight",
+]
 
-QUANTIZED: dict[str, type[BytesWeight | NibblesWeight]] = {  # by the name that `quantize=` takes
-    "int8": BytesWeight, "fp8": Fp8Weight, "int4": NibblesWeight,
-}  # fmt: skip
-FORMATS: dict[str, type[Weight]] = {  # by the name in files
-    "plain": PlainWeight, "bf16": BlockedWeight, "six_bits": SixBitsWeight, **QUANTIZED,
-}  # fmt: skip
+# The formats by the names that `quantize=` takes.
+QUANTIZED: dict[str, type[BytesWeight | NibblesWeight]] = {
+    "int8": BytesWeight,
+    "fp8": Fp8Weight,
+    "int4": NibblesWeight,
+}
+# The formats by their names in files of packed weights.
+FORMATS: dict[str, type[Weight]] = {
+    "plain": PlainWeight,
+    "bf16": BlockedWeight,
+    "six_bits": SixBitsWeight,
+    **QUANTIZED,
+}
 _Matrix = Tensor | Coded | CodedRows
 _CPU = torch.device("cpu")
-_Kinds = tuple[type[GroupedWeight], ...]  # the smallest first
-_ALL: _Kinds = NibblesWeight, SixBitsWeight, BytesWeight, Fp8Weight
-_GPU: _Kinds = NibblesWeight, BytesWeight, Fp8Weight
+_Formats = tuple[type[GroupedWeight], ...]  # the smallest first
+_CPU_FORMATS: _Formats = (NibblesWeight, SixBitsWeight, BytesWeight, Fp8Weight)
+_GPU_FORMATS: _Formats = (NibblesWeight, BytesWeight, Fp8Weight)
 
 
 def check_quantize(name: object, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What `quantize=` asks for; ValueError where there is no such format, or not for this."""
+    """Return the format that `quantize=` asks for.
+
+    Args:
+        name: The value that the user gave.
+        dtype: The type of the model.
+        device: The device of the model.
+
+    Raises:
+        ValueError: There is no such format, or not for this type, device or CPU.
+    """
     if name is None:
         return None
     if not isinstance(name, str) or name not in QUANTIZED:
@@ -56,63 +83,107 @@ def check_quantize(name: object, dtype: torch.dtype, device: torch.device) -> st
     return name
 
 
-def of_output(quantize: str | None) -> str | None:
-    """What the output, and an embedding tied to it, are rounded to: the best of what there is."""
+def lm_head_format(quantize: str | None) -> str | None:
+    """Return the format of lm_head, and of an embedding tied to it: the most accurate one."""
     return None if quantize is None else "int8"
 
 
 def on_gpu(matrix: _Matrix, quantize: str | None = None, device: torch.device = _CPU) -> Weight:
-    """As `packed`, on a GPU: quantized as on a CPU where its kernels take it so, else plain."""
+    """Return a matrix in a format of a GPU's kernels.
+
+    It is packed on the CPU, as `packed` does it. A format that the kernels do not take becomes
+    plain.
+
+    Args:
+        matrix: The matrix (N, K).
+        quantize: The format of a plain matrix, if it is to be quantized.
+        device: The GPU.
+    """
     if not isinstance(matrix, Tensor) or quantize is not None:
-        held = packed(matrix.cpu() if isinstance(matrix, Tensor) else matrix, quantize, codes=_GPU)
-        if isinstance(held, GroupedWeight) and held.blocks() is not None:
-            return held.to(device)
+        on_cpu = matrix.cpu() if isinstance(matrix, Tensor) else matrix
+        weight = packed(on_cpu, quantize, formats=_GPU_FORMATS)
+        if isinstance(weight, GroupedWeight) and weight.blocks() is not None:
+            return weight.to(device)
     plain = matrix if isinstance(matrix, Tensor) else matrix.plain(torch.bfloat16)
     return PlainWeight.pack(plain.to(device))
 
 
-def like(form: Form, n: int, k: int, device: torch.device) -> Weight:
-    """Random numbers in a form, on a GPU; plain ones where it is not for these sizes."""
+def random_weight(key: QuantKey, n: int, k: int, device: torch.device) -> Weight:
+    """Return random elements in a format, on a GPU; plain ones where the sizes do not fit it.
+
+    Args:
+        key: The format.
+        n: The number of outputs.
+        k: The number of inputs.
+        device: The GPU.
+    """
     tables = {
         ElementFormat.INT8: torch.arange(-128.0, 128),
         ElementFormat.FP8: E4M3.float(),
-        ElementFormat.NIBBLES: form.first + torch.arange(16.0),
+        ElementFormat.NIBBLES: key.first + torch.arange(16.0),
     }
-    table = tables[ElementFormat(form.kind)]
-    group = form.group if form.group and k % form.group == 0 else k
-    units = {  # such that scales need this format
+    table = tables[ElementFormat(key.kind)]
+    group = key.group
+    if group == 0 or k % group:
+        group = k
+    # Multiples of these steps are exact in that format of scales, and not in a smaller one.
+    steps = {
         ScaleFormat.FLOAT32: 1 / 3,
         ScaleFormat.FLOAT16: 2**-6,
         ScaleFormat.EIGHTS: 1365 / 2**17,
     }
-    unit = units[ScaleFormat(form.scale_type)]
-    scale, offset = torch.randint(1, 64, (2, n, k // group)) * unit
-    codes = torch.randint(min(len(table), 127), (n, k), dtype=torch.uint8)  # 127 is a NaN
-    return on_gpu(Coded(codes, table, scale, offset if form.per_group > 1 else None), None, device)
+    step = steps[ScaleFormat(key.scale_type)]
+    scale, offset = torch.randint(1, 64, (2, n, k // group)) * step
+    num_codes = min(len(table), 127)  # code 127 of e4m3 is a NaN
+    codes = torch.randint(num_codes, (n, k), dtype=torch.uint8)
+    has_offset = key.per_group > 1
+    coded = Coded(codes, table, scale, offset if has_offset else None)
+    return on_gpu(coded, None, device)
 
 
 def packed(
-    matrix: _Matrix, quantize: str | None = None, device: torch.device = _CPU, codes: _Kinds = _ALL
+    matrix: _Matrix,
+    quantize: str | None = None,
+    device: torch.device = _CPU,
+    formats: _Formats = _CPU_FORMATS,
 ) -> Weight:
-    """A matrix (N, K) in the format that was asked for, or else in this machine's fastest.
+    """Return a matrix in the format that was asked for, or else in the fastest one of this machine.
 
-    What does not fit a format stays as it is; codes that fit none of `codes` become bf16. A plain
-    matrix must not be used afterwards. quantize: of such a one. device: where it will multiply.
+    A matrix that does not fit a format stays as it is, and codes that fit none of `formats` become
+    bf16.
+
+    Args:
+        matrix: The matrix (N, K). Its memory may be used: a plain one must not be used afterwards.
+        quantize: The format of a plain matrix, if it is to be quantized.
+        device: The device that will multiply.
+        formats: The formats that may store codes, in order of preference.
     """
     if device.type == "cuda":
         return on_gpu(matrix, quantize, device)
     if not isinstance(matrix, Tensor):
-        first = matrix.first if isinstance(matrix, CodedRows) else matrix
-        if format := next((x for x in codes if x.takes(first)), None):
-            return format.of_rows(matrix) if isinstance(matrix, CodedRows) else format.of(matrix)
+        first_rows = matrix.first if isinstance(matrix, CodedRows) else matrix
+        for coded_format in formats:
+            if not coded_format.takes(first_rows):
+                continue
+            if isinstance(matrix, CodedRows):
+                return coded_format.of_rows(matrix)
+            return coded_format.of(matrix)
         matrix = matrix.plain(torch.bfloat16)
-    wanted = (BlockedWeight,) if quantize is None else (QUANTIZED[quantize], BlockedWeight)
-    kind = next((kind for kind in wanted if kind.fits(matrix)), PlainWeight)
-    return kind.pack(matrix)
+    if quantize is not None and QUANTIZED[quantize].fits(matrix):
+        return QUANTIZED[quantize].pack(matrix)
+    if BlockedWeight.fits(matrix):
+        return BlockedWeight.pack(matrix)
+    return PlainWeight.pack(matrix)
 
 
 def bytes_of(shape: tuple[int, ...], dtype: torch.dtype, quantize: str | None) -> int:
-    """Bytes of a tensor of the model; a vector is not quantized."""
+    """Return the bytes of a tensor of the model; vectors are not quantized.
+
+    Args:
+        shape: The shape of the tensor.
+        dtype: Its type where it is not quantized.
+        quantize: The format of matrices, if they are quantized.
+    """
     if len(shape) != 2 or quantize is None:
         return torch.Size(shape).numel() * dtype.itemsize
     return QUANTIZED[quantize].num_bytes(*shape)

@@ -1,14 +1,18 @@
-"""bf16 in the order in which the CPU's kernels read it: the same bytes in the same memory.
+"""bf16 in the order in which the CPU kernels read it: the same bytes in the same memory.
 
-Blocks of 32 rows, and in a block pairs of columns: (N/32, K/2, 32, 2), see packed_weight.h. The
-product is linear.cpp's, for x86-64 CPUs with AVX2, AVX-512, avx512_bf16 or AMX. The tiles of AMX
-are compared with a plain loop at first use, and not used if they differ or if Linux does not grant
-them. A row of x gives the same bytes alone as in any batch, on any number of threads.
+In: a plain matrix. Out: products and rows of it. The elements lie in blocks of 32 rows, and within
+a block in pairs of columns: (N/32, K/2, 32, 2), see packed_weight.h. Quantized formats are
+subclasses, which must not be known here.
+
+linear.cpp computes the product, on x86-64 CPUs with AVX2, AVX-512, avx512_bf16 or AMX. The tiles of
+AMX are compared with a plain loop at their first use; they are not used if they differ, or if Linux
+does not grant them. The product is batch-invariant: a row of x gives the same bytes alone as in any
+batch, on any number of threads.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,47 +23,91 @@ from llama.ops.cpu import native
 from llama.ops.cpu.constants import N_BLOCK
 from llama.weights.weight import Weight
 
-INFINITY = 0x7F80  # in bf16
+INFINITY = 0x7F80  # the bits of infinity in bf16
+_EMPTY_ROW = 2**16  # added to the result of a packing function that has found a row of zeros
+_MAX_GAPS = 2  # the gaps of `Matrix` in kernels.h
+
+
+class Layout(NamedTuple):
+    """How a block of 32 rows is stored: as (K / columns, *tail) words.
+
+    Attributes:
+        dtype: The type of the words.
+        columns: The number of columns that one step of the first dimension holds.
+        tail: The shape of one step, for 32 rows.
+    """
+
+    dtype: torch.dtype
+    columns: int
+    tail: tuple[int, ...]
 
 
 def can_pack(plain: Tensor) -> bool:
-    """Whether a matrix can be cut into blocks: bf16 in one piece, N a multiple of 32, K even."""
+    """Return whether a matrix can be cut into blocks.
+
+    It must be bf16 in one piece on the CPU, with N a multiple of 32 and K even.
+    """
     return (
         plain.dim() == 2
         and plain.dtype is torch.bfloat16
         and plain.device.type == "cpu"
         and plain.is_contiguous()
         and plain.numel() > 0
-        and plain.storage_offset() % 2 == 0  # pairs of numbers are moved as one
+        and plain.storage_offset() % 2 == 0  # pairs of elements are moved as one
         and plain.shape[0] % N_BLOCK == 0
         and plain.shape[1] % 2 == 0
     )
 
 
 class BlockedWeight(Weight):
-    """values: (N/32, K/2, 32, 2) bf16. A format of other numbers in such blocks is a subclass."""
+    """A bf16 matrix whose `values` are (N/32, K/2, 32, 2). A quantized format is a subclass.
+
+    Attributes:
+        layout: How a block is stored.
+        gaps: Where blocks of other ranks lie between those of this part: a block index and a number
+            of blocks for each gap, as in `Matrix` of kernels.h.
+    """
 
     dtypes = (torch.bfloat16,)
-    # Of the values: their type, how many k lie together, and how these lie.
-    layout: ClassVar[tuple[torch.dtype, int, tuple[int, ...]]] = (torch.bfloat16, 2, (N_BLOCK, 2))
-    gaps: Sequence[int] = ()  # before which blocks others lie, and how many; as Matrix in kernels.h
+    layout: ClassVar[Layout] = Layout(
+        dtype=torch.bfloat16,
+        columns=2,
+        tail=(N_BLOCK, 2),
+    )
+    gaps: Sequence[int] = ()
 
     @classmethod
     def fits(cls, plain: Tensor) -> bool:
+        """Return whether a matrix can be cut into blocks, and the CPU kernels run."""
         return can_pack(plain) and native.kernels() is not None
 
     @classmethod
     def pack(cls, plain: Tensor) -> Self:
+        """Return a matrix in blocks, which take its memory."""
         assert can_pack(plain), (plain.shape, plain.dtype, plain.device)
-        (n, k), largest, threads = plain.shape, 0, torch.get_num_threads()
+        n, k = plain.shape
+        result = 0
         if native.kernels() is not None:
-            room = workspace("pack_workspace", 2 * k, threads)
-            largest = native.call("pack_bf16", plain, room, n, k, threads)
+            threads = torch.get_num_threads()
+            scratch = workspace("pack_workspace", 2 * k, threads)
+            result = native.call("pack_bf16", plain, scratch, n, k, threads)
         else:
-            plain.copy_(in_blocks(plain).reshape(n, k))
-        held = cls((n, k), plain.view(n // N_BLOCK, k // 2, N_BLOCK, 2))
-        held.is_finite, held.has_empty_row = largest % 2**16 < INFINITY, largest >= 2**16
-        return held
+            blocks = in_blocks(plain).reshape(n, k)
+            plain.copy_(blocks)
+        values = plain.view(n // N_BLOCK, k // 2, N_BLOCK, 2)
+        weight = cls((n, k), values)
+        weight.set_flags(result)
+        return weight
+
+    def set_flags(self, result: int) -> None:
+        """Set `is_finite` and `has_empty_row`.
+
+        Args:
+            result: The result of a packing function in C++: the bits of the largest magnitude in
+                bf16, and 2**16 more if there is a row of zeros.
+        """
+        self.is_finite = result % _EMPTY_ROW < INFINITY
+        self.has_empty_row = result >= _EMPTY_ROW
 
     def linear(
         self,
@@ -67,80 +115,155 @@ class BlockedWeight(Weight):
         dtype: torch.dtype | None = None,
         context: ForwardContext = DEFAULT_CONTEXT,
     ) -> Tensor:
-        """x is bf16, the result in bf16 or float32."""
+        """Return the product of bf16 rows and this weight, in bf16 or float32."""
         dtype = dtype or x.dtype
         if native.kernels() is None:
-            return F.linear(x.float(), self.exact()).to(dtype)
+            product = F.linear(x.float(), self.exact())
+            return product.to(dtype)
         assert x.dtype is torch.bfloat16, x.dtype
         assert dtype in (torch.bfloat16, torch.float32), dtype
-        (n, k), x = self.shape, x.contiguous()
+        n, k = self.shape
+        x = x.contiguous()
         assert x.shape[-1] == k, (x.shape, n, k)
-        out = torch.empty(*x.shape[:-1], n, dtype=dtype)
+        leading = x.shape[:-1]
+        out = torch.empty(*leading, n, dtype=dtype)
         m = out.numel() // n
-        room = workspace("linear_workspace", m, k, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        scratch = workspace("linear_workspace", m, k, threads)
         matrix = torch.tensor(self.native_matrix())
-        native.call("linear_packed", x, matrix, out, room, m, n, k, dtype is torch.float32)
+        is_float32 = dtype is torch.float32
+        native.call("linear_packed", x, matrix, out, scratch, m, n, k, is_float32)
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
-        """ids (...) -> (..., K) bf16. IndexError where there is no such row."""
+        """Return the rows (..., K) of ids (...) in bf16; IndexError where there is no such row."""
         if native.kernels() is None or self.values.is_cuda:
-            return self.packed_rows(self.placed(ids))
-        out = torch.empty(*ids.shape, self.shape[1], dtype=torch.bfloat16)
-        sizes = ids.numel(), *self.shape, torch.get_num_threads()
+            return self.stored_rows(self.stored_ids(ids))
+        n, k = self.shape
+        out = torch.empty(*ids.shape, k, dtype=torch.bfloat16)
+        num_ids = ids.numel()
+        threads = torch.get_num_threads()
         matrix = torch.tensor(self.native_matrix())
-        if not native.call("weight_rows", ids.contiguous(), matrix, out, *sizes):
-            raise IndexError(f"no rows {ids.min()} to {ids.max()} in a weight of {self.shape[0]}")
+        ids = ids.contiguous()
+        is_valid = native.call("weight_rows", ids, matrix, out, num_ids, n, k, threads)
+        if not is_valid:
+            raise IndexError(f"no rows {ids.min()} to {ids.max()} in a weight of {n}")
         return out
 
-    def placed(self, ids: Tensor) -> Tensor:
-        """Where rows lie in the values."""
-        for first, blocks in reversed([*zip(self.gaps[::2], self.gaps[1::2], strict=True)]):
-            ids = ids + (ids >= first * N_BLOCK) * (blocks * N_BLOCK)
+    def stored_ids(self, ids: Tensor) -> Tensor:
+        """Return the index in `values` of each row, which gaps move back."""
+        first_blocks = self.gaps[::2]
+        gap_sizes = self.gaps[1::2]
+        gaps = list(zip(first_blocks, gap_sizes, strict=True))
+        for first_block, num_blocks in reversed(gaps):
+            is_behind = ids >= first_block * N_BLOCK
+            ids = ids + is_behind * (num_blocks * N_BLOCK)
         return ids
 
-    def packed_rows(self, ids: Tensor) -> Tensor:
-        """Rows of the values."""
-        # A pair is moved as one number: (..., K/2, 1), then (..., K).
-        pairs = self.values.view(torch.int32 if self.values.itemsize == 2 else torch.int16)
-        return pairs[ids // N_BLOCK, :, ids % N_BLOCK].view(self.values.dtype).flatten(-2)
+    def stored_rows(self, ids: Tensor) -> Tensor:
+        """Return rows (..., K) of `values` by their index there, as `stored_ids` gives it."""
+        # A pair is moved as one integer: (..., K/2, 1), then (..., K).
+        pair_dtype = torch.int32 if self.values.itemsize == 2 else torch.int16
+        pairs = self.values.view(pair_dtype)
+        block = ids // N_BLOCK
+        row = ids % N_BLOCK
+        rows = pairs[block, :, row]
+        return rows.view(self.values.dtype).flatten(-2)
 
     def exact(self) -> Tensor:
-        """The float32 numbers (N, K) that it stands for."""
+        """Return the matrix (N, K) that it stands for, in float32."""
         return self.plain().float()
 
     def plain(self) -> Tensor:
+        """Return the matrix (N, K) in bf16, a copy."""
         if self.gaps:
             return self.rows(torch.arange(self.shape[0]))
-        return self.values.data.transpose(1, 2).reshape(self.shape)
+        rows = self.values.data.transpose(1, 2)
+        return rows.reshape(self.shape)
 
     def is_whole(self) -> bool:
-        (n, k), (dtype, step, tail) = self.shape, self.layout
-        fits = n % N_BLOCK == 0 and k % step == 0 and self.values.dtype is dtype
-        return fits and self.values.shape == (n // N_BLOCK, k // step, *tail)
+        """Return whether the values have the shape and type of such a matrix."""
+        n, k = self.shape
+        dtype, columns, tail = self.layout
+        if n % N_BLOCK or k % columns or self.values.dtype is not dtype:
+            return False
+        num_blocks = n // N_BLOCK
+        num_steps = k // columns
+        return self.values.shape == (num_blocks, num_steps, *tail)
 
-    def part(self, rows: list[slice], columns: slice, **more: Tensor) -> Weight | None:
-        step, ends = self.layout[1], [x for each in rows for x in (each.start, each.stop)]
-        if any(x % N_BLOCK for x in ends) or columns.start % step or columns.stop % step:
+    def part(self, rows: list[slice], columns: slice) -> Weight | None:
+        """Return a part of the matrix in the same memory; None where it would cut a block."""
+        return self._part_of_blocks(rows, columns)
+
+    def _part_of_blocks(
+        self, rows: list[slice], columns: slice, **other_tensors: Tensor
+    ) -> Weight | None:
+        """Return a part of the matrix in the same memory; None where it would cut a block.
+
+        Args:
+            rows: The rows, in ascending order.
+            columns: The columns.
+            other_tensors: The arguments of the format's constructor beside the values.
+        """
+        step = self.layout.columns
+        if columns.start % step or columns.stop % step:
             return None
-        blocks = self.values.data[ends[0] // N_BLOCK : ends[-1] // N_BLOCK]
-        shape = sum(x.stop - x.start for x in rows), columns.stop - columns.start
-        held = type(self)(shape, blocks[:, columns.start // step : columns.stop // step], **more)
-        for i, (one, other) in enumerate(pairwise(rows), 1):
-            above = sum(x.stop - x.start for x in rows[:i])
-            held.gaps = [*held.gaps, above // N_BLOCK, (other.start - one.stop) // N_BLOCK]
-        return held
+        for some in rows:
+            if some.start % N_BLOCK or some.stop % N_BLOCK:
+                return None
+        first_block = rows[0].start // N_BLOCK
+        end_block = rows[-1].stop // N_BLOCK
+        blocks = self.values.data[first_block:end_block]
+        first_step = columns.start // step
+        end_step = columns.stop // step
+        values = blocks[:, first_step:end_step]
+        num_rows = sum(some.stop - some.start for some in rows)
+        num_columns = columns.stop - columns.start
+        weight = type(self)((num_rows, num_columns), values, **other_tensors)
+        gaps = []
+        num_above = 0
+        for some, following in pairwise(rows):
+            num_above += some.stop - some.start
+            gap = following.start - some.stop
+            gaps += [num_above // N_BLOCK, gap // N_BLOCK]
+        weight.gaps = gaps
+        return weight
 
     def native_matrix(self) -> list[int]:
-        stride, gaps = self.values.stride(0) * self.values.itemsize, [*self.gaps, 0, 0, 0, 0][:4]
-        return [self.values.data_ptr(), *[0] * 5, self.shape[1], 0, 0, 0, stride, *gaps]
+        """Return the fields of `Matrix` in kernels.h: the values alone are the weight."""
+        stride = self.values.stride(0) * self.values.itemsize
+        no_gaps = [0] * (2 * _MAX_GAPS)
+        gaps = [*self.gaps, *no_gaps][: 2 * _MAX_GAPS]
+        group = self.shape[1]
+        return [
+            self.values.data_ptr(),
+            0,  # no scales
+            0,  # no table
+            0,  # the format of the elements: bf16
+            0,  # no format of scales
+            0,  # no scales per group
+            group,
+            0,  # not rotated
+            0,  # no adapter
+            0,  # and its rank
+            stride,
+            *gaps,
+        ]
 
 
 def in_blocks(plain: Tensor) -> Tensor:
-    """(N, K) -> (N/32, K/2, 32, 2), a view."""
-    return plain.view(-1, N_BLOCK, plain.shape[1] // 2, 2).transpose(1, 2)
+    """Return a view (N/32, K/2, 32, 2) of a matrix (N, K)."""
+    num_pairs = plain.shape[1] // 2
+    rows = plain.view(-1, N_BLOCK, num_pairs, 2)
+    return rows.transpose(1, 2)
 
 
 def workspace(function: str, *sizes: int) -> Tensor:
-    """Memory that a kernel works in, as large as it says."""
-    return torch.empty(native.call(function, *sizes), dtype=torch.uint8)
+    """Return memory for a kernel to work in.
+
+    Args:
+        function: The C++ function that gives its size in bytes.
+        sizes: The arguments of that function.
+    """
+    num_bytes = native.call(function, *sizes)
+    return torch.empty(num_bytes, dtype=torch.uint8)

@@ -1,7 +1,8 @@
-"""One byte a weight, in blocks as bf16 has them: whole numbers from -128 to 127, or e4m3.
+"""One byte per weight: int8 or e4m3, in blocks as bf16 has them.
 
-In: a `Coded` of such numbers, or bf16 that is rounded at load, with a scale a row. The largest
-number of a row then becomes 127, or 448; int8 is off by at most half of the row's scale.
+In: a `Coded` of such elements, or bf16 that is rounded at load with one scale per row. Out: a
+weight. The largest magnitude of a rounded row becomes 127, or 448 in e4m3; an int8 element is off
+by at most half of the row's scale. Files must not be known here.
 """
 
 from typing import Self
@@ -11,93 +12,163 @@ from torch import Tensor
 
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import N_BLOCK, ElementFormat
-from llama.weights.blocks import in_blocks, workspace
+from llama.weights.blocks import Layout, in_blocks, workspace
 from llama.weights.coded import Coded
-from llama.weights.groups import GroupedWeight, pack_extras, pack_scales
+from llama.weights.groups import GroupedWeight, pack_extras
+from llama.weights.scales import pack_scales
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-_ROWS = 4096  # that are rounded at once
+_MAX_INT8 = 127
+_MAX_E4M3 = 448
+_CHUNK_ROWS = 4096  # rows quantized per chunk
 
 
 class BytesWeight(GroupedWeight):
-    """values: (N/32, K/2, 32, 2) int8."""
+    """A matrix of int8 elements whose `values` are (N/32, K/2, 32, 2).
+
+    Attributes:
+        in_files: The type and the bits of an element, as checkpoints name them.
+        element_factor: What the kernels multiply an element by. Scales are divided by it.
+    """
 
     kind = ElementFormat.INT8.value
-    layout = (torch.int8, 2, (N_BLOCK, 2))
-    in_files = "int", 8
-    unit = 1.0  # of the scales
+    layout = Layout(
+        dtype=torch.int8,
+        columns=2,
+        tail=(N_BLOCK, 2),
+    )
+    in_files = ("int", 8)
+    element_factor = 1.0
 
     @classmethod
     def num_bytes(cls, n: int, k: int) -> int:
+        """Return the bytes of a matrix (N, K) that was rounded at load."""
         return n * k + 4 * n
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
-        first, count = float(table[0]), len(table)
-        in_range = first.is_integer() and -128 <= first <= 128 - count
-        return in_range and torch.equal(table, first + torch.arange(count))
+        """Return whether a table has consecutive integers from -128 to 127."""
+        first = float(table[0])
+        count = len(table)
+        if not first.is_integer():
+            return False
+        if first < -128 or first + count > 128:
+            return False
+        return torch.equal(table, first + torch.arange(count))
+
+    @classmethod
+    def stored_table(cls, coded: Coded) -> Tensor | None:
+        """Return None: the elements are their own values."""
+        return None
 
     @classmethod
     def of(cls, coded: Coded) -> Self:
-        codes, values = coded.codes.contiguous(), cls.empty(*coded.shape)
+        """Return codes in this format."""
+        codes = coded.codes.contiguous()
+        values = cls.empty(*coded.shape)
+        octets = values.view(torch.uint8)
         if native.kernels() is None or codes.shape[1] % 8:
-            values.view(torch.uint8).copy_(in_blocks(codes))
+            octets.copy_(in_blocks(codes))
         else:
-            native.call("pack_bytes", codes, values.view(torch.uint8), *codes.shape)
-        values.view(torch.uint8).add_(int(coded.table[0]) % 256)
-        held = cls(coded.shape, values, pack_scales(coded, cls.unit), **pack_extras(coded))
-        scale = coded.scale
-        held.is_finite, held.has_empty_row = bool(scale.isfinite().all()), not scale.all()
-        return held
+            native.call("pack_bytes", codes, octets, *codes.shape)
+        first = int(coded.table[0])
+        octets.add_(first % 256)
+        scales = pack_scales(coded, cls.element_factor)
+        weight = cls(coded.shape, values, scales, **pack_extras(coded))
+        weight.set_flags_of_scales(coded.scale)
+        return weight
+
+    def set_flags_of_scales(self, scale: Tensor) -> None:
+        """Set `is_finite` and `has_empty_row` by the scales of the rows."""
+        self.is_finite = bool(scale.isfinite().all())
+        self.has_empty_row = not scale.all()
 
     @classmethod
     def rounded(cls, plain: Tensor) -> Coded:
-        """The same numbers as those of `pack`."""
-        scale, units = _units(plain, 127)
-        codes = (plain.float() / units).round() + 128
-        return Coded(codes.byte(), torch.arange(-128.0, 128), scale)
+        """Return the codes and scales of the same elements as `pack` computes."""
+        scale, divisor = _row_scales(plain, _MAX_INT8)
+        integers = (plain.float() / divisor).round()
+        codes = integers + 128
+        return Coded(
+            codes=codes.byte(),
+            table=torch.arange(-128.0, 128),
+            scale=scale,
+        )
 
     @classmethod
     def pack(cls, plain: Tensor) -> Self:
+        """Return a bf16 matrix, rounded to this format."""
         n, k = plain.shape
-        if native.kernels() is None or cls is Fp8Weight:  # which torch rounds
+        if native.kernels() is None or cls is Fp8Weight:  # torch rounds to e4m3
             return cls.of(cls.rounded(plain))
-        values, scales = cls.empty(n, k), torch.empty(n // N_BLOCK, 1, 1, N_BLOCK)
-        room = workspace("pack_workspace", k, torch.get_num_threads())
-        native.call("pack_rows", plain, values, scales, room, n, k)
-        held = cls((n, k), values, scales)
-        held.is_finite, held.has_empty_row = bool(scales.isfinite().all()), not scales.all()
-        return held
+        values = cls.empty(n, k)
+        scales = torch.empty(n // N_BLOCK, 1, 1, N_BLOCK)
+        scratch = workspace("pack_workspace", k, torch.get_num_threads())
+        native.call("pack_rows", plain, values, scales, scratch, n, k)
+        weight = cls((n, k), values, scales)
+        weight.set_flags_of_scales(scales)
+        return weight
 
-    def numbers(self, ids: Tensor) -> Tensor:
-        return self.packed_rows(ids).float()
+    def elements(self, ids: Tensor) -> Tensor:
+        """Return rows (..., K) of elements in float32, before they are scaled."""
+        return self.stored_rows(ids).float()
 
 
 class Fp8Weight(BytesWeight):
-    """values: (N/32, K/2, 32, 2) e4m3. The kernels take 2^-8 of them, so the scales are larger."""
+    """A matrix of e4m3 elements whose `values` are (N/32, K/2, 32, 2).
+
+    The kernels convert an element to 2^-8 times its value, so the stored scales are 2^8 times as
+    large.
+    """
 
     kind = ElementFormat.FP8.value
-    layout = (E4M3.dtype, 2, (N_BLOCK, 2))
-    in_files = "float", 8
-    unit = 2**-8
+    layout = Layout(
+        dtype=E4M3.dtype,
+        columns=2,
+        tail=(N_BLOCK, 2),
+    )
+    in_files = ("float", 8)
+    element_factor = 2**-8
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
-        return torch.equal(table.nan_to_num(), E4M3.float().nan_to_num())
+        """Return whether a table has the values of e4m3 in order."""
+        e4m3 = E4M3.float().nan_to_num()
+        return torch.equal(table.nan_to_num(), e4m3)
 
     @classmethod
     def rounded(cls, plain: Tensor) -> Coded:
-        scale, units = _units(plain, 448)
-        pieces = zip(plain.split(_ROWS), units.split(_ROWS), strict=True)
-        codes = torch.cat([(rows / unit).to(E4M3.dtype) for rows, unit in pieces])
-        return Coded(codes.view(torch.uint8), E4M3.float(), scale)
+        """Return the codes and scales of a bf16 matrix."""
+        scale, divisor = _row_scales(plain, _MAX_E4M3)
+        row_chunks = torch.split(plain, _CHUNK_ROWS)
+        divisor_chunks = torch.split(divisor, _CHUNK_ROWS)
+        chunks = []
+        for rows, divisors in zip(row_chunks, divisor_chunks, strict=True):
+            quotients = rows / divisors
+            chunks.append(quotients.to(E4M3.dtype))
+        codes = torch.cat(chunks)
+        return Coded(
+            codes=codes.view(torch.uint8),
+            table=E4M3.float(),
+            scale=scale,
+        )
 
-    def numbers(self, ids: Tensor) -> Tensor:
-        return super().numbers(ids) * self.unit
+    def elements(self, ids: Tensor) -> Tensor:
+        """Return rows (..., K) of elements in float32, as the kernels convert them."""
+        return super().elements(ids) * self.element_factor
 
 
-def _units(plain: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-    """(N, K) -> the scale of each row (N, 1), by which its largest number becomes `largest`; and
-    what to divide by, where it is 0 too."""
-    scale = plain.abs().amax(1, keepdim=True).float() / largest
-    return scale, scale.masked_fill(scale == 0, 1)
+def _row_scales(plain: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Return the scale of each row, by which its largest magnitude becomes `largest`.
+
+    Args:
+        plain: The matrix (N, K).
+        largest: The largest element of the format.
+
+    Returns:
+        The scales (N, 1); and the divisors (N, 1) of the elements, which are 1 where a scale is 0.
+    """
+    magnitudes = plain.abs().amax(1, keepdim=True)
+    scale = magnitudes.float() / largest
+    divisor = scale.masked_fill(scale == 0, 1)
+    return scale, divisor

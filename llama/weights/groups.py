@@ -1,40 +1,46 @@
-"""What the formats of codes share: scales and offsets, in the order in which the CPU reads them.
+"""The base of all formats of codes: groups of neighbouring columns share a scale.
 
-In: a `Coded`. Out: a weight of which each group of neighbouring k has a scale, or a scale and an
-offset, and is number * scale + offset; the numbers are the subclass's. Nothing is rounded but on a
-CPU with AMX, which takes the weights of rows with several groups in bf16; adaptors are not merged.
-packed_weight.h has the layouts.
+In: a `Coded`. Out: a weight in which each group of neighbouring columns has a scale, or a scale and
+an offset, and stands for element * scale + offset; the elements are those of the subclass. Nothing
+is rounded, with one exception: a CPU with AMX multiplies weights with several groups per row in
+bf16. Adapters are not merged. packed_weight.h describes the layouts. Files must not be known here.
 
-Shapes: N outputs, K inputs, G groups of K / G, R the rank of an adaptor.
+Shapes: N outputs, K inputs, G groups of K / G columns, R the rank of an adapter.
 """
 
 from typing import ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from llama.device import use_huge_pages
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.cpu import native
-from llama.ops.cpu.constants import MAX_RANK, MIN_GROUP, N_BLOCK, ElementFormat, ScaleFormat
+from llama.ops.cpu.constants import MAX_RANK, MIN_GROUP, N_BLOCK, ElementFormat
 from llama.ops.linear import linear
 from llama.ops.triton.kernels import Blocks
 from llama.weights.blocks import BlockedWeight, can_pack, in_blocks
 from llama.weights.coded import Coded, CodedRows, hadamard
+from llama.weights.scales import SCALE_FORMATS, in_smallest_format, pack_scales, unpack_scales
 from llama.weights.weight import Weight
 
-_PLAIN = 1 << 26  # numbers that are made plain at once
-_SCALE_FORMATS = {
-    torch.float32: ScaleFormat.FLOAT32.value,
-    torch.float16: ScaleFormat.FLOAT16.value,
-    torch.uint8: ScaleFormat.EIGHTS.value,
-}
+_CHUNK_ELEMENTS = 1 << 26  # elements made plain per chunk
+_GPU_COLUMNS = 128  # columns that a kernel of a GPU may read at once
 _TABLE_FORMATS = (ElementFormat.NIBBLES, ElementFormat.SIX_BITS)  # codes are looked up in a table
-EIGHT = 10 * N_BLOCK  # bytes of a block's scales of 8 groups: a float16 a row, then a byte for each
+_FILE_ADAPTER = "adaptor"  # the adapter's name in files of packed weights
 
 
-class Form(NamedTuple):
-    """What a kernel of a GPU is compiled for, beside K. group: 0 if it is all of K."""
+class QuantKey(NamedTuple):
+    """The key of a quantization: the kernels of a GPU are compiled for it and for K.
+
+    Attributes:
+        kind: The format of the elements, an `ElementFormat`.
+        first: The value of code 0.
+        group: The number of columns per group; 0 where a group is a whole row.
+        per_group: 1 for a scale, 2 for a scale and an offset.
+        scale_type: The format of the scales, a `ScaleFormat`.
+    """
 
     kind: int
     first: int
@@ -44,13 +50,26 @@ class Form(NamedTuple):
 
 
 class GroupedWeight(BlockedWeight):
-    """values: codes in blocks, as the subclass has them; scales: (N/32, G, 1 or 2, 32) float32 or
-    float16, or the same numbers as (N/32, G/8, 1 or 2 times EIGHT) bytes; table: what the codes of
-    nibbles stand for; adaptor: down (R, K), then up (N, R), bf16 in blocks; rotated: if x is."""
+    """A matrix of codes or integers with scales for groups of columns.
 
-    pack_codes: ClassVar[str]  # the function that puts codes into the layout
+    Attributes:
+        pack_codes: The C++ function that puts codes into the layout of the subclass.
+        scales: (N/32, G, 1 or 2, 32) float32 or float16, or the same in (N/32, G/8, 1 or 2 times
+            EIGHT) bytes.
+        table: 16 float32, the elements of four-bit codes; for six bits the first is used.
+        adapter: down (R, K), then up (N, R), bf16 in blocks.
+        rotated: A tensor that is there if x must be rotated.
+        groups: The number of groups per row.
+        group: The number of columns per group.
+        per_group: 1 for a scale, 2 for a scale and an offset.
+        rank: The rank of the adapter, 0 without one.
+        is_extended: Whether there is an adapter, or x must be rotated.
+        first: The element of code 0, where elements are consecutive integers.
+    """
+
+    pack_codes: ClassVar[str]
     scales: Tensor
-    adaptor: Tensor | None
+    adapter: Tensor | None
     rotated: Tensor | None
 
     def __init__(
@@ -59,96 +78,172 @@ class GroupedWeight(BlockedWeight):
         values: Tensor,
         scales: Tensor,
         table: Tensor | None = None,
-        adaptor: Tensor | None = None,
+        adapter: Tensor | None = None,
         rotated: Tensor | None = None,
     ) -> None:
         super().__init__(shape, values)
-        for name, held in {"scales": scales, "adaptor": adaptor, "rotated": rotated}.items():
-            self.register_buffer(name, held, persistent=False)
-        _, self.groups, self.per_group, _ = _unpack_scales(scales[:1]).shape
-        self.rank = 0 if adaptor is None else adaptor.numel() // sum(shape)
-        self.table, self.first = torch.zeros(16), None if self.kind in _TABLE_FORMATS else 0
+        buffers = {"scales": scales, "adapter": adapter, "rotated": rotated}
+        for name, tensor in buffers.items():
+            self.register_buffer(name, tensor, persistent=False)
+        first_block = unpack_scales(scales[:1])
+        _, self.groups, self.per_group, _ = first_block.shape
+        self.group = shape[1] // self.groups
+        self.rank = 0 if adapter is None else adapter.numel() // sum(shape)
+        self.is_extended = adapter is not None or rotated is not None
+        self.table = torch.zeros(16)
+        self.first = None if self.kind in _TABLE_FORMATS else 0
         if table is not None:
             self.table[: len(table)] = table.bfloat16()
-            consecutive = int(table[0]) + torch.arange(len(table))
+            first = int(table[0])
+            consecutive = first + torch.arange(len(table))
             if self.kind == ElementFormat.NIBBLES and torch.equal(table, consecutive):
-                self.first = int(table[0])
+                self.first = first
+
+    @classmethod
+    def of_tensors(cls, shape: tuple[int, int], tensors: dict[str, Tensor]) -> Self:
+        """Return the weight whose `tensors` these are; TypeError where there are others."""
+        arguments = dict(tensors)
+        adapter = arguments.pop(_FILE_ADAPTER, None)
+        return cls(shape, adapter=adapter, **arguments)
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
-        """Whether it has codes for these numbers."""
+        """Return whether the format has codes for the elements of a table."""
         raise NotImplementedError
+
+    @classmethod
+    def stored_table(cls, coded: Coded) -> Tensor | None:
+        """Return the part of a table that the weight stores, if it stores any."""
+        return coded.table[:16]
 
     @classmethod
     def empty(cls, n: int, k: int) -> Tensor:
-        dtype, step, tail = cls.layout
-        return use_huge_pages(torch.empty(n // N_BLOCK, k // step, *tail, dtype=dtype))
+        """Return memory for the values of a matrix (N, K)."""
+        dtype, columns, tail = cls.layout
+        num_blocks = n // N_BLOCK
+        num_steps = k // columns
+        values = torch.empty(num_blocks, num_steps, *tail, dtype=dtype)
+        return use_huge_pages(values)
 
     @classmethod
     def of(cls, coded: Coded) -> Self:
-        """What it `takes`, in this format."""
+        """Return codes that it `takes` in this format."""
         values = cls.empty(*coded.shape)
-        native.call(cls.pack_codes, coded.codes.contiguous(), values, *coded.shape)
-        table = coded.table[:16]
-        return cls(coded.shape, values, pack_scales(coded), table, **pack_extras(coded))
+        codes = coded.codes.contiguous()
+        native.call(cls.pack_codes, codes, values, *coded.shape)
+        return cls(
+            coded.shape,
+            values,
+            pack_scales(coded),
+            cls.stored_table(coded),
+            **pack_extras(coded),
+        )
 
     @classmethod
     def of_rows(cls, matrix: CodedRows) -> Self:
-        """As `of` all its rows."""
-        few, shape = cls.of(matrix.first), (matrix.n, matrix.first.shape[1])
-        values, of_few = cls.empty(*shape), few.scales
-        scales = use_huge_pages(of_few.new_empty(matrix.n // N_BLOCK, *of_few.shape[1:]))
+        """Return all rows of a matrix of a file in this format, as `of` does."""
+        first = cls.of(matrix.first)
+        k = matrix.first.shape[1]
+        values = cls.empty(matrix.n, k)
+        num_blocks = matrix.n // N_BLOCK
+        block_shape = first.scales.shape[1:]
+        scales = first.scales.new_empty(num_blocks, *block_shape)
+        scales = use_huge_pages(scales)
         if not matrix.pack(matrix.first, cls.kind, values, scales):
             return cls.of(matrix.read())
-        few.shape, few.values.data, few.scales = shape, values, scales
-        return few
+        table = cls.stored_table(matrix.first)
+        extras = pack_extras(matrix.first)
+        weight = cls((matrix.n, k), values, scales, table, **extras)
+        weight.is_finite = first.is_finite
+        weight.has_empty_row = first.has_empty_row
+        return weight
 
     @property
-    def form(self) -> Form:
-        group = self.shape[1] // self.groups if self.groups > 1 else 0
-        scale_type = _SCALE_FORMATS[self.scales.dtype]
-        return Form(self.kind, self.first or 0, group, self.per_group, scale_type)
+    def quant_key(self) -> QuantKey:
+        """Return the key of this quantization."""
+        return QuantKey(
+            kind=self.kind,
+            first=self.first or 0,
+            group=self.group if self.groups > 1 else 0,
+            per_group=self.per_group,
+            scale_type=SCALE_FORMATS[self.scales.dtype],
+        )
 
     @classmethod
     def takes(cls, coded: Coded) -> bool:
-        """Whether it can hold these very weights, and the CPU's kernels read them."""
-        (n, k), is_here = coded.shape, coded.codes.device.type == "cpu" and native.kernels()
-        fits = n % N_BLOCK == 0 and k % 8 == 0 and coded.group % MIN_GROUP == 0
-        thin = [x for x in (coded.down, coded.up) if x is not None]
-        fits = fits and all(torch.equal(x.bfloat16().float(), x) for x in thin)
-        fits = fits and (not thin or len(thin[0]) <= MAX_RANK)
-        return bool(fits and is_here) and cls.can_hold(coded.table)
+        """Return whether the format can store these very values, and the CPU kernels read them."""
+        n, k = coded.shape
+        if n % N_BLOCK or k % 8 or coded.group % MIN_GROUP:
+            return False
+        for factor in (coded.down, coded.up):
+            if factor is not None and not torch.equal(factor.bfloat16().float(), factor):
+                return False
+        if coded.down is not None and len(coded.down) > MAX_RANK:
+            return False
+        if coded.codes.device.type != "cpu":
+            return False
+        if native.kernels() is None:
+            return False
+        return cls.can_hold(coded.table)
 
     @classmethod
     def fits(cls, plain: Tensor) -> bool:
+        """Return whether a matrix can be cut into blocks."""
         return can_pack(plain)
 
-    def numbers(self, ids: Tensor) -> Tensor:
-        """ids (...) -> rows (..., K) float32, before they are scaled."""
+    def elements(self, ids: Tensor) -> Tensor:
+        """Return rows (..., K) of elements in float32, before they are scaled.
+
+        Args:
+            ids: The indices (...) of the rows in the values, as `stored_ids` gives them.
+        """
         raise NotImplementedError
 
     def exact_rows(self, ids: Tensor) -> Tensor:
-        """ids (...) -> rows (..., K) float32: the product is rounded, then the sum."""
-        ids = self.placed(ids)
-        scales = _unpack_scales(self.scales, ids)
-        rows = self.numbers(ids).unflatten(-1, (scales.shape[-2], -1)) * scales[..., :1]
-        rows = (rows + scales[..., 1:] if scales.shape[-1] > 1 else rows).flatten(-2)
-        if self.adaptor is not None:
-            (n, k), r = self.shape, self.rank
-            down, up = self.adaptor.split([r * k, r * n])
-            down = BlockedWeight((r, k), down.view(-1, k // 2, N_BLOCK, 2)).plain()
-            up = BlockedWeight((n, r), up.view(-1, r // 2, N_BLOCK, 2)).plain()
+        """Return the rows (..., K) of ids (...) in float32: products are rounded, then sums."""
+        ids = self.stored_ids(ids)
+        scales = unpack_scales(self.scales, ids)
+        groups = scales.shape[-2]
+        rows = self.elements(ids)
+        rows = torch.unflatten(rows, -1, (groups, -1))
+        rows = rows * scales[..., :1]
+        if scales.shape[-1] > 1:
+            rows = rows + scales[..., 1:]
+        rows = rows.flatten(-2)
+        if self.adapter is not None:
+            down, up = self._adapter_factors(self.adapter)
             rows += up[ids].float() @ down.float()
         return rows if self.rotated is None else hadamard(rows)
 
+    def _adapter_factors(self, adapter: Tensor) -> tuple[Tensor, Tensor]:
+        """Return down (R, K) and up (N, R) in bf16."""
+        n, k = self.shape
+        r = self.rank
+        down, up = adapter.split_with_sizes([r * k, r * n])
+        down_blocks = down.view(-1, k // 2, N_BLOCK, 2)
+        up_blocks = up.view(-1, r // 2, N_BLOCK, 2)
+        down_weight = BlockedWeight((r, k), down_blocks)
+        up_weight = BlockedWeight((n, r), up_blocks)
+        return down_weight.plain(), up_weight.plain()
+
     def blocks(self) -> Blocks | None:
-        """What the kernels of a GPU read; None where they do not take it."""
-        k, group = self.shape[1], self.shape[1] // self.groups
-        is_more = self.adaptor is not None or self.rotated is not None
-        if is_more or self.first is None or k % 128 or (128 % group and group % 128):
+        """Return what the kernels of a GPU read; None where they do not take this weight."""
+        group = self.group
+        if self.is_extended or self.first is None:
             return None
-        sizes = self.kind, self.first, group, self.per_group
-        return Blocks(self.values.data, self.scales, self.shape, *sizes)
+        if self.shape[1] % _GPU_COLUMNS:
+            return None
+        if _GPU_COLUMNS % group and group % _GPU_COLUMNS:
+            return None
+        return Blocks(
+            values=self.values.data,
+            scales=self.scales,
+            shape=self.shape,
+            kind=self.kind,
+            first=self.first,
+            group=group,
+            per_group=self.per_group,
+        )
 
     def linear(
         self,
@@ -156,112 +251,138 @@ class GroupedWeight(BlockedWeight):
         dtype: torch.dtype | None = None,
         context: ForwardContext = DEFAULT_CONTEXT,
     ) -> Tensor:
-        """On a GPU numbers are rounded to the type of x. For more rows than there are tiles for,
-        the library multiplies by parts of the weight that were made plain."""
+        """Return the product of rows and this weight; see `Weight.linear`.
+
+        On a GPU, weights are rounded to the type of x. For more rows than there are tiles for,
+        parts of the weight are made plain, and the library multiplies them.
+        """
         n, k = self.shape
         kernels = context.kernels
         weight = self.blocks() if kernels.has("linear", x) else None
         if weight is None:
             if x.dtype is torch.bfloat16 and not x.is_cuda:
                 return super().linear(x, dtype, context)
-            return linear(x, self.exact().to(x.dtype), dtype=dtype)
+            plain = self.exact().to(x.dtype)
+            return linear(x, plain, dtype=dtype)
         from llama.ops.triton import linear as gpu
 
-        tile = kernels.tile_for(self.kind, n, k, x.numel() // k)
+        m = x.numel() // k
+        tile = kernels.tile_for(self.kind, n, k, m)
         if tile is not None:
             return gpu.run(x, weight, tile, dtype)
-        rows = max(_PLAIN // k // N_BLOCK, 1) * N_BLOCK
-        parts = (gpu.plain(weight, i, min(i + rows, n), x.dtype) for i in range(0, n, rows))
-        return torch.cat([linear(x, part, dtype=dtype) for part in parts], -1)
+        chunk_rows = max(_CHUNK_ELEMENTS // k // N_BLOCK, 1) * N_BLOCK
+        products = []
+        for begin in range(0, n, chunk_rows):
+            end = min(begin + chunk_rows, n)
+            plain = gpu.plain(weight, begin, end, x.dtype)
+            products.append(linear(x, plain, dtype=dtype))
+        return torch.cat(products, -1)
 
     def rows(self, ids: Tensor) -> Tensor:
-        is_more = self.adaptor is not None or self.rotated is not None
-        if native.kernels() is None or self.values.is_cuda or is_more:
+        """Return the rows (..., K) of ids (...) in bf16; IndexError where there is no such row."""
+        if native.kernels() is None or self.values.is_cuda or self.is_extended:
             return self.exact_rows(ids).bfloat16()
         return super().rows(ids)
 
     def exact(self) -> Tensor:
-        return self.exact_rows(torch.arange(self.shape[0], device=self.values.device))
+        """Return the matrix (N, K) that it stands for, in float32."""
+        n, _ = self.shape
+        ids = torch.arange(n, device=self.values.device)
+        return self.exact_rows(ids)
 
     def plain(self) -> Tensor:
+        """Return the matrix (N, K), rounded to bf16."""
         return self.exact().bfloat16()
 
     def tensors(self) -> dict[str, Tensor]:
-        return super().tensors() | {"table": self.table} | dict(self.named_buffers())
+        """Return all tensors that this weight stores, by their names in files."""
+        tensors = super().tensors()
+        tensors["table"] = self.table
+        for name, buffer in self.named_buffers():
+            file_name = _FILE_ADAPTER if name == "adapter" else name
+            tensors[file_name] = buffer
+        return tensors
 
     def is_whole(self) -> bool:
+        """Return whether the tensors have the shapes and types of such a matrix."""
         n, k = self.shape
-        rows = _unpack_scales(self.scales[:1]).shape[-1]
-        fits = len(self.scales) == n // N_BLOCK and rows == N_BLOCK and self.per_group in (1, 2)
-        fits = fits and k % (self.groups * MIN_GROUP) == 0 and self.scales.dtype in _SCALE_FORMATS
-        if (x := self.adaptor) is not None:
-            fits = fits and self.rank in range(N_BLOCK, MAX_RANK + 1, N_BLOCK)
-            fits = fits and (x.dtype, x.shape) == (torch.bfloat16, (self.rank * (n + k),))
-        is_odd = self.rotated is not None and (k & (k - 1) or k % N_BLOCK)
-        return fits and not is_odd and super().is_whole()
+        block_rows = unpack_scales(self.scales[:1]).shape[-1]
+        if len(self.scales) != n // N_BLOCK or block_rows != N_BLOCK:
+            return False
+        if self.per_group not in (1, 2):
+            return False
+        if self.scales.dtype not in SCALE_FORMATS:
+            return False
+        if k % (self.groups * MIN_GROUP):
+            return False
+        if self.adapter is not None:
+            if self.rank not in range(N_BLOCK, MAX_RANK + 1, N_BLOCK):
+                return False
+            if self.adapter.dtype is not torch.bfloat16:
+                return False
+            if self.adapter.shape != (self.rank * (n + k),):
+                return False
+        if self.rotated is not None:
+            is_power_of_two = k & (k - 1) == 0
+            if not is_power_of_two or k % N_BLOCK:
+                return False
+        return super().is_whole()
 
-    def part(self, rows: list[slice], columns: slice, **more: Tensor) -> Weight | None:
-        k, ends = self.shape[1], slice(rows[0].start // N_BLOCK, rows[-1].stop // N_BLOCK)
-        scales = self.scales[ends]
-        if columns != slice(0, k) and (floats := _unpack_scales(scales)).shape[1] > 1:
-            group = k // floats.shape[1]
+    def part(self, rows: list[slice], columns: slice) -> Weight | None:
+        """Return a part of the matrix in the same memory; None where it would cut a group.
+
+        Parts of rows have copies of their scales.
+        """
+        if self.is_extended:
+            return None
+        k = self.shape[1]
+        first_block = rows[0].start // N_BLOCK
+        end_block = rows[-1].stop // N_BLOCK
+        scales = self.scales[first_block:end_block]
+        if columns != slice(0, k) and self.groups > 1:
+            group = self.group
             if columns.start % group or columns.stop % group:
                 return None
-            kept = slice(columns.start // group, columns.stop // group)
-            scales = _smallest(floats[:, kept].contiguous())
-        if self.adaptor is not None or self.rotated is not None:
-            return None
-        return super().part(rows, columns, scales=scales, table=self.table)
+            first_group = columns.start // group
+            end_group = columns.stop // group
+            unpacked = unpack_scales(scales)
+            scales_of_part = unpacked[:, first_group:end_group]
+            scales = in_smallest_format(scales_of_part.contiguous())
+        return self._part_of_blocks(
+            rows,
+            columns,
+            scales=scales,
+            table=self.table,
+        )
 
     def native_matrix(self) -> list[int]:
-        addresses = [x.data_ptr() for x in (self.values, self.scales, self.table)]
-        scale_type = _SCALE_FORMATS[self.scales.dtype]
-        numbers = [self.kind, scale_type, self.per_group, self.shape[1] // self.groups]
-        adaptor = 0 if self.adaptor is None else self.adaptor.data_ptr()
-        more = [self.rotated is not None, adaptor, self.rank]
-        return [*addresses, *numbers, *more, *super().native_matrix()[10:]]
+        """Return the fields of `Matrix` in kernels.h."""
+        strides_and_gaps = super().native_matrix()[10:]
+        return [
+            self.values.data_ptr(),
+            self.scales.data_ptr(),
+            self.table.data_ptr(),
+            self.kind,
+            SCALE_FORMATS[self.scales.dtype],
+            self.per_group,
+            self.group,
+            self.rotated is not None,
+            0 if self.adapter is None else self.adapter.data_ptr(),
+            self.rank,
+            *strides_and_gaps,
+        ]
 
 
 def pack_extras(coded: Coded) -> dict[str, Tensor]:
-    """What a weight may have beside codes and scales, by the names of its arguments."""
-    extras = {"rotated": torch.ones(1, dtype=torch.uint8)} if coded.is_rotated else {}
+    """Return the constructor's arguments for what a matrix may have beside codes and scales."""
+    extras: dict[str, Tensor] = {}
+    if coded.is_rotated:
+        extras["rotated"] = torch.ones(1, dtype=torch.uint8)
     if coded.down is not None and coded.up is not None:
-        more = -len(coded.down) % N_BLOCK
-        pad = nn.functional.pad
-        parts = pad(coded.down, (0, 0, 0, more)), pad(coded.up, (0, more))
-        extras["adaptor"] = torch.cat([in_blocks(x.bfloat16()).flatten() for x in parts])
+        padding = -len(coded.down) % N_BLOCK  # the rank becomes a multiple of 32
+        down = F.pad(coded.down, (0, 0, 0, padding))
+        up = F.pad(coded.up, (0, padding))
+        down_blocks = in_blocks(down.bfloat16())
+        up_blocks = in_blocks(up.bfloat16())
+        extras["adapter"] = torch.cat([down_blocks.flatten(), up_blocks.flatten()])
     return extras
-
-
-def pack_scales(coded: Coded, unit: float = 1) -> Tensor:
-    """Its scales in units, and its offsets, in the smallest type that changes none."""
-    parts = [coded.scale / unit] if coded.offset is None else [coded.scale / unit, coded.offset]
-    return _smallest(torch.stack([x.unflatten(0, (-1, N_BLOCK)).mT for x in parts], 2))
-
-
-def _smallest(scales: Tensor) -> Tensor:
-    if torch.equal(scales.half().float(), scales):
-        return scales.half()
-    blocks, groups, per_group, _ = scales.shape
-    if groups % 8 == 0 and native.kernels() is not None:  # those of the k-quants
-        eights = torch.empty(blocks, groups // 8, per_group * EIGHT, dtype=torch.uint8)
-        is_same = torch.ones((), dtype=torch.int64)
-        native.call("pack_scales", scales, eights, is_same, blocks, groups, per_group)
-        return eights if is_same else scales
-    return scales
-
-
-def _unpack_scales(scales: Tensor, ids: Tensor | None = None) -> Tensor:
-    """(blocks, G, 1 or 2, 32) float32, or (..., G, 1 or 2) of rows `ids` (...)."""
-
-    def wanted(x: Tensor) -> Tensor:
-        return x if ids is None else x.movedim(-1, 1)[ids // N_BLOCK, ids % N_BLOCK]
-
-    if scales.dtype is not torch.uint8:
-        return wanted(scales).float()
-    units, codes = scales.tensor_split([scales.shape[-1] // 5], -1)  # of each eight groups
-    units = wanted(units.view(torch.float16).unflatten(-1, (1, -1, N_BLOCK)))
-    # Of signed bytes: what they are above -128.
-    codes = wanted(codes.unflatten(-1, (8, -1, N_BLOCK))) ^ 128
-    first = 1 if ids is None else ids.dim()
-    return (units.float() * (codes.float() - 128)).flatten(first, first + 1)

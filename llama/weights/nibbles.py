@@ -1,8 +1,10 @@
-"""Four bits a weight: codes of up to 16 numbers, in words of 8 k, and a scale or more a group. Or
-six: whole numbers that follow one another, up to 64 of them (Q6_K, Q5_K, Q5_0), in words of 16 k.
+"""Four or six bits per weight, in words of several columns, with scales for groups of columns.
 
-In: a `Coded` of such a table, whose numbers are taken in bf16 (only nf4's are not such); or bf16
-rounded at load in groups of 32: offset + scale * code, with a small squared error (pack.cpp).
+In: a `Coded`, or bf16 that is rounded at load. Out: a weight. Four bits are codes of up to 16
+elements, in words of 8 columns; elements are taken in bf16, which is exact for all tables but
+that of nf4. Six bits are up to 64 consecutive integers (Q6_K, Q5_K, Q5_0), in words of 16 columns.
+bf16 is rounded in groups of 32 to offset + scale * code, with a small squared error (pack.cpp).
+Files must not be known here.
 """
 
 from typing import Self
@@ -12,92 +14,160 @@ from torch import Tensor
 
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import N_BLOCK, ElementFormat
-from llama.weights.blocks import INFINITY
+from llama.weights.blocks import Layout
 from llama.weights.bytes import BytesWeight
 from llama.weights.coded import Coded
-from llama.weights.groups import EIGHT, GroupedWeight
+from llama.weights.groups import GroupedWeight
+from llama.weights.scales import EIGHT
 
-_GROUP = 32  # of a matrix that is rounded, as in pack.cpp
+_GROUP = 32  # columns per group of a matrix that is rounded, as in pack.cpp
+_NUM_CANDIDATES = 10  # scales that are tried for a group
 
 
 class NibblesWeight(GroupedWeight):
-    """values: (N/32, K/8, 32) int32."""
+    """A matrix of four-bit codes whose `values` are (N/32, K/8, 32) int32."""
 
     kind = ElementFormat.NIBBLES.value
-    layout = (torch.int32, 8, (N_BLOCK,))
-    in_files, pack_codes = ("int", 4), "pack_nibbles"
+    layout = Layout(
+        dtype=torch.int32,
+        columns=8,
+        tail=(N_BLOCK,),
+    )
+    in_files = ("int", 4)
+    pack_codes = "pack_nibbles"
 
     @classmethod
     def num_bytes(cls, n: int, k: int) -> int:
-        return n * k // 2 + _scales_of_rounded(n, k, "meta").nbytes
+        """Return the bytes of a matrix (N, K) that was rounded at load."""
+        scales = _empty_scales(n, k, "meta")
+        return n * k // 2 + scales.nbytes
 
     @classmethod
     def fits(cls, plain: Tensor) -> bool:
-        return super().fits(plain) and plain.shape[1] % _GROUP == 0 and native.kernels() is not None
+        """Return whether a matrix can be cut into blocks and groups, and the CPU kernels run."""
+        if not super().fits(plain):
+            return False
+        has_groups = plain.shape[1] % _GROUP == 0
+        return has_groups and native.kernels() is not None
 
     @classmethod
     def pack(cls, plain: Tensor) -> Self:
+        """Return a bf16 matrix, rounded to this format."""
         n, k = plain.shape
-        values, scales = cls.empty(n, k), _scales_of_rounded(n, k)
+        table = torch.arange(16.0)
+        values = cls.empty(n, k)
+        scales = _empty_scales(n, k)
         threads = torch.get_num_threads()
-        largest = native.call("pack_int4", plain, values, scales, n, k, threads)
-        held = cls((n, k), values, scales, torch.arange(16.0))
-        held.is_finite, held.has_empty_row = largest % 2**16 < INFINITY, largest >= 2**16
-        return held
+        result = native.call("pack_int4", plain, values, scales, n, k, threads)
+        weight = cls((n, k), values, scales, table)
+        weight.set_flags(result)
+        return weight
 
     @classmethod
     def rounded(cls, plain: Tensor) -> Coded:
-        """Without the offsets of `pack`, which files have no room for: of ten scales of a group, in
-        bf16, the one with the least squared error."""
-        x = plain.float().unflatten(1, (-1, _GROUP))
-        largest = x.gather(2, x.abs().argmax(2, keepdim=True))
-        scale, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
-        for i in range(10):
-            unit = (largest / (-7.5 - 0.25 * i)).bfloat16().float()
-            unit.masked_fill_(unit == 0, 1)
-            error = _symmetric(x, unit).mul_(unit).sub_(x).square_().sum(2, keepdim=True)
-            better = error < least
-            scale, least = torch.where(better, unit, scale), torch.where(better, error, least)
-        codes = _symmetric(x, scale).add_(8).byte()
-        return Coded(codes.flatten(1), torch.arange(-8.0, 8), scale[..., 0])
+        """Return the codes and scales of a bf16 matrix, without the offsets that `pack` has.
+
+        The layouts of files have no offsets. Of ten scales of a group, in bf16, the one with the
+        smallest squared error is taken.
+        """
+        x = plain.float()
+        x = torch.unflatten(x, 1, (-1, _GROUP))
+        largest_index = x.abs().argmax(2, keepdim=True)
+        largest = x.gather(2, largest_index)
+        scale = torch.ones_like(largest)
+        min_error = torch.full_like(largest, torch.inf)
+        for i in range(_NUM_CANDIDATES):
+            code_of_largest = -7.5 - 0.25 * i
+            candidate = largest / code_of_largest
+            candidate = candidate.bfloat16().float()
+            candidate.masked_fill_(candidate == 0, 1)
+            difference = _symmetric(x, candidate)
+            difference *= candidate
+            difference -= x
+            error = difference.square_().sum(2, keepdim=True)
+            is_better = error < min_error
+            scale = torch.where(is_better, candidate, scale)
+            min_error = torch.where(is_better, error, min_error)
+        codes = _symmetric(x, scale)
+        codes = codes.add_(8).byte()
+        return Coded(
+            codes=codes.flatten(1),
+            table=torch.arange(-8.0, 8),
+            scale=scale[..., 0],
+        )
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
+        """Return whether four bits can number the entries of a table."""
         return len(table) <= 16
 
-    def numbers(self, ids: Tensor) -> Tensor:
-        words = self.values[ids // N_BLOCK, :, ids % N_BLOCK]
-        places = torch.arange(8, dtype=torch.int32, device=words.device)
-        codes = (words[..., None] >> places % 2 * 16 + places // 2 * 4 & 15).flatten(-2)
-        return self.table[codes] if self.first is None else codes.float() + self.first
+    def elements(self, ids: Tensor) -> Tensor:
+        """Return rows (..., K) of elements in float32, before they are scaled."""
+        block = ids // N_BLOCK
+        row = ids % N_BLOCK
+        packed = self.values[block, :, row]
+        columns = torch.arange(8, dtype=torch.int32, device=packed.device)
+        # Even columns lie in the lower half of a word, odd ones in the upper half.
+        half = columns % 2
+        shifts = half * 16 + columns // 2 * 4
+        codes = packed[..., None] >> shifts
+        codes = (codes & 15).flatten(-2)
+        if self.first is None:
+            return self.table[codes]
+        return codes.float() + self.first
 
 
 class SixBitsWeight(GroupedWeight):
-    """values: (N/32, K/16, 3, 32) int32; the first of the numbers is table[0]."""
+    """A matrix of six-bit codes whose `values` are (N/32, K/16, 3, 32) int32.
+
+    The element of code 0 is table[0].
+    """
 
     kind = ElementFormat.SIX_BITS.value
-    layout = (torch.int32, 16, (3, N_BLOCK))
+    layout = Layout(
+        dtype=torch.int32,
+        columns=16,
+        tail=(3, N_BLOCK),
+    )
     pack_codes = "pack_six_bits"
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
+        """Return whether a table has at most 64 consecutive integers."""
         return len(table) <= 64 and BytesWeight.can_hold(table)
 
-    def numbers(self, ids: Tensor) -> Tensor:
-        words = self.values[ids // N_BLOCK, :, :, ids % N_BLOCK]
-        shifts, masks = torch.tensor(((12, 8, 4), (0xF000F, 0xF000F0, 0xF000F00))).int()
-        fourth = (words >> shifts & masks).sum(-1, keepdim=True, dtype=torch.int32)
-        pairs = torch.cat([words, fourth], -1)[..., None] >> torch.tensor((0, 16, 6, 22))
-        return (pairs & 63).flatten(-3) + self.table[0]
+    def elements(self, ids: Tensor) -> Tensor:
+        """Return rows (..., K) of elements in float32, before they are scaled."""
+        block = ids // N_BLOCK
+        row = ids % N_BLOCK
+        packed = self.values[block, :, :, row]
+        shifts = torch.tensor((12, 8, 4)).int()
+        masks = torch.tensor((0xF000F, 0xF000F0, 0xF000F00)).int()
+        # The bits that each of three words has left over are those of a fourth word.
+        pieces = (packed >> shifts) & masks
+        fourth = pieces.sum(-1, keepdim=True, dtype=torch.int32)
+        integers = torch.cat([packed, fourth], -1)
+        code_shifts = torch.tensor((0, 16, 6, 22))
+        codes = integers[..., None] >> code_shifts
+        codes = (codes & 63).flatten(-3)
+        return codes + self.table[0]
 
 
 def _symmetric(x: Tensor, scale: Tensor) -> Tensor:
-    return (x / scale).round_().clamp_(-8, 7)
+    """Return x in units of the scale, rounded to integers from -8 to 7."""
+    codes = x / scale
+    return codes.round_().clamp_(-8, 7)
 
 
-def _scales_of_rounded(n: int, k: int, device: str = "cpu") -> Tensor:
-    """Room for a scale and an offset a group: 10 bits each where there are eights of groups."""
-    blocks, groups = n // N_BLOCK, k // _GROUP
+def _empty_scales(n: int, k: int, device: str = "cpu") -> Tensor:
+    """Return memory for a scale and an offset per group of a matrix that is rounded.
+
+    They take 10 bits each where the number of groups is a multiple of 8.
+    """
+    blocks = n // N_BLOCK
+    groups = k // _GROUP
     if groups % 8:
-        return torch.empty(blocks, groups, 2, N_BLOCK, dtype=torch.float16, device=device)
-    return torch.empty(blocks, groups // 8, 2 * EIGHT, dtype=torch.uint8, device=device)
+        halves_shape = (blocks, groups, 2, N_BLOCK)
+        return torch.empty(halves_shape, dtype=torch.float16, device=device)
+    eights_shape = (blocks, groups // 8, 2 * EIGHT)
+    return torch.empty(eights_shape, dtype=torch.uint8, device=device)

@@ -1,6 +1,7 @@
 """A weight as the checkpoint has it: (N, K) in bf16, fp16 or fp32, on any device.
 
-torch does the product, or on a GPU a kernel where `llama.ops.linear` knows a faster one.
+In: the matrix. Out: products that torch computes, or on a GPU a kernel where `llama.ops.linear`
+knows a faster one. Other formats must not be known here.
 """
 
 from typing import Self
@@ -15,16 +16,18 @@ from llama.weights.weight import Weight
 
 
 class PlainWeight(Weight):
-    """values: (N, K)."""
+    """A matrix whose `values` are (N, K)."""
 
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
 
     @classmethod
     def fits(cls, plain: Tensor) -> bool:
+        """Return True: any matrix is plain."""
         return True
 
     @classmethod
     def pack(cls, plain: Tensor) -> Self:
+        """Return a weight of the matrix itself."""
         n, k = plain.shape
         return cls((n, k), plain)
 
@@ -34,21 +37,30 @@ class PlainWeight(Weight):
         dtype: torch.dtype | None = None,
         context: ForwardContext = DEFAULT_CONTEXT,
     ) -> Tensor:
+        """Return the product of rows and this weight; see `Weight.linear`."""
         return linear(x, self.values, dtype=dtype, kernels=context.kernels)
 
     def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows (..., K) of ids (...)."""
         return F.embedding(ids, self.values)
 
     def plain(self) -> Tensor:
+        """Return the matrix (N, K) itself."""
         return self.values.data
 
     def part(self, rows: list[slice], columns: slice) -> Weight:
-        parts = [self.values.data[each, columns] for each in rows]
-        return self.pack(torch.cat(parts) if parts[1:] else parts[0].contiguous())
+        """Return a copy of a part of the matrix."""
+        parts = [self.values.data[some, columns] for some in rows]
+        if len(parts) == 1:
+            return self.pack(parts[0].contiguous())
+        return self.pack(torch.cat(parts))
 
     def is_whole(self) -> bool:
-        return self.values.shape == self.shape and self.values.dtype in self.dtypes
+        """Return whether the values have the shape of the matrix and a type of the format."""
+        has_shape = self.values.shape == self.shape
+        return has_shape and self.values.dtype in self.dtypes
 
     def refilled(self, plain: Tensor) -> Weight:
+        """Copy other elements into this weight, and return it."""
         self.values.data.copy_(plain)
         return self

@@ -1,7 +1,7 @@
-"""What every format of a weight can do: one matrix of the model, or this rank's share of it.
+"""The interface of every weight format: one matrix of the model, or this rank's share of it.
 
-In: a plain matrix (N, K). Out: products and rows of it. A format is a class in a file of its own,
-and knows all of itself; nothing else in the package knows how numbers lie in memory.
+In: a plain matrix (N, K). Out: products and rows of it. A format is a class in a file of its own
+and alone knows how its elements lie in memory; nothing else in the package must know that.
 
 Shapes: M rows of x, in any leading dimensions; N outputs, K inputs.
 """
@@ -16,16 +16,22 @@ from llama.ops.cpu.constants import ElementFormat
 
 
 class Weight(nn.Module):
-    """A matrix (N, K) in one format; `values` holds its numbers, other tensors what they need.
+    """A matrix (N, K) in one format. A model's state dict shows it as a plain tensor.
 
-    `shape` is (N, K), whatever the shape of the tensors. A model's state dict shows it plain.
+    Attributes:
+        dtypes: The types of the plain matrices that it can be made from.
+        kind: The `ElementFormat` by which kernels know the format.
+        shape: (N, K), whatever the shape of the tensors is.
+        values: The stored elements. A format may have other tensors beside them.
+        is_finite: Whether no NaN and no infinity was found when the matrix was packed.
+        has_empty_row: Whether a row of zeros was found then.
     """
 
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # of matrices that it can be made from
-    kind: ClassVar[int] = ElementFormat.BF16.value  # the format of its elements for kernels
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
+    kind: ClassVar[int] = ElementFormat.BF16.value
     values: nn.Parameter
-    is_finite: bool = True  # False where packing it came upon NaN or infinity
-    has_empty_row: bool = False  # where it came upon a row of zeros
+    is_finite: bool = True
+    has_empty_row: bool = False
 
     def __init__(self, shape: tuple[int, int], values: Tensor) -> None:
         super().__init__()
@@ -33,14 +39,21 @@ class Weight(nn.Module):
         self.values = nn.Parameter(values, requires_grad=False)
 
     @classmethod
+    def of_tensors(cls, shape: tuple[int, int], tensors: dict[str, Tensor]) -> Self:
+        """Return the weight whose `tensors` these are; TypeError where there are others."""
+        return cls(shape, **tensors)
+
+    @classmethod
     def fits(cls, plain: Tensor) -> bool:
-        """Whether a matrix can be put into this format on this machine."""
+        """Return whether a matrix can be put into this format on this machine."""
         raise NotImplementedError
 
     @classmethod
     def pack(cls, plain: Tensor) -> Self:
-        """A matrix (N, K) that `fits`, in this format. It may use the memory of `plain`, which must
-        not be used afterwards."""
+        """Return a matrix (N, K) that `fits` in this format.
+
+        The weight may use the memory of `plain`, which must not be used afterwards.
+        """
         raise NotImplementedError
 
     def linear(
@@ -49,45 +62,62 @@ class Weight(nn.Module):
         dtype: torch.dtype | None = None,
         context: ForwardContext = DEFAULT_CONTEXT,
     ) -> Tensor:
-        """x (M, K) -> (M, N) in `dtype`, by default x's; float32 keeps the sums before they are
-        rounded. context: of the rows, such as the step's `Batch`."""
+        """Return the product of rows and this weight, (M, N).
+
+        Args:
+            x: The rows (M, K).
+            dtype: The type of the result, by default that of x. float32 returns the sums before
+                they are rounded.
+            context: What is known of the rows, such as the `Batch` of the step.
+        """
         raise NotImplementedError
 
     def rows(self, ids: Tensor) -> Tensor:
-        """ids (...) -> rows (..., K), for an embedding: it may be tied to the output's weight."""
+        """Return the rows (..., K) of ids (...), for an embedding that may be tied to lm_head."""
         raise NotImplementedError
 
     def plain(self) -> Tensor:
-        """The matrix (N, K) that this stands for: itself where it is plain, else a copy."""
+        """Return the matrix (N, K): the stored tensor itself where that is plain, else a copy."""
         raise NotImplementedError
 
     def refilled(self, plain: Tensor) -> "Weight":
-        """This format with other numbers, (N, K) of any float type."""
-        return self.pack(torch.empty(plain.shape, dtype=self.dtypes[0]).copy_(plain))
+        """Return other elements, (N, K) of any float type, in this format."""
+        copy = torch.empty(plain.shape, dtype=self.dtypes[0])
+        copy.copy_(plain)
+        return self.pack(copy)
 
     def part(self, rows: list[slice], columns: slice) -> "Weight | None":
-        """Some rows, in order, and columns, in the same memory; None where that cannot be."""
+        """Return a part of the matrix in the same memory; None where the format cannot be cut so.
+
+        Args:
+            rows: The rows, in ascending order.
+            columns: The columns.
+        """
         return None
 
     def native_matrix(self) -> list[int] | None:
-        """As `Matrix` in kernels.h has it; None where the CPU's kernels cannot read it. The
-        addresses are of tensors that live as long as this does."""
+        """Return the fields of `Matrix` in kernels.h; None where the CPU kernels cannot read it.
+
+        The addresses are those of tensors that live as long as this weight.
+        """
         return None
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that it holds, by the names of its constructor's arguments."""
+        """Return all tensors that this weight stores, by their names in files."""
         return {"values": self.values.data}
 
     def is_whole(self) -> bool:
-        """Whether these tensors are those of such a matrix: a file may hold others."""
+        """Return whether the tensors are those of such a matrix: a file may have others."""
         raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (*self.parameters(), *self.buffers()))
+        """Return the bytes of all tensors of this weight."""
+        tensors = [*self.parameters(), *self.buffers()]
+        return sum(x.nbytes for x in tensors)
 
     def _save_to_state_dict(self, *_: object) -> None:
-        """The layer that holds it does, under Meta's name."""
+        """Add nothing: the layer that owns the weight adds it under Meta's name."""
 
     def _load_from_state_dict(self, *_: object) -> None:
-        """As `_save_to_state_dict`."""
+        """Load nothing: the layer that owns the weight loads it."""

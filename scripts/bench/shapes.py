@@ -19,7 +19,7 @@ from torch import Tensor
 from llama import ModelArgs, Transformer
 from llama.checkpoint.convert import convert, reshard
 from llama.checkpoint.find import Checkpoint, find
-from llama.weights import bytes_of, of_output
+from llama.weights import bytes_of, lm_head_format
 
 _LLAMA_3 = {"vocab_size": 128256, "norm_eps": 1e-5, "rope_theta": 500000.0, "n_kv_heads": 8}
 _LLAMA_3_2 = _LLAMA_3 | {"multiple_of": 256, "use_scaled_rope": True, "tied_output": True}
@@ -190,7 +190,7 @@ def decode_bytes(
     """
 
     def of_matrix(name: str, shape: tuple[int, int]) -> int:
-        to = of_output(quantize) if name == "output" else quantize
+        to = lm_head_format(quantize) if name == "output" else quantize
         return bytes_of(shape, torch.bfloat16, to) if to else itemsize * math.prod(shape)
 
     shapes = weight_shapes(args).items()

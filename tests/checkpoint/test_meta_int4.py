@@ -251,7 +251,7 @@ def test_on_the_cpu_nothing_is_merged(folders, said, kind):
     for matrix in (x for x in model.layers.modules() if isinstance(x, Matrix)):
         weight: Any = matrix.weight
         assert type(weight) is NibblesWeight
-        assert (weight.adaptor is not None) == ("QLORA" in kind)
+        assert (weight.adapter is not None) == ("QLORA" in kind)
         assert (weight.rotated is not None) == ("SPIN" in kind and "w2" in matrix.names[0])
         wanted = torch.cat([said[kind][1][name] for name in matrix.names])
         torch.testing.assert_close(weight.exact(), wanted, rtol=1e-5, atol=1e-6)

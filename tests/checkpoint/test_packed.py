@@ -123,7 +123,7 @@ def check_products(model: Transformer, file: Path, is_mapped: bool) -> None:
         native.call("linear_packed", x, matrix, out, room, 3, n, k, True)
         ids, copy = torch.arange(n), BlockedWeight.pack(weight.plain().clone())
         if isinstance(weight, GroupedWeight):
-            blocks = weight.placed(ids[::32]) // 32
+            blocks = weight.stored_ids(ids[::32]) // 32
             more = {"scales": weight.scales[blocks], "table": weight.table}
             copy = type(weight)((n, k), weight.values.data[blocks].clone(), **more)
         wanted = copy.linear(x, torch.float32)

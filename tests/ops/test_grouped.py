@@ -95,7 +95,7 @@ ADDED = [  # rank of an adapter, whether x is rotated, (N, K): each case and bot
 
 
 @pytest.mark.parametrize(("rank", "is_rotated", "shape"), ADDED, ids=str)
-def test_an_adaptor_is_added_and_x_is_rotated(kernels, request, rank, is_rotated, shape):
+def test_an_adapter_is_added_and_x_is_rotated(kernels, request, rank, is_rotated, shape):
     """An adapter is added and x is rotated, both in float32 sums; only a rotated x is rounded."""
     (n, k), file = shape, coded("symmetric", shape, 32, False, torch.float32)
     weight = file.plain().double()
@@ -126,7 +126,7 @@ def test_a_rotation_is_sympys_walsh_hadamard_transform():
     torch.testing.assert_close(hadamard(x), torch.tensor(theirs) / 8)
 
 
-def test_an_adaptor_that_bf16_cannot_hold_is_merged(kernels):
+def test_an_adapter_that_bf16_cannot_hold_is_merged(kernels):
     file = coded("symmetric", (32, 64), 32, False, torch.float32)
     for down, up in (
         (torch.randn(4, 64), torch.ones(32, 4)),

@@ -14,7 +14,7 @@ from llama.model.layers import Linear
 from llama.ops.batch import ForwardContext
 from llama.ops.triton import linear as gpu
 from llama.ops.triton.kernels import Tile
-from llama.weights import PlainWeight, like, on_gpu
+from llama.weights import PlainWeight, on_gpu, random_weight
 from llama.weights.coded import Coded
 from llama.weights.groups import GroupedWeight
 
@@ -71,7 +71,7 @@ def test_what_runs_for_how_many_rows(launches, monkeypatch):
 
     It is the tile for the kind and sizes; otherwise the weight is dequantized in parts.
     """
-    monkeypatch.setattr("llama.weights.groups._PLAIN", 32 * 512)
+    monkeypatch.setattr("llama.weights.groups._CHUNK_ELEMENTS", 32 * 512)
     weight = held("four bits")
     n, k = weight.shape
     tiles = {(3, n, k, 4): TILES[3], (1, n, k, 8): TILES[3]}
@@ -91,8 +91,8 @@ def test_a_check_draws_weights_in_the_form_of_a_file(name):
     The variant of the kernel that is compiled is the same, at other sizes.
     """
     asked = held(name)
-    found = like(asked.form, 96, 1024, CPU)
-    assert isinstance(found, GroupedWeight) and found.form == asked.form
+    found = random_weight(asked.quant_key, 96, 1024, CPU)
+    assert isinstance(found, GroupedWeight) and found.quant_key == asked.quant_key
     ours, theirs = found.blocks(), asked.blocks()
     assert ours is not None and theirs is not None and ours.scales.dtype is theirs.scales.dtype
     exact = found.exact()

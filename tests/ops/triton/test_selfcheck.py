@@ -32,7 +32,7 @@ from llama.ops.sample import choose_ids
 from llama.ops.triton import attention
 from llama.ops.triton import linear as products
 from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet, Tile
-from llama.weights import Form, PlainWeight, Weight
+from llama.weights import PlainWeight, QuantKey, Weight
 
 CPU = torch.device("cpu")
 TILE = [16, 32, 4, 3, True]
@@ -151,7 +151,7 @@ def test_the_head_is_checked_with_the_type_that_it_gives(monkeypatch):
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
 @pytest.mark.parametrize("fault", [False, True])
-@pytest.mark.parametrize("format", ["int4", Form(3, -8, 64, 1, 1)], ids=["int4", "of a file"])
+@pytest.mark.parametrize("format", ["int4", QuantKey(3, -8, 64, 1, 1)], ids=["int4", "of a file"])
 def test_quantized_products_are_checked(launches, monkeypatch, fault, format):
     """Quantized products are checked, by tiles and by dequantization.
 
