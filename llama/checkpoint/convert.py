@@ -285,7 +285,10 @@ def _meta_params(args: ModelArgs) -> dict[str, Any]:
     Meta's package refuses keys that it does not know; the sizes that Meta released need none.
     """
     ours = HARMLESS_PARAMS | {"rope_scale_factor", "context_length", "tied_output"}
-    params = {key: x for key, x in vars(args).items() if key not in ours and x is not None}
+    params = {}
+    for key, value in vars(args).items():
+        if key not in ours and value is not None:
+            params[key] = value
     inferred = ModelArgs(**params)
     if inferred.rope_factor != args.rope_factor:
         params["rope_scale_factor"] = args.rope_factor

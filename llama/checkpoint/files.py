@@ -77,7 +77,10 @@ def open_tensors(file: Path | Header) -> dict[str, MappedTensor]:
     else:
         tensors = _open_pth(file)
     regions = _mapped_regions(file)
-    return {name: MappedTensor(file, x, _offset_in(regions, x)) for name, x in tensors.items()}
+    mapped = {}
+    for name, data in tensors.items():
+        mapped[name] = MappedTensor(file, data, _offset_in(regions, data))
+    return mapped
 
 
 @contextlib.contextmanager

@@ -250,9 +250,12 @@ def _unpack(rows: Tensor, tensor_type: TensorType) -> Coded:
     else:
         unpacked = layout.unpack(blocks)
     n = len(rows)
-    table = torch.tensor(layout.table, dtype=torch.float32, device=rows.device)
-    offsets = None if unpacked.offsets is None else unpacked.offsets.view(n, -1)
-    return Coded(unpacked.codes.view(n, -1), table, unpacked.scales.view(n, -1), offsets)
+    return Coded(
+        codes=unpacked.codes.view(n, -1),
+        table=torch.tensor(layout.table, dtype=torch.float32, device=rows.device),
+        scale=unpacked.scales.view(n, -1),
+        offset=None if unpacked.offsets is None else unpacked.offsets.view(n, -1),
+    )
 
 
 def _unpack_natively(blocks: Tensor, name: str) -> Unpacked:

@@ -52,7 +52,8 @@ class GGUFContent:
     @property
     def num_bytes(self) -> int:
         """The size of the file."""
-        return len(self.header) + sum(_aligned(info.num_bytes) for info in self.tensors.values())
+        sizes = [_aligned(info.num_bytes) for info in self.tensors.values()]
+        return len(self.header) + sum(sizes)
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the bytes of the file in order, a few megabytes at a time.
@@ -170,9 +171,9 @@ def _typed_value(value: str | int | float | Sequence[str] | Sequence[int]) -> by
         case float():
             return struct.pack("<If", _FLOAT32, value)
     is_text = all(isinstance(item, str) for item in value)
-    item_type = _STRING if is_text else _INT32
+    array = struct.pack("<IIQ", _ARRAY, _STRING if is_text else _INT32, len(value))
     items = [_string(x) if isinstance(x, str) else struct.pack("<i", x) for x in value]
-    return struct.pack("<IIQ", _ARRAY, item_type, len(value)) + b"".join(items)
+    return array + b"".join(items)
 
 
 def _string(text: str) -> bytes:

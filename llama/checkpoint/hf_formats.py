@@ -105,9 +105,9 @@ class CodedMatrix(QuantizedMatrix):
         )
         if self.adapter is None:
             return coded
-        down = self.adapter.down[:, columns].float()
-        up = self.adapter.up[rows].float()
-        return replace(coded, down=down.to(device), up=up.to(device) * self.adapter.factor)
+        down = self.adapter.down[:, columns].float().to(device)
+        up = self.adapter.up[rows].float().to(device)
+        return replace(coded, down=down, up=up * self.adapter.factor)
 
     def _offsets(self, rows: slice, scales: Tensor) -> Tensor | None:
         """Return what is added to the weights of each group, or None where it is 0 in all."""

@@ -108,7 +108,8 @@ def _rope_params(config: dict[str, Any]) -> dict[str, Any]:
     if theta is None:
         raise ValueError("the key 'rope_theta' is missing: fetch the file again")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "type")}
+    described = ("rope_theta", "rope_type", "type")
+    scaling = {k: v for k, v in rope.items() if k not in described}
     if rope_type == "default" and not scaling:
         return {"rope_theta": theta, "use_scaled_rope": False}
     factor = scaling.pop("factor", None)

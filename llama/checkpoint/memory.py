@@ -46,10 +46,11 @@ def bytes_of(
         "output.weight": lm_head,
         "tok_embeddings.weight": lm_head if checkpoint.params.tied_output else None,
     }
-    shapes = rank_shapes(checkpoint.params, placement)
-    return sum(
-        weights.bytes_of(shape, dtype, ends.get(name, quantize)) for name, shape in shapes.items()
-    )
+    num_bytes = 0
+    for name, shape in rank_shapes(checkpoint.params, placement).items():
+        weight_format = ends.get(name, quantize)
+        num_bytes += weights.bytes_of(shape, dtype, weight_format)
+    return num_bytes
 
 
 def gpu_formats(checkpoint: Checkpoint, placement: Placement) -> list[weights.QuantKey]:

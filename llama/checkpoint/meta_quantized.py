@@ -75,7 +75,8 @@ def join_fp8_scales(tensors: dict[str, MappedTensor], rank: int) -> dict[str, Ma
         data = tensors[name].data
         key = re.sub(r"^layers\.(\d+)\.(.+)\.weight$", rf"\1_\2_{rank}", name)
         scale = scales.pop(key).data if key in scales else torch.empty(0)
-        if scale.shape not in (data.shape[:1], (len(data), 1)) or not scale.is_floating_point():
+        has_rows = scale.shape in ((len(data),), (len(data), 1))
+        if not has_rows or not scale.is_floating_point():
             raise broken(file, f"has no {key} with a scale for each row of {name}")
         parts = {"weight": data, "weight_scale": scale.view(-1, 1)}
         joined[name] = tensors[name]._replace(quantized=hf_formats.eight_bits(parts, {}))

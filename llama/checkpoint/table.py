@@ -89,8 +89,9 @@ def whole_shapes(params: ModelArgs) -> dict[str, Size]:
     A tied lm_head is left out.
     """
     whole_model = RankShare.of(params, WHOLE)
-    sizes = {letter: len(whole_model.rows(letter)) for letter in "VEFQK"}
-    shapes = {name: Size(sizes[letter] for letter in x.shape) for name, x in TABLE.items()}
+    shapes = {}
+    for name, entry in TABLE.items():
+        shapes[name] = Size(len(whole_model.rows(letter)) for letter in entry.shape)
     embedding, *layer, norm, lm_head = shapes
     whole = {embedding: shapes[embedding]}
     for i in range(params.n_layers):
@@ -120,7 +121,9 @@ def rank_shapes(params: ModelArgs, placement: Placement) -> dict[str, Size]:
         if not _has(rank_share, name):
             continue
         dim, rows = share(params, name, placement)
-        shapes[name] = Size((*shape[:dim], len(rows), *shape[dim + 1 :]))
+        sizes = list(shape)
+        sizes[dim] = len(rows)
+        shapes[name] = Size(sizes)
     return shapes
 
 

@@ -159,8 +159,13 @@ def _file_checks(checkpoint: Checkpoint) -> dict[Path, _FileChecks]:
     """Return the checks of each shard and of each file in the checklist."""
     listed = _read_checklist(checkpoint.folder / "checklist.chk")
     scales = sorted(checkpoint.folder.glob("fp8_scales_*.pt"))
-    paths = [*checkpoint.shards, *scales, *(checkpoint.folder / name for name in listed)]
-    return {path: _checks_of(path, listed.get(path.name)) for path in dict.fromkeys(paths)}
+    paths = [*checkpoint.shards, *scales]
+    paths += [checkpoint.folder / name for name in listed]
+    checks = {}
+    for path in paths:
+        if path not in checks:
+            checks[path] = _checks_of(path, listed.get(path.name))
+    return checks
 
 
 def _checks_of(path: Path, md5: str | None) -> _FileChecks:
