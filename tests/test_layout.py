@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import llama
-from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.request import SequenceSpec
+from llama.engine.sequence import SequenceState
 
 REPO = Path(__file__).resolve().parent.parent
 FILES = sorted((REPO / "llama").rglob("*.py"))
@@ -154,7 +155,7 @@ def test_each_library_has_one_place(library, where):
     assert users or where == "nowhere"
 
 
-@pytest.mark.parametrize("name", ["sequence", "pages", "scheduler", "rows"])
+@pytest.mark.parametrize("name", ["request", "sequence", "pages", "waiting", "scheduler", "rows"])
 def test_the_books_of_the_engine_need_no_torch(name):
     path = REPO / "llama" / "engine" / f"{name}.py"
     assert not {i for i in imports(path) if i.split(".")[0] == "torch"}
@@ -173,7 +174,7 @@ def test_text_stays_out_of_the_engine():
         assert not {i for i in imports(path) if "tokenizer" in i}
         read = {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)}
         assert not read & text, path
-    fields = dataclasses.fields(TokenParams) + dataclasses.fields(Sequence)
+    fields = dataclasses.fields(SequenceSpec) + dataclasses.fields(SequenceState)
     holds_text = {field.name for field in fields if re.search(r"\bstr\b", str(field.type))}
     assert holds_text == {"finish_reason"}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama.engine.sequence import TokenParams
+from llama.engine.request import SequenceSpec
 from llama.sampling_params import SamplingParams
 
 # The field, a value outside its range, and the range that the message must state.
@@ -228,7 +228,7 @@ def test_replace_takes_what_is_stored() -> None:
     ("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1.0, False)]
 )
 def test_greedy_is_a_temperature_of_next_to_nothing(temperature, greedy) -> None:
-    assert TokenParams(temperature=temperature).greedy is greedy
+    assert SequenceSpec((1,), 2, temperature=temperature).greedy is greedy
 
 
 @pytest.mark.parametrize(

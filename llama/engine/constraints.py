@@ -6,8 +6,7 @@ which every other token is -inf. Shapes: B rows; C of them constrained; V vocabu
 """
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import SequenceState
 from llama.ops.sample import on_device_of
 
 # Of each value of 8 bits: 8 bytes, 1 where a bit is clear. A GPU is sent bits, not bytes.
@@ -37,7 +36,9 @@ class TokenMasks:
         self._words = -(-n_vocab // 32)
         self._pool: ThreadPoolExecutor | None = None  # made for the first that needs it
 
-    def start(self, sequences: Seq[Sequence], *, at_once: bool = False) -> TokenMask | None:
+    def start(
+        self, sequences: Sequence[SequenceState], *, at_once: bool = False
+    ) -> TokenMask | None:
         """Start to find what the sequences may get next; None where nothing constrains them here:
         a rank that follows has no constraint, and takes rank 0's ids."""
         rows = [row for row, seq in enumerate(sequences) if seq.constraint is not None]
@@ -50,7 +51,7 @@ class TokenMasks:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="llama-constraints")
         return partial(_masked, rows, self._pool.submit(self._fill, asked).result)
 
-    def _fill(self, asked: list[Sequence]) -> np.ndarray:
+    def _fill(self, asked: list[SequenceState]) -> np.ndarray:
         """(C, words) int32. A constraint that fails allows nothing: only its own sequence ends."""
         bits, at, last = np.empty((len(asked), self._words), np.int32), 0, len(asked) - 1
         for end, seq in enumerate(asked):

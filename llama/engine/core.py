@@ -20,7 +20,7 @@ from llama.engine.pages import PagePool
 from llama.engine.rows import SAMPLE, VERIFY, Reader, Scheduled, Step, StepResults
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduler
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter
 from llama.model.transformer import Transformer
 from llama.ops.cpu.openmp import SpinController
@@ -81,7 +81,7 @@ class EngineCore:
         self.drafter: Drafter | None = None
         self.stats = Stats()
         self._in_flight: _Started | None = None  # begun, and not read yet
-        self._moved: list[Sequence] = []  # what this step gave a token or an end
+        self._moved: list[SequenceState] = []  # what this step gave a token or an end
 
     @classmethod
     def for_model(
@@ -117,19 +117,24 @@ class EngineCore:
         else:
             self.drafter = Speculator(most, self.runner.model.parallel, is_shared=is_shared)
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence. ValueError if it could not fit the pages even alone."""
+    def add(self, seq: SequenceState) -> None:
+        """Queue a sequence.
+
+        Raises:
+            ValueError: It could not fit the pages even alone.
+        """
         pool = self.scheduler.pool
-        if not 0 < len(seq.tokens) <= seq.max_len:
-            raise ValueError(f"{len(seq.tokens)} prompt tokens, where 1 to {seq.max_len} can be")
-        if pool.pages_for(seq.max_len) > pool.num_pages:
+        longest = seq.spec.max_len
+        if not 0 < len(seq.tokens) <= longest:
+            raise ValueError(f"{len(seq.tokens)} prompt tokens, where 1 to {longest} can be")
+        if pool.pages_for(longest) > pool.num_pages:
             raise ValueError(
-                f"a sequence of up to {seq.max_len} tokens does not fit the KV cache of "
+                f"a sequence of up to {longest} tokens does not fit the KV cache of "
                 f"{pool.num_pages * pool.page_size} tokens"
             )
-        self.scheduler.waiting.append(seq)
+        self.scheduler.waiting.add(seq)
 
-    def finish(self, seq: Sequence, reason: str) -> None:
+    def finish(self, seq: SequenceState, reason: str) -> None:
         """End a sequence now and free its pages; one that has ended stays as it is."""
         if not seq.finished:
             seq.finish_reason = reason
@@ -145,17 +150,17 @@ class EngineCore:
 
     def step(
         self,
-        added: Iterable[Sequence] = (),
-        removed: Iterable[Sequence] = (),
+        added: Iterable[SequenceState] = (),
+        removed: Iterable[SequenceState] = (),
         before_run: Callable[[Step], None] | None = None,
-    ) -> list[Sequence]:
+    ) -> list[SequenceState]:
         """One pass of the model. Returns the sequences that got a token or ended.
 
         added, removed: what came and what is no longer wanted since the last step. before_run:
         gets what this one will compute; where rank 0 leads, it tells the other ranks.
         With asynchronous scheduling the result is of the pass before: nothing, at the first one.
-        If the runner fails, every sequence ends with "error" and its pages are freed before the
-        exception goes on: the core is then empty, and takes new ones.
+        If the runner fails, every sequence that has run ends with "error" and its pages are freed
+        before the exception goes on; the others are run by the next step.
         """
         began, self._moved = time.perf_counter(), []
         if self._spin is not None:
@@ -178,7 +183,7 @@ class EngineCore:
             if not self.runner.async_scheduling or step.is_read_at_once:
                 self._settle()
         except Exception:
-            self.clear("error")
+            self.break_off("error")
             raise
         self.stats.count(step, time.perf_counter() - began)
         if not self.has_unfinished():
@@ -216,10 +221,20 @@ class EngineCore:
             self._in_flight = None
             self._moved += self.scheduler.update(step, read())
 
-    def clear(self, reason: str) -> None:
-        """End every sequence; what is in the pages is forgotten, as a step may have broken off."""
+    def break_off(self, reason: str) -> None:
+        """End the sequences that a step which broke off may have left in any state.
+
+        The content of all pages is forgotten. Sequences that never ran go on waiting.
+        """
         self._in_flight = None
-        for seq in list(self.scheduler.live()):
+        for seq in self.scheduler.started():
+            seq.finish_reason = seq.finish_reason or reason
+        self.scheduler.clear_started()
+
+    def clear(self, reason: str) -> None:
+        """End every sequence, and forget the content of all pages."""
+        self._in_flight = None
+        for seq in self.scheduler.live():
             seq.finish_reason = seq.finish_reason or reason
         self.scheduler.clear()
 

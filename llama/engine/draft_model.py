@@ -17,7 +17,7 @@ from itertools import accumulate, takewhile
 from llama.engine.rows import SAMPLE, VERIFY, Scheduled, Step
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduler
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, Guess
 
 _FIRST_RATE = 0.7  # of guesses that are right, before any was seen
@@ -52,25 +52,25 @@ class ModelDrafter(Drafter):
         for draft in guesses:  # what was computed of tokens that did not come is computed again
             right = draft.num_known + self.note(draft)
             draft.num_computed, draft.ids = min(draft.num_computed, right), []
-        rates = [x.rates[: max(x.seq.max_len - len(x.seq.tokens) - 1, 0)] for x in guesses]
+        rates = [x.rates[: max(x.seq.spec.max_len - len(x.seq.tokens) - 1, 0)] for x in guesses]
         least = 2 if self._num_idle >= _TRY_EVERY else 0
         lengths = self.told_by_rank_zero(self.choose(rates, seconds, least))
         self._num_idle = 0 if any(lengths) else self._num_idle + 1
         lengths = [self._reserve(x.seq, n) for x, n in zip(guesses, lengths, strict=True)]
         self._guess(guesses, lengths)
-        ruled = [x for x in guesses if x.seq.is_constrained and x.ids]
+        ruled = [x for x in guesses if x.seq.spec.is_constrained and x.ids]
         if ruled:  # the constraint may be rank 0's alone
             allowed = self.told_by_rank_zero([self._allowed(x.seq, x.ids) for x in ruled])
             for draft, ids in zip(ruled, allowed, strict=True):
                 draft.num_computed, draft.ids = min(draft.num_computed, draft.num_known), ids
         return [draft.ids for draft in guesses]
 
-    def _begin(self, seq: Sequence) -> SequenceDraft:
+    def _begin(self, seq: SequenceState) -> SequenceDraft:
         self._guesses = {seq: x for seq, x in self._guesses.items() if not seq.finished}
         self._guesses[seq] = draft = SequenceDraft(seq, [*self.rates], kinds=range(self.most))
         return draft
 
-    def _allowed(self, seq: Sequence, ids: list[int]) -> list[int]:
+    def _allowed(self, seq: SequenceState, ids: list[int]) -> list[int]:
         """What a constraint makes of ids that were chosen."""
         rule = seq.constraint
         return ids if rule is None else rule.draft(seq.output, ids)[0][: self.most]
@@ -137,7 +137,7 @@ class ModelDrafter(Drafter):
         ids = self._runner.run(Step(items, {kind: rows}))[kind].ids
         return [max(ids[end - 1], 0) for end in accumulate(map(len, rows.offsets))]
 
-    def _forget_pages(self, seq: Sequence, start: int, end: int) -> None:
+    def _forget_pages(self, seq: SequenceState, start: int, end: int) -> None:
         """Forget what the pages of these positions hold, which is about to be overwritten."""
         size = self._runner.page_size
         for page in seq.pages[start // size : -(-end // size)]:

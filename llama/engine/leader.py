@@ -13,14 +13,14 @@ import time
 import zlib
 from array import array
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
 from llama.engine.core import EngineCore
 from llama.engine.interrupts import interrupt_ignored
+from llama.engine.request import SequenceSpec
 from llama.engine.rows import Step
-from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.sequence import SequenceState
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.errors import RankError
 
@@ -29,27 +29,23 @@ KEEP_ALIVE_S = 20.0
 _STEP, _IDLE, _END, _INTERRUPT = 1, 2, 3, 4
 
 
-class Told(NamedTuple):
-    """What the other ranks are told of a sequence: rank 0 alone has its constraint."""
-
-    tokens: list[int]
-    params: TokenParams
-    max_len: int
-    seed: int
-    stop_ids: frozenset[int]
-    is_constrained: bool
-    call: int
-
-
 @dataclass
 class Message:
-    """What rank 0 tells before a step, as JSON."""
+    """What rank 0 sends before a step, as JSON.
+
+    Attributes:
+        kind: One of the kinds above.
+        number: The number of the step; at the end, rank 0's call counter.
+        checksum: The checksum of what the step will compute.
+        added: New sequences, each with a serial number.
+        removed: The serial numbers of sequences that are not wanted any more.
+    """
 
     kind: int
-    number: int = 0  # of the step; at the end, rank 0's call counter
+    number: int = 0
     checksum: int = 0
-    added: list[tuple[int, Told]] = field(default_factory=list)  # each with a serial,
-    removed: list[int] = field(default_factory=list)  # by which this names it later
+    added: list[tuple[int, SequenceSpec]] = field(default_factory=list)
+    removed: list[int] = field(default_factory=list)
 
 
 MESSAGE = TypeAdapter(Message)  # to JSON and back
@@ -61,7 +57,7 @@ class Leader:
     def __init__(self, core: EngineCore, parallel: ModelParallel) -> None:
         self._core = core
         self._parallel = parallel
-        self._serials: dict[Sequence, int] = {}  # of what every rank has
+        self._serials: dict[SequenceState, int] = {}  # of what every rank has
         self._num_added = 0
         self._num_steps = 0
         self._failure: BaseException | None = None
@@ -76,7 +72,7 @@ class Leader:
         """A step broke off: the ranks cannot meet again, and none of them is told anything."""
         return self._failure is not None
 
-    def step(self, added: list[Sequence], removed: list[Sequence]) -> list[Sequence]:
+    def step(self, added: list[SequenceState], removed: list[SequenceState]) -> list[SequenceState]:
         """`EngineCore.step`, on every rank."""
         if self._failure is not None:
             raise RankError(f"the ranks of this model have stopped: {self._failure}")
@@ -84,8 +80,7 @@ class Leader:
         message = Message(_STEP)
         for seq in added:
             self._serials[seq] = self._num_added
-            told = Told(*(getattr(seq, name) for name in Told._fields))
-            message.added.append((self._num_added, told))
+            message.added.append((self._num_added, seq.spec))
             self._num_added += 1
         message.removed += [self._serials.pop(seq) for seq in removed]
         with self._sending:
@@ -133,7 +128,7 @@ class Follower:
     def __init__(self, core: EngineCore, parallel: ModelParallel) -> None:
         self._core = core
         self._parallel = parallel
-        self._sequences: dict[int, Sequence] = {}  # by rank 0's serials
+        self._sequences: dict[int, SequenceState] = {}  # by rank 0's serials
         self._num_steps = 0
 
     def follow(self) -> int:
@@ -151,7 +146,7 @@ class Follower:
                     return message.number
 
     def _step(self, message: Message) -> None:
-        came = {serial: Sequence(**told._asdict()) for serial, told in message.added}
+        came = {serial: SequenceState(spec) for serial, spec in message.added}
         self._sequences |= came
         removed = [self._sequences.pop(serial) for serial in message.removed]
         with self._parallel.step():

@@ -5,10 +5,10 @@ Oliaro et al., 2024, suffix decoding, for what other requests had). So do the to
 constraint forces.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, Guess
 from llama.ranks.collectives import ModelParallel
 
@@ -61,7 +61,10 @@ class Lookup(Text):
     follows there. prediction: what will come, as far as one can tell."""
 
     def __init__(
-        self, prompt: Seq[int] = (), prediction: Seq[int] = (), others: Seq[Text] = ()
+        self,
+        prompt: Sequence[int] = (),
+        prediction: Sequence[int] = (),
+        others: Sequence[Text] = (),
     ) -> None:
         super().__init__(1)
         self.length = 0  # tokens before the source that are those at the end of the text
@@ -71,7 +74,7 @@ class Lookup(Text):
         if prediction:
             self._among, self.source, self.length = self.ids, len(prompt), _PREDICTED
 
-    def extend(self, tokens: Seq[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens, and find where their end occurred."""
         for token in tokens:
             is_right = self.source >= 0 and self._among[self.source] == token
@@ -90,7 +93,7 @@ class Lookup(Text):
         return guess[: guess.index(-1)] if -1 in guess else guess  # where another text ended
 
 
-def count_predicted(prediction: Seq[int], output: list[int]) -> tuple[int, int]:
+def count_predicted(prediction: Sequence[int], output: list[int]) -> tuple[int, int]:
     """How many tokens of a prediction an output had where look-up expected them; and the rest."""
     lookup, came = Lookup(prediction=prediction), set[int]()
     for token in output:
@@ -129,7 +132,7 @@ class Speculator(Drafter):
                 drafts.append(state.ids[:length])
         return self.told_by_rank_zero(drafts)
 
-    def _begin(self, seq: Sequence) -> _State:
+    def _begin(self, seq: SequenceState) -> _State:
         """Of those that have ended, the texts may be kept."""
         for ended in [x for x in self._guesses if x.finished]:
             del self._guesses[ended]
@@ -144,11 +147,11 @@ class Speculator(Drafter):
         """Guess what comes next -> how likely each token of it is right."""
         seq, new = state.seq, state.seq.tokens[state.num_known :]
         is_idle = len(new) < min(state.num_idle // 8, 8) and seq.constraint is None
-        if is_idle or len(seq.tokens) + 1 >= seq.max_len:
+        if is_idle or len(seq.tokens) + 1 >= seq.spec.max_len:
             return []
         if (lookup := state.lookup) is None:
             prompt = seq.tokens[: seq.num_prompt]
-            lookup = state.lookup = Lookup(prompt, seq.prediction, self._ended)
+            lookup = state.lookup = Lookup(prompt, seq.spec.prediction, self._ended)
         self.note(state)
         lookup.extend(new)
         ids, length, is_forced = lookup.guess(self.most), lookup.length, False

@@ -8,14 +8,13 @@ Shapes: B rows, one a sequence; P of them with penalties; V vocabulary; N rows o
 """
 
 import math
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import SequenceState
 from llama.ops.sample import SamplingRow, on_device_of
 
 _IN_PROMPT = 1 << 30  # in a count: the prompt has the token; what is below counts the output's
@@ -29,19 +28,19 @@ class LogitsProcessors:
         self.seeds: list[int] = []
         self.positions: list[int] = []
         self.logprobs: int | None = None  # and the most that one asks for
-        self._sequences: list[Sequence] = []
-        self._banning: list[tuple[int, Sequence]] = []  # those with long bad words,
-        self._biasing: list[tuple[int, Sequence]] = []  # with a bias or a ban,
-        self._counting: list[tuple[int, Sequence]] = []  # and with penalties;
+        self._sequences: list[SequenceState] = []
+        self._banning: list[tuple[int, SequenceState]] = []  # those with long bad words,
+        self._biasing: list[tuple[int, SequenceState]] = []  # with a bias or a ban,
+        self._counting: list[tuple[int, SequenceState]] = []  # and with penalties;
         self._indices = self._at = self._one = torch.empty(0)  # they, their places, and a 1
         self._settings: tuple[Tensor, ...] = ()  # the penalties (P, 1) of each kind
         self._counts: Tensor | None = None  # (N, V) int32
-        self._places: dict[Sequence, int] = {}  # the row of it that a sequence has,
+        self._places: dict[SequenceState, int] = {}  # the row of it that a sequence has,
         self._known: list[int] = []  # and how many tokens of those with penalties are counted there
         self._short: list[bool] = []  # which of those with a bias were when it was sent
         self._cells: tuple[Tensor, Tensor, Tensor] | None = None  # rows, tokens, amounts
 
-    def apply(self, logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    def apply(self, logits: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
         """Logits (B, V), left as they are -> with all that the sequences ask for: biases and bans,
         then the repetition penalty, then those for presence and frequency."""
         if self._sequences != sequences:
@@ -61,14 +60,14 @@ class LogitsProcessors:
             self._counts.index_put_((self._at, drawn.clamp(min=0)), self._one, accumulate=True)
             self._known = [n + 1 for n in self._known]
 
-    def _begin(self, logits: Tensor, sequences: list[Sequence]) -> None:
-        asked = [(row, seq, seq.params) for row, seq in enumerate(sequences)]
+    def _begin(self, logits: Tensor, sequences: list[SequenceState]) -> None:
+        asked = [(row, seq, seq.spec) for row, seq in enumerate(sequences)]
         self._sequences, self._short = sequences, []
         self.rows = [
             None if p.greedy else SamplingRow(p.temperature, p.min_p, p.top_k, p.top_p)
             for _, _, p in asked
         ]
-        self.seeds = [seq.seed for seq in sequences]
+        self.seeds = [seq.spec.seed for seq in sequences]
         counts = [p.logprobs for _, _, p in asked if p.logprobs is not None]
         self.logprobs = max(counts, default=None)
         self._banning = [(row, seq) for row, seq, p in asked if p.has_long_bad_words]
@@ -80,7 +79,7 @@ class LogitsProcessors:
 
     def _with_bias(self, logits: Tensor) -> Tensor:
         """Static until a sequence comes, goes, moves, or has its `min_tokens`."""
-        short = [seq.params.min_tokens > 0 and is_short(seq) for _, seq in self._biasing]
+        short = [seq.spec.min_tokens > 0 and is_short(seq) for _, seq in self._biasing]
         if short != self._short:
             self._short, self._cells = short, None
             biased = zip(self._biasing, short, strict=True)
@@ -110,7 +109,7 @@ class LogitsProcessors:
         found.addcmul_(presence, counts > 0, value=-1).addcmul_(frequency, counts, value=-1)
         return found if is_whole else logits.index_copy(0, self._indices, found)
 
-    def _find_places(self, logits: Tensor, wanted: list[tuple[int, Sequence]]) -> None:
+    def _find_places(self, logits: Tensor, wanted: list[tuple[int, SequenceState]]) -> None:
         """One for each; of those that are not here the counts are forgotten."""
         counted = dict(zip((seq for _, seq in self._counting), self._known, strict=True))
         self._counting, live = wanted, {seq for _, seq in wanted}
@@ -131,7 +130,7 @@ class LogitsProcessors:
         self._at = on_device_of(logits, [self._places[seq] for _, seq in wanted])
         settings = [
             (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-            for p in (seq.params for _, seq in wanted)
+            for p in (seq.spec for _, seq in wanted)
         ]
         sent = on_device_of(logits, np.array(settings, np.float32))
         self._settings, self._one = sent[:, None].unbind(2), self._counts.new_ones(())
@@ -153,22 +152,22 @@ class LogitsProcessors:
         self._known = now
 
 
-def is_short(seq: Sequence) -> bool:
+def is_short(seq: SequenceState) -> bool:
     """Whether it may not end yet."""
-    return seq.num_known - seq.num_prompt < seq.params.min_tokens
+    return seq.num_known - seq.num_prompt < seq.spec.min_tokens
 
 
-def _bias(seq: Sequence, short: bool) -> Iterator[tuple[int, float]]:
+def _bias(seq: SequenceState, short: bool) -> Iterator[tuple[int, float]]:
     """logit_bias; and -inf for bad words of one token, and for stop ids before min_tokens."""
-    yield from dict(seq.params.logit_bias).items()
-    for token in {word[0] for word in seq.params.bad_words if len(word) == 1}:
+    yield from dict(seq.spec.logit_bias).items()
+    for token in {word[0] for word in seq.spec.bad_words if len(word) == 1}:
         yield token, -math.inf
-    for token in sorted(seq.stop_ids) if short else ():
+    for token in sorted(seq.spec.stop_ids) if short else ():
         yield token, -math.inf
 
 
-def _ends_of_bad_words(seq: Sequence) -> Iterator[int]:
+def _ends_of_bad_words(seq: SequenceState) -> Iterator[int]:
     """The last ids of bad words whose other ids come before."""
-    for *before, last in seq.params.bad_words:
+    for *before, last in seq.spec.bad_words:
         if before and seq.tokens[-len(before) :] == before:
             yield last

@@ -21,12 +21,11 @@ This file knows neither the model nor torch. `compute` gets tensors that it pass
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from llama.engine.sequence import Sequence, TopLogprobs
+from llama.engine.sequence import SequenceState, TopLogprobs
 
 _Results = TypeVar("_Results")
 Reader = Callable[[], _Results]  # waits until results are on the host, and returns them
@@ -44,10 +43,10 @@ class Scheduled:
             right.
     """
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     count: int
-    drafts: Seq[int] = ()
+    drafts: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -104,7 +103,7 @@ class RowKind(ABC, Generic[_Results]):
     is_read_at_once = False
 
     @abstractmethod
-    def offsets(self, seq: Sequence, start: int, count: int) -> range:
+    def offsets(self, seq: SequenceState, start: int, count: int) -> range:
         """Return which of `count` tokens of a sequence from `start` on are rows of this kind.
 
         They are counted from `start`. `rows` asks only for sequences that want this kind.
@@ -137,11 +136,11 @@ class RowKind(ABC, Generic[_Results]):
         """
         return []
 
-    def needs_all_rows(self, seq: Sequence) -> bool:
+    def needs_all_rows(self, seq: SequenceState) -> bool:
         """Return whether a sequence needs rows that the prefix cache would leave out."""
         return False
 
-    def distribute(self, rows: Rows, results: _Results, ended: Container[Sequence]) -> None:
+    def distribute(self, rows: Rows, results: _Results, ended: Container[SequenceState]) -> None:
         """Give each sequence its results; those in `ended` want none any more."""
         first = 0
         for item, offsets in zip(rows.items, rows.offsets, strict=True):
@@ -154,8 +153,8 @@ class RowKind(ABC, Generic[_Results]):
 class _Sample(RowKind[Tokens]):
     """The next token of a sequence, sampled behind the last of its known tokens."""
 
-    def offsets(self, seq: Sequence, start: int, count: int) -> range:
-        is_last = start + count == seq.num_known < seq.max_len
+    def offsets(self, seq: SequenceState, start: int, count: int) -> range:
+        is_last = start + count == seq.num_known < seq.spec.max_len
         return range(count - 1, count) if is_last else range(0)
 
     def rows(self, items: list[Scheduled]) -> Rows:
@@ -164,7 +163,7 @@ class _Sample(RowKind[Tokens]):
         chosen = [
             item
             for item in items
-            if item.start + item.count == item.sequence.num_known < item.sequence.max_len
+            if item.start + item.count == item.sequence.num_known < item.sequence.spec.max_len
         ]
         offsets = [
             _FIRST_ROW if item.count == 1 else range(item.count - 1, item.count) for item in chosen
@@ -191,7 +190,7 @@ class _Verify(RowKind[Tokens]):
 
     is_read_at_once = True
 
-    def offsets(self, seq: Sequence, start: int, count: int) -> range:
+    def offsets(self, seq: SequenceState, start: int, count: int) -> range:
         return range(count)
 
     def compute(self, computer: RowComputer, hidden: HiddenStates, rows: Rows) -> Reader[Tokens]:
@@ -233,12 +232,12 @@ class _Score(RowKind[Tokens]):
 
     is_read_at_once = True
 
-    def offsets(self, seq: Sequence, start: int, count: int) -> range:
+    def offsets(self, seq: SequenceState, start: int, count: int) -> range:
         first = max(len(seq.prompt_logprobs) - 1 - start, 0)
         return range(first, min(count, seq.num_prompt - 1 - start))
 
     def rows(self, items: list[Scheduled]) -> Rows:
-        asking = [item for item in items if item.sequence.params.prompt_logprobs is not None]
+        asking = [item for item in items if item.sequence.spec.prompt_logprobs is not None]
         return super().rows(asking)
 
     def compute(self, computer: RowComputer, hidden: HiddenStates, rows: Rows) -> Reader[Tokens]:
@@ -247,17 +246,17 @@ class _Score(RowKind[Tokens]):
             for item, offsets in zip(rows.items, rows.offsets, strict=True)
             for offset in offsets
         ]
-        num_top = max(item.sequence.params.prompt_logprobs or 0 for item in rows.items)
+        num_top = max(item.sequence.spec.prompt_logprobs or 0 for item in rows.items)
         return computer.score(hidden, ids, num_top)
 
     def take(self, item: Scheduled, results: Tokens, part: range) -> None:
         seq = item.sequence
         for row in part:
             seq.prompt_logprobs.append(results.logprobs[row])
-            seq.prompt_top_logprobs.append(results.tops[row][: seq.params.prompt_logprobs])
+            seq.prompt_top_logprobs.append(results.tops[row][: seq.spec.prompt_logprobs])
 
-    def needs_all_rows(self, seq: Sequence) -> bool:
-        return seq.params.prompt_logprobs is not None
+    def needs_all_rows(self, seq: SequenceState) -> bool:
+        return seq.spec.prompt_logprobs is not None
 
 
 _FIRST_ROW = range(1)
@@ -317,10 +316,10 @@ class Step:
         return found
 
 
-def _take_token(seq: Sequence, tokens: Tokens, row: int) -> None:
+def _take_token(seq: SequenceState, tokens: Tokens, row: int) -> None:
     """Append a sampled token to a sequence; the id that stops it has a log-probability as well."""
     token = tokens.ids[row]
-    if seq.params.logprobs is not None and token >= 0:
+    if seq.spec.logprobs is not None and token >= 0:
         seq.logprobs.append(tokens.logprobs[row])
-        seq.top_logprobs.append(tokens.tops[row][: seq.params.logprobs])
+        seq.top_logprobs.append(tokens.tops[row][: seq.spec.logprobs])
     seq.append(token)

@@ -24,7 +24,7 @@ from llama.engine.graphs import CaptureError, Decoded, DecodeGraphs, Recorder, b
 from llama.engine.processors import LogitsProcessors
 from llama.engine.rows import HiddenStates, Reader, Scheduled, Step, StepResults, Tokens
 from llama.engine.sampler import Sampled, needs_top_only, sample, score, top_of_ranks
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import SequenceState
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
 from llama.ops.sample import on_device_of
@@ -61,7 +61,7 @@ class ModelRunner:
         self.processors = LogitsProcessors()
         most_rows = bucket_of(max(model.params.max_batch_size, 64))  # of a graph, or a step
         self._last_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
-        self._last_rows: dict[Sequence, int] = {}  # which row of it is whose
+        self._last_rows: dict[SequenceState, int] = {}  # which row of it is whose
         self._graphs: DecodeGraphs | None = None
         self.num_pages = num_pages  # those that sequences may have
         with model.parallel.step(), current(device):
@@ -156,7 +156,7 @@ class ModelRunner:
         tokens = list[int]()
         pending = list[int]()  # indices of the tokens that only the device knows
         sources = list[int]()  # their rows in the step before
-        first_of = dict[Sequence, int]()
+        first_of = dict[SequenceState, int]()
         for item in step.items:
             seq = item.sequence
             first_of[seq] = first = len(tokens)
@@ -186,7 +186,7 @@ class ModelRunner:
             ids[on_device_of(ids, pending)] = known
         return self.model.hidden_states(ids, batch, self.kv_cache)
 
-    def keep_last_ids(self, ids: Tensor, sequences: list[Sequence]) -> None:
+    def keep_last_ids(self, ids: Tensor, sequences: list[SequenceState]) -> None:
         """Keep the tokens that a step sampled on the device, for the step that starts next."""
         if self.async_scheduling:
             # A row without a token has the id -1; nothing that the next step makes of it is read.
@@ -220,7 +220,7 @@ class RunningStep:
         self.needs_tokens = (
             runner.async_scheduling
             and not self._is_greedy
-            and any(seq.needs_tokens for seq in self._sequences)
+            and any(seq.spec.needs_tokens for seq in self._sequences)
         )
         decoded = runner.replay(
             sampled,
@@ -307,7 +307,7 @@ class RunningStep:
         parallel = self._model.parallel
         ids = sampled.ids.int()[:, None]
         if sampled.logprobs is None:
-            is_constrained = any(seq.is_constrained for seq in self._sequences)
+            is_constrained = any(seq.spec.is_constrained for seq in self._sequences)
             is_alike = parallel.shares_memory_of(ids) and not is_constrained
             return ids if self._is_greedy or is_alike else parallel.broadcast(ids.contiguous())
         columns = [ids, sampled.logprobs[:, None].view(torch.int32)]

@@ -7,7 +7,7 @@ rows need no more of each share than its largest logit: `top_of_share`, `top_of_
 Shapes: B rows, one a sequence; V vocabulary; K likeliest tokens.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llama.engine.constraints import TokenMask
 from llama.engine.processors import LogitsProcessors, is_short
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import SequenceState
 from llama.model.transformer import Transformer
 from llama.ops.sample import choose_ids, top_tokens
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
@@ -25,7 +25,7 @@ from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 class Sampled:
     """One step's choice. Log-probabilities are the model's own: before bias, temperature, filters.
     A row that has no token to choose (all banned), or whose logits hold NaN or +inf, has the id -1:
-    an exception would need a sync, and end the other rows. `Sequence.append` makes it an error."""
+    an exception would need a sync, and end the other rows. `SequenceState.append` reports it."""
 
     ids: Tensor  # (B) int64
     logprobs: Tensor | None = None  # (B) float32; None if no sequence asked
@@ -35,7 +35,7 @@ class Sampled:
 
 def sample(
     logits: Tensor,
-    sequences: Seq[Sequence],
+    sequences: Sequence[SequenceState],
     mask: TokenMask | None = None,
     kernels: KernelSet = TORCH_ONLY,
     processors: LogitsProcessors | None = None,
@@ -62,15 +62,15 @@ def sample(
     return Sampled(ids, *score(logits, ids.clamp(min=0), processors.logprobs))
 
 
-def needs_top_only(sequences: Seq[Sequence]) -> bool:
+def needs_top_only(sequences: Sequence[SequenceState]) -> bool:
     """Whether `sample` would take the top token of each row as the logits are, and say no more:
     what filters a draw (top_p, top_k, min_p) never removes that."""
     return all(
         p.takes_top
-        and not seq.is_constrained
-        and not (p.bad_words or (p.min_tokens and is_short(seq) and seq.stop_ids))
+        and not p.is_constrained
+        and not (p.bad_words or (p.min_tokens and is_short(seq) and p.stop_ids))
         for seq in sequences
-        for p in (seq.params,)
+        for p in (seq.spec,)
     )
 
 

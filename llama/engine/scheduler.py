@@ -1,19 +1,23 @@
-"""Who runs in the next step, and for how many tokens: sequences in, a `Step` out.
+"""Which sequences run in the next step, and how many tokens of each: sequences in, a `Step` out.
 
 Continuous batching (Yu et al., 2022, Orca) without a prefill phase and a decode phase. A sequence
-has tokens known and tokens computed; each step hands out a budget of tokens so that computed
-catches up with known. Chunked prefill, prefix reuse and preemption all follow from that: a
-preempted sequence gives up its pages, and has its tokens to compute again. Ints in lists; no torch.
-Only the order of arrival and the calls decide, so all ranks decide alike.
+has known tokens and computed tokens; each step hands out a budget of tokens so that the computed
+ones catch up with the known ones. Chunked prefill, prefix reuse and preemption all follow from
+that: a preempted sequence gives up its pages, and has its tokens to compute again.
+
+Scheduling is fair across calls. Waiting calls are admitted round-robin, and a call with nothing
+running takes a slot from the call that has the most. Ints in lists; no torch. Only the order of
+arrival and the calls decide, so that all ranks decide alike.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 
 from llama.engine.pages import PagePool, page_hash
 from llama.engine.rows import KINDS, Scheduled, Step, StepResults
-from llama.engine.sequence import Sequence, no_pages
+from llama.engine.sequence import SequenceState, no_pages
+from llama.engine.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -24,20 +28,20 @@ class Scheduler:
         self.pool = pool
         self.max_batch_size = max_batch_size
         self.token_budget = token_budget
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting = WaitingQueue()
+        self.running: list[SequenceState] = []
         self.num_preemptions = 0
 
     def schedule(self) -> Step:
         """Choose the tokens of the next step.
 
-        Running sequences come first, the oldest before the others, then the queue, while budget
+        Running sequences come first, the oldest before the others, then waiting ones, while budget
         and pages last. The tokens of the step count as computed from now on: steps run in the order
         in which they are scheduled.
         """
         budget = self.token_budget
         chosen: list[Scheduled] = []
-        self._make_room()
+        self._favour_new_calls()
         row = 0
         while row < len(self.running) and budget > 0:
             seq = self.running[row]
@@ -49,7 +53,7 @@ class Scheduler:
                 budget -= count
             row += 1
         while budget > 0 and self.waiting and len(self.running) < self.max_batch_size:
-            seq = self.waiting[0]
+            seq = self.waiting.peek()
             if not self._admit(seq):
                 break
             count = min(seq.num_new, budget)
@@ -58,13 +62,16 @@ class Scheduler:
         chosen.sort(key=lambda item: item.count > 1)  # single tokens first, see `Step`
         return Step.of(chosen)
 
-    def reserve(self, seq: Sequence, count: int) -> int:
-        """Room in its pages for up to `count` more tokens, and in pages that nobody waits for."""
-        room = len(seq.pages) * self.pool.page_size - seq.num_computed
-        while room < count and self.pool.num_free and not self.waiting:
+    def reserve(self, seq: SequenceState, count: int) -> int:
+        """Return for how many of `count` more tokens a sequence has slots.
+
+        It gets free pages for them, unless other sequences wait for pages.
+        """
+        num_slots = len(seq.pages) * self.pool.page_size - seq.num_computed
+        while num_slots < count and self.pool.num_free and not self.waiting:
             seq.pages.append(self.pool.allocate())
-            room += self.pool.page_size
-        return min(count, room)
+            num_slots += self.pool.page_size
+        return min(count, num_slots)
 
     def add_drafts(self, step: Step, drafts: list[list[int]]) -> None:
         """Let a decode step verify drafts, one list for each of its items.
@@ -76,8 +83,9 @@ class Scheduler:
         has_drafts = False
         for item, draft in zip(step.items, drafts, strict=True):
             seq = item.sequence
-            stop = next((i for i, token in enumerate(draft) if token in seq.stop_ids), len(draft))
-            draft = draft[: min(stop, budget, seq.max_len - len(seq.tokens) - 1)]
+            stops = (i for i, token in enumerate(draft) if token in seq.spec.stop_ids)
+            longest = seq.spec.max_len - len(seq.tokens) - 1
+            draft = draft[: min(next(stops, len(draft)), budget, longest)]
             if draft := draft[: self.reserve(seq, len(draft))]:
                 item.drafts = draft
                 item.count = 1 + len(draft)
@@ -87,7 +95,7 @@ class Scheduler:
         if has_drafts:
             step.verify_drafts()
 
-    def update(self, step: Step, results: StepResults) -> list[Sequence]:
+    def update(self, step: Step, results: StepResults) -> list[SequenceState]:
         """Give the sequences of a step its results.
 
         Sequences that ended while it ran get none. The pages of those that end now are released at
@@ -108,7 +116,7 @@ class Scheduler:
                 continue
             if item.drafts:
                 self._offer(seq)
-            if item.start + item.count == seq.max_len:
+            if item.start + item.count == seq.spec.max_len:
                 seq.finish_reason = "length"  # its prompt fills it: no token can be sampled
             if seq.finish_reason is not None:
                 self.remove(seq)
@@ -118,88 +126,111 @@ class Scheduler:
         return moved
 
     def clear(self) -> None:
-        """Forget every sequence and every page, as after a step that broke off."""
-        self.pool.reset()
-        self.running.clear()
+        """Forget every sequence and every page."""
+        self.clear_started()
         self.waiting.clear()
 
-    def remove(self, seq: Sequence) -> None:
+    def started(self) -> Iterator[SequenceState]:
+        """Return the sequences that run, have run, or are the next of their call."""
+        return chain(self.running, self.waiting.front)
+
+    def clear_started(self) -> None:
+        """Forget every page, as after a step that broke off, and what `started` returns."""
+        self.pool.reset()
+        self.running.clear()
+        self.waiting.front.clear()
+
+    def remove(self, seq: SequenceState) -> None:
         """Forget a sequence, wherever it is, and free its pages."""
         if seq in self.running:
             self.running.remove(seq)
-        elif seq in self.waiting:
+        else:
             self.waiting.remove(seq)
         self._release(seq)
 
-    def live(self) -> Iterator[Sequence]:
+    def live(self) -> Iterator[SequenceState]:
+        """Return all sequences, running and waiting."""
         return chain(self.running, self.waiting)
 
     def check(self) -> None:
-        """Assert that every page is held by a live sequence or free, and lengths are in order."""
+        """Assert that each page is free or belongs to a live sequence, and lengths are in order."""
         self.pool.check(seq.pages for seq in self.live())
         for seq in self.live():
-            assert 0 <= seq.num_computed <= seq.num_known <= seq.max_len, vars(seq)
+            assert 0 <= seq.num_computed <= seq.num_known <= seq.spec.max_len, vars(seq)
             assert seq.num_computed <= len(seq.pages) * self.pool.page_size, vars(seq)
             assert seq.num_offered * self.pool.page_size <= seq.num_computed, vars(seq)
 
-    def _schedule(self, seq: Sequence, count: int) -> Scheduled:
-        """Its pages that this step fills can be found from now on, by what is admitted after it:
-        each layer stores the keys and values of all tokens before any token attends. So prompts
-        that arrive together share what they have in common. A page that a pending token fills has
-        no hash yet: the next step looks at it again."""
+    def _schedule(self, seq: SequenceState, count: int) -> Scheduled:
+        """Return the next `count` tokens of a sequence as an item of the step.
+
+        Its pages that this step fills can be found from now on, by what is admitted after it: each
+        layer stores the keys and values of all tokens before any token attends. So prompts that
+        arrive together share what they have in common. A page that a pending token fills has no
+        hash yet: the next step looks at it again.
+        """
         start = seq.num_computed
         seq.num_computed += count
         if (seq.num_offered + 1) * self.pool.page_size <= seq.num_computed:
             self._offer(seq)
         return Scheduled(seq, start, count)
 
-    def _offer(self, seq: Sequence) -> None:
-        """Let its full pages be found, of tokens that are known and computed."""
+    def _offer(self, seq: SequenceState) -> None:
+        """Let the full pages of a sequence be found, if their tokens are known and computed."""
         full = min(seq.num_computed, len(seq.tokens)) // self.pool.page_size
         for i in range(seq.num_offered, full):
             self.pool.cache(seq.pages[i], self._hashes(seq, full)[i])
         seq.num_offered = full
 
-    def _admit(self, seq: Sequence) -> bool:
-        """Move the head of the queue to running, if all its known tokens have room now. One that
-        was preempted while a token of it was pending waits for that token."""
-        found = self._found(seq)
-        if seq.num_pending or found is None:
+    def _admit(self, seq: SequenceState) -> bool:
+        """Let the next waiting sequence run, if all its known tokens fit the pages now.
+
+        One that was preempted while a token of it was pending waits for that token.
+        """
+        cached = self._cached_pages(seq)
+        if seq.num_pending or cached is None:
             return False
-        self.pool.incref(found)
-        seq.pages.extend(found)
-        seq.num_computed = len(found) * self.pool.page_size
-        seq.num_offered = len(found)
-        has_room = self._grow(seq, seq.num_new)
-        assert has_room, "admitted without room"
+        self.pool.incref(cached)
+        seq.pages.extend(cached)
+        seq.num_computed = len(cached) * self.pool.page_size
+        seq.num_offered = len(cached)
+        fits = self._grow(seq, seq.num_new)
+        assert fits, "admitted without enough pages"
         if not seq.num_output:
             seq.num_cached = seq.num_computed
-        self.running.append(self.waiting.popleft())
+        self.running.append(self.waiting.pop())
         return True
 
-    def _found(self, seq: Sequence) -> list[int] | None:
-        """The pages that hold its first tokens already; None where the others have no room."""
-        found = self.pool.match_prefix(self._reusable_hashes(seq))
-        wanted = self.pool.pages_for(len(seq.tokens)) - len(found)
-        return found if wanted <= self.pool.num_free_without(found) else None
+    def _cached_pages(self, seq: SequenceState) -> list[int] | None:
+        """Return the pages that hold its first tokens; None where the other tokens do not fit."""
+        cached = self.pool.match_prefix(self._reusable_hashes(seq))
+        num_missing = self.pool.pages_for(len(seq.tokens)) - len(cached)
+        return cached if num_missing <= self.pool.num_free_without(cached) else None
 
-    def _reusable_hashes(self, seq: Sequence) -> list[bytes]:
-        """Hashes of its full pages, short of the last token, which must be computed to sample."""
+    def _reusable_hashes(self, seq: SequenceState) -> list[bytes]:
+        """Return the hashes of the full pages that a sequence can take from the prefix cache.
+
+        They end before its last token, which must be computed to sample the next one.
+        """
         if any(kind.needs_all_rows(seq) for kind in KINDS):
             return []
         full = (len(seq.tokens) - 1) // self.pool.page_size
         return self._hashes(seq, full)[:full]
 
-    def _hashes(self, seq: Sequence, full: int) -> list[bytes]:
-        """The chain of hashes of its first `full` pages, kept with the sequence as it grows."""
-        size, hashes = self.pool.page_size, seq.page_hashes
+    def _hashes(self, seq: SequenceState, full: int) -> list[bytes]:
+        """Return the chain of hashes of its first `full` pages, which grows with the sequence."""
+        size = self.pool.page_size
+        hashes = seq.page_hashes
         for i in range(len(hashes), full):
-            parent = hashes[-1] if hashes else b""
+            parent = hashes[-1] if hashes else seq.spec.prefix_root
             hashes.append(page_hash(parent, seq.tokens[i * size : (i + 1) * size]))
         return hashes
 
-    def _grow(self, seq: Sequence, count: int) -> bool:
-        """Allocate pages for `count` more tokens, by preemption if need be; False if of `seq`."""
+    def _grow(self, seq: SequenceState, count: int) -> bool:
+        """Allocate the pages of `count` more tokens, and preempt sequences if there are too few.
+
+        Returns:
+            Whether `seq` has them; it has not if it was preempted itself.
+        """
         if seq.num_computed + count <= len(seq.pages) * self.pool.page_size:
             return True
         wanted = self.pool.pages_for(seq.num_computed + count)
@@ -213,36 +244,37 @@ class Scheduler:
                 return False
         return True
 
-    def _make_room(self) -> None:
-        """Of each call that waits and has none running, one sequence is next. For these, sequences
-        of the call that has most running give up place and pages, but not its last one."""
-        calls, first = {seq.call for seq in self.running}, list[Sequence]()
-        for seq in self.waiting:
-            if seq.call not in calls:
-                calls.add(seq.call)
-                first.append(seq)
-        while first and len(self.running) + len(first) > len(calls):
-            has_place = len(self.running) + len(first) <= self.max_batch_size
-            if has_place and self._found(first[0]) is not None:
+    def _favour_new_calls(self) -> None:
+        """Let each call that waits and has none running be next, with one sequence.
+
+        The call that has the most running gives up slots and pages for them, but not its last one.
+        """
+        if not self.waiting:
+            return
+        calls = {seq.spec.call for seq in self.running}
+        firsts = self.waiting.firsts(calls, self.max_batch_size - len(calls))
+        num_calls = len(calls) + len(firsts)
+        while firsts and len(self.running) + len(firsts) > num_calls:
+            has_slot = len(self.running) + len(firsts) <= self.max_batch_size
+            if has_slot and self._cached_pages(firsts[0]) is not None:
                 break
             self._preempt(self._newest(self.running))
-        for seq in reversed(first):
-            self.waiting.remove(seq)
-            self.waiting.appendleft(seq)
+        self.waiting.move_to_front(firsts)
 
-    def _newest(self, rows: list[Sequence]) -> Sequence:
-        """The newest of these, which run, of the call that has most running."""
-        count = Counter(seq.call for seq in self.running)
-        return max(reversed(rows), key=lambda seq: count[seq.call])
+    def _newest(self, rows: list[SequenceState]) -> SequenceState:
+        """Return the newest of some running sequences, of the call that has the most running."""
+        count = Counter(seq.spec.call for seq in self.running)
+        return max(reversed(rows), key=lambda seq: count[seq.spec.call])
 
-    def _preempt(self, seq: Sequence) -> None:
-        """It gives up its place and its pages, and is the next to get one."""
+    def _preempt(self, seq: SequenceState) -> None:
+        """Take slot and pages from a sequence, which is the next to be admitted again."""
         self.running.remove(seq)
         self._release(seq)
-        self.waiting.appendleft(seq)
+        self.waiting.front.appendleft(seq)
         self.num_preemptions += 1
 
-    def _release(self, seq: Sequence) -> None:
+    def _release(self, seq: SequenceState) -> None:
         self.pool.release(seq.pages)
         seq.pages = no_pages()
-        seq.num_computed = seq.num_offered = 0
+        seq.num_computed = 0
+        seq.num_offered = 0

@@ -9,13 +9,13 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter, mul
 from typing import Any
 
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import SequenceState
 from llama.ranks.collectives import ModelParallel
 
 
@@ -49,11 +49,11 @@ class Guess:
     """What was guessed of a sequence behind its first `num_known` tokens: ids, and the kind of
     each. rates: of each kind, how many are right of late."""
 
-    seq: Sequence
+    seq: SequenceState
     rates: list[float]
     num_known: int = 0
     ids: list[int] = field(default_factory=list)
-    kinds: Seq[int] = ()
+    kinds: Sequence[int] = ()
 
 
 class Drafter(ABC):
@@ -64,15 +64,15 @@ class Drafter(ABC):
     several ranks, rank 0 chooses, by its clock, and tells the others.
     """
 
-    def __init__(self, most: int, parallel: ModelParallel, rates: Seq[float]) -> None:
+    def __init__(self, most: int, parallel: ModelParallel, rates: Sequence[float]) -> None:
         self.most, self.parallel, self.rates = most, parallel, [*rates]
-        self._guesses: dict[Sequence, Any] = {}  # a `Guess` of each
+        self._guesses: dict[SequenceState, Any] = {}  # a `Guess` of each
         self._costs = defaultdict[int, StepCost](StepCost)  # by the digits of a number of sequences
         self._last = (StepCost(), 0)  # that of what `choose` saw last, and its drafts
         self._seconds = self._spent = 0.0  # of steps without drafting, when `choose` saw them last;
         # and of drafting
 
-    def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
+    def draft(self, sequences: list[SequenceState], seconds: float) -> list[list[int]]:
         """For each sequence, ids that may come next, or none.
 
         seconds: what all steps of single tokens, with and without drafts, have taken so far.
@@ -84,7 +84,7 @@ class Drafter(ABC):
         return drafts
 
     @abstractmethod
-    def _begin(self, seq: Sequence) -> Any:
+    def _begin(self, seq: SequenceState) -> Any:
         """Put a new sequence among the guesses, and forget those that have ended."""
 
     @abstractmethod

@@ -10,15 +10,16 @@ where each wait has a limit.
 
 import itertools
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from llama.device import DTYPES, current
 from llama.engine.graphs import CudaRecorder, Decoded, DecodeGraphs, Recorder
-from llama.engine.scheduler import Scheduled
-from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.request import SequenceSpec
+from llama.engine.rows import Scheduled
+from llama.engine.sequence import SequenceState
 from llama.gpu.cases import filled, numbers_of
 from llama.gpu.job import Choice, Job
 from llama.gpu.program import run
@@ -61,11 +62,11 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
     graphs.close()
 
 
-def _decoding(lengths: Seq[int], page_size: int) -> list[Scheduled]:
+def _decoding(lengths: Sequence[int], page_size: int) -> list[Scheduled]:
     """Sequences whose last token is new, on pages of their own."""
     found, pages = [], itertools.count()
     for n in lengths:
-        seq = Sequence([0] * n, TokenParams(), n + 1)
+        seq = SequenceState(SequenceSpec((0,) * n, n + 1))
         seq.pages.extend(itertools.islice(pages, -(-n // page_size)))
         found.append(Scheduled(seq, n - 1, 1))
     return found

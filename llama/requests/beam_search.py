@@ -112,8 +112,8 @@ def beam_search(
         must_match += [params, [request.fingerprint() for request in asked]]
     searches = []
     for seq in (request.answers[0].sequence for request in asked):
-        limit = seq.max_len - seq.num_prompt
-        searches.append(_Search(seq.tokens, limit, seq.stop_ids, params))
+        limit = seq.spec.max_len - seq.num_prompt
+        searches.append(_Search(seq.tokens, limit, seq.spec.stop_ids, params))
     while unfinished := [search for search in searches if search.may_improve()]:
         starts = [search.prompt + beam.tokens for search in unfinished for beam in search.running]
         kept = max(search.kept for search in unfinished)

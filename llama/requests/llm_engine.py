@@ -21,12 +21,11 @@ from typing import TypeVar
 from llama.checks import brief
 from llama.engine.core import EngineCore
 from llama.engine.interrupts import DeferredInterrupt
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import SequenceState
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.prepare import Preparer
 from llama.requests.rank_calls import RankCalls
-from llama.requests.request import Request, RequestOutput, derived_seed
-from llama.requests.turns import Owner, Turns
+from llama.requests.request import Answer, Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
@@ -55,9 +54,11 @@ class LLMEngine:
         self._requests: dict[Request, None] = {}  # until their last output is taken
         self._names: dict[str, Request] = {}
         self._due: dict[Request, None] = {}  # what `step` will report
-        self._owner: dict[Sequence, Owner] = {}  # of what the core computes
-        self._turns = Turns()  # what the core has no place for yet
-        self._removed: list[Sequence] = []
+        # By the sequences that are queued or in the core.
+        self._owner: dict[SequenceState, tuple[Request, Answer]] = {}
+        self._added: dict[SequenceState, None] = {}  # for the core, at the next step
+        self._removed: list[SequenceState] = []
+        self._num_calls = 0  # calls that have queued requests
         self._waiters: dict[threading.Lock, Callable[[], bool]] = {}  # a bell, and when it rings
         self._stepper: int | None = None  # the thread that runs the model now
         self._num_steps = 0
@@ -154,7 +155,6 @@ class LLMEngine:
         with DeferredInterrupt(), self._lock:
             if not request.finished:
                 request.end("abort")
-            self._turns.discard(request)
             for answer in request.answers:
                 self._release(answer.sequence)
             if self._stepper is None:
@@ -246,7 +246,7 @@ class LLMEngine:
         return compared
 
     def _queue(self, requests: list[Request]) -> None:
-        with self._lock:
+        with DeferredInterrupt(), self._lock:
             named = [request.request_id for request in requests if request.request_id]
             for name in named:
                 if name in self._names or named.count(name) > 1:
@@ -254,7 +254,12 @@ class LLMEngine:
                     raise ValueError(f"request_id={brief(name)} {words}")
             self._names |= {r.request_id: r for r in requests if r.request_id}
             self._requests |= dict.fromkeys(requests)
-            self._turns.add(requests)
+            self._num_calls += 1
+            for request in requests:
+                request.set_call(self._num_calls)
+                for answer in request.answers:
+                    self._owner[answer.sequence] = request, answer
+                    self._added[answer.sequence] = None
 
     def _forget(self, request: Request) -> None:
         self._requests.pop(request, None)
@@ -262,8 +267,13 @@ class LLMEngine:
         if self._names.get(request.request_id) is request:
             del self._names[request.request_id]
 
-    def _release(self, seq: Sequence) -> None:
-        if self._owner.pop(seq, None) is not None:
+    def _release(self, seq: SequenceState) -> None:
+        """Take a sequence from the core, at the next moment when no step runs."""
+        if self._owner.pop(seq, None) is None:
+            return
+        if seq in self._added:
+            del self._added[seq]
+        else:
             self._removed.append(seq)
 
     def _run_model(self, is_ready: Callable[[], bool], bell: threading.Lock) -> bool:
@@ -302,17 +312,13 @@ class LLMEngine:
                 self._apply_removed()
                 self._wake_ready()
 
-    def _take_pending(self) -> tuple[list[Sequence], list[Sequence]]:
-        """What has a place in the core from now on, and what was removed since the last step."""
-        removed, self._removed = self._removed, []
-        scheduler = self.core.scheduler
-        held = [seq for seq in scheduler.live() if seq not in removed]
-        taken = self._turns.take(scheduler.max_batch_size - len(held))
-        # A call that has none there gets a place of one that has several.
-        num_shared = len(scheduler.running) - len({seq.call for seq in scheduler.running})
-        taken |= self._turns.take_new(num_shared, {seq.call for seq in (*held, *taken)})
-        self._owner |= taken
-        return list(taken), removed
+    def _take_pending(self) -> tuple[list[SequenceState], list[SequenceState]]:
+        """Return what was queued and what was removed since the last step."""
+        added = list(self._added)
+        removed = self._removed
+        self._added = {}
+        self._removed = []
+        return added, removed
 
     def _apply_removed(self) -> None:
         """Free the pages of what ended; where rank 0 leads, the next step does, on every rank."""
@@ -321,7 +327,7 @@ class LLMEngine:
                 self.core.finish(seq, "abort")
             self._removed.clear()
 
-    def _read(self, seq: Sequence) -> None:
+    def _read(self, seq: SequenceState) -> None:
         """Make text of a sequence's new tokens; one that was aborted meanwhile has no owner."""
         if seq in self._owner:
             request, answer = self._owner[seq]
@@ -331,16 +337,26 @@ class LLMEngine:
             request.note_output()
 
     def _fail(self, error: BaseException) -> None:
-        """A step failed: all that were in it end with its exception. The core is empty then."""
-        failed = {request: None for request, _ in self._owner.values()}
-        for request in failed:
-            self._turns.discard(request)
-        self._owner.clear()
-        self._removed.clear()
-        self.core.clear("error")
+        """End the requests that were in a step which failed, with its exception.
+
+        Requests whose sequences have all never run go on waiting. Where rank 0 leads, no step can
+        follow, and all requests end.
+        """
+        if self.is_led:
+            self.core.clear("error")
+            self._removed.clear()
+        else:
+            self.core.break_off("error")
+        waiting = {*self.core.scheduler.live(), *self._added}
+        failed = {request: None for seq, (request, _) in self._owner.items() if seq not in waiting}
         if not isinstance(error, Exception):  # SystemExit, say: it must not end those who wait
             error = RuntimeError(f"the step was ended by {type(error).__name__}: {error}")
         for request in failed:
+            for answer in request.answers:
+                self._owner.pop(answer.sequence, None)
+                self._added.pop(answer.sequence, None)
+                if answer.sequence in waiting:
+                    self.core.finish(answer.sequence, "error")
             request.exception = error
             request.end("error")
 

@@ -9,14 +9,19 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from llama.checks import FieldError, brief, index_of
-from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.request import SequenceSpec
+from llama.engine.sequence import SequenceState
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.request import Answer, Request, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
-_SHARED_FIELDS = [f.name for f in fields(TokenParams) if f.name != "bad_words"]
+# The fields of both that the engine takes as they are. It gets bad words and the prediction as
+# tokens, and the seed when the request is submitted.
+_SHARED_FIELDS = {f.name for f in fields(SequenceSpec)} & {
+    f.name for f in fields(SamplingParams)
+} - {"bad_words", "prediction", "seed"}
 
 
 class ContextLengthError(FieldError):
@@ -76,33 +81,41 @@ class Preparer:
         return request
 
     def _answers(self, ids: list[int], params: SamplingParams, longest: int) -> list[Answer]:
+        """Return the answers of a request, each with a sequence of at most `longest` tokens."""
+        spec = self._spec(ids, params, longest)
+        response_format = params.structured_output
+        assert not isinstance(response_format, Mapping)  # `SamplingParams` has converted it
+        answers = []
+        for _ in range(params.best_of or params.n):
+            constraint = None
+            if response_format is not None:
+                constraint = self.grammars.matcher(response_format)
+            stops = StopStrings(params.stop, params.include_stop_str_in_output)
+            skip = params.skip_special_tokens
+            detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip)
+            answers.append(Answer(SequenceState(spec, constraint), params, detokenizer, stops))
+            spec = replace(spec, prompt_logprobs=None)  # the first sequence scores for all
+        return answers
+
+    def _spec(self, ids: list[int], params: SamplingParams, longest: int) -> SequenceSpec:
+        """Return what the engine gets to know of a request."""
         # Bad words are banned at the start of a text, and after a space.
         spellings = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
         bad_words = [self.tokenizer.encode(text, bos=False, eos=False) for text in spellings]
         shared = {name: getattr(params, name) for name in _SHARED_FIELDS}
         if params.best_of is not None and params.logprobs is None:
             shared["logprobs"] = 0  # to choose by
-        token_params = TokenParams(**shared, bad_words=tuple(map(tuple, bad_words)))
-        form, answers = params.structured_output, []
-        own_stops = () if params.ignore_eos else self.tokenizer.stop_tokens
-        stop_ids = frozenset(params.stop_token_ids) | frozenset(own_stops)
+        model_stops = () if params.ignore_eos else self.tokenizer.stop_tokens
         prediction = self.tokenizer.encode(params.prediction, bos=False, eos=False)
-        assert not isinstance(form, Mapping)  # SamplingParams has made a StructuredOutput of it
-        for _ in range(params.best_of or params.n):
-            sequence = Sequence(
-                tokens=list(ids),
-                params=token_params,
-                max_len=longest,
-                stop_ids=stop_ids,
-                constraint=None if form is None else self.grammars.matcher(form),
-                prediction=prediction,
-            )
-            stops = StopStrings(params.stop, params.include_stop_str_in_output)
-            skip = params.skip_special_tokens
-            detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip)
-            answers.append(Answer(sequence, params, detokenizer, stops))
-            token_params = replace(token_params, prompt_logprobs=None)  # the first scores for all
-        return answers
+        return SequenceSpec(
+            tokens=tuple(ids),
+            max_len=longest,
+            stop_ids=frozenset(params.stop_token_ids) | frozenset(model_stops),
+            is_constrained=params.structured_output is not None,
+            prediction=tuple(prediction),
+            bad_words=tuple(map(tuple, bad_words)),
+            **shared,
+        )
 
 
 def _token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> list[int]:

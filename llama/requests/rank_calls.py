@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from llama.engine.core import EngineCore
 from llama.engine.leader import Follower, Leader
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import SequenceState
 from llama.ranks.collectives import ModelParallel
 
 _T = TypeVar("_T")
@@ -32,7 +32,7 @@ class RankCalls:
         self._caller: int | None = None  # a thread
         self._is_calling = False
 
-    def step(self, added: list[Sequence], removed: list[Sequence]) -> list[Sequence]:
+    def step(self, added: list[SequenceState], removed: list[SequenceState]) -> list[SequenceState]:
         """`EngineCore.step`, made by every rank."""
         with self.parallel.step():
             return (self._leader or self.core).step(added, removed)

@@ -7,9 +7,9 @@ remembers how far the answers had come, and builds a text or a list only when th
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import SequenceState
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.sampling_params import SamplingParams
 
@@ -39,7 +39,7 @@ class Usage:
 class Answer:
     """A sequence and its text. Text is emitted once no stop string can begin in it any more."""
 
-    sequence: Sequence
+    sequence: SequenceState
     params: SamplingParams
     detokenizer: Detokenizer
     stops: StopStrings
@@ -118,7 +118,7 @@ class CompletionOutput:
         """Of the tokens of the request's prediction, those that came, and those that did not."""
         from llama.engine.lookup import count_predicted  # and torch: clients do without
 
-        return count_predicted(self._answer.sequence.prediction, self.token_ids)
+        return count_predicted(self._answer.sequence.spec.prediction, self.token_ids)
 
     @property
     def logprobs(self) -> list[dict[int, float]] | None:
@@ -178,7 +178,7 @@ class RequestOutput:
     @property
     def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
         seq = self._first
-        if seq.params.prompt_logprobs is None:
+        if seq.spec.prompt_logprobs is None:
             return None
         scored = seq.tokens[1 : seq.num_prompt]
         return [None, *_dicts(scored, seq.prompt_logprobs[1:], seq.prompt_top_logprobs[1:])]
@@ -224,13 +224,19 @@ class Request:
     def fingerprint(self) -> tuple[object, ...]:
         """What must be the same on every rank."""
         first = self.answers[0].sequence
-        return self.request_id, first.tokens, first.max_len, self.seed, self.params
+        return self.request_id, first.tokens, first.spec.max_len, self.seed, self.params
 
     def set_seed(self, seed: int) -> None:
         """Its first answer draws from this seed itself, the others from seeds derived from it."""
         self.seed = seed
         for place, answer in enumerate(self.answers):
-            answer.sequence.seed = derived_seed(seed, place)
+            seq = answer.sequence
+            seq.spec = replace(seq.spec, seed=derived_seed(seed, place))
+
+    def set_call(self, call: int) -> None:
+        """Set the number of the call that it belongs to, when it is queued."""
+        for answer in self.answers:
+            answer.sequence.spec = replace(answer.sequence.spec, call=call)
 
     def note_output(self) -> None:
         """An answer has new tokens or has ended."""

@@ -132,7 +132,8 @@ def _measure(kind: str, batch: int, context: int, steps: int) -> Row:
     while engine.core.scheduler.waiting or engine.core.stats.generated_tokens < 8 * batch:
         engine.step()
     for seq in engine.core.scheduler.live() if kind == "constrained" else ():
-        seq.constraint, seq.is_constrained, seq.needs_tokens = AnyToken(), True, True
+        seq.spec = replace(seq.spec, is_constrained=True)
+        seq.constraint = AnyToken()
     text = _times(engine.step, steps)
     core = _times(engine.core.step, steps)
     in_operators: list[float] = []

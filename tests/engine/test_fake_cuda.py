@@ -18,12 +18,12 @@ import torch._subclasses.fake_tensor as fake_tensor
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from helpers.sequences import state_of
 from helpers.tape import TapeRecorder
 from llama.engine import graphs, runner
 from llama.engine.core import EngineCore
 from llama.engine.graphs import DecodeGraphs, DecodeInputs
 from llama.engine.rows import Tokens
-from llama.engine.sequence import Sequence, TokenParams
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.model.layers import Matrix
@@ -165,8 +165,8 @@ def test_a_draft_model_guesses_on_its_gpu(driver, monkeypatch, in_graphs):
         dim=256, n_layers=2, n_heads=8, n_kv_heads=2, vocab_size=512, multiple_of=32,
         max_seq_len=256, max_batch_size=8,
     )  # fmt: skip
-    greedy = TokenParams(temperature=0.0)  # drawing in torch reads the device
-    adjusted = dataclasses.replace(greedy, repetition_penalty=1.3, logit_bias=((5, 1.0),))
+    greedy: dict[str, Any] = {"temperature": 0.0}  # drawing in torch reads the device
+    adjusted: dict[str, Any] = greedy | {"repetition_penalty": 1.3, "logit_bias": ((5, 1.0),)}
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, draft_model = (fake_model(args, torch.bfloat16) for _ in range(2))
         core = EngineCore.for_model(
@@ -176,7 +176,7 @@ def test_a_draft_model_guesses_on_its_gpu(driver, monkeypatch, in_graphs):
         core.speculate(4)
         monkeypatch.setattr(core.drafter, "choose", lambda rates, *_: [len(x) for x in rates])
         for length, params in ((40, greedy), (41, adjusted)):
-            core.add(Sequence([1] * length, params, 80))
+            core.add(state_of([1] * length, 80, **params))
         while core.has_unfinished():
             core.step()
     assert core.stats.accepted_tokens == core.stats.draft_tokens > 50
@@ -198,12 +198,12 @@ class Only65:
         return [], False
 
 
-GREEDY = TokenParams(temperature=0.0)
-ASKED = {
+GREEDY = {"temperature": 0.0}
+ASKED: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
-    "sampled": TokenParams(temperature=0.8, top_p=0.95),
-    "log-probabilities": dataclasses.replace(GREEDY, logprobs=3),
-    "penalties": dataclasses.replace(GREEDY, presence_penalty=1.0, bad_words=((7, 8),)),
+    "sampled": {"temperature": 0.8, "top_p": 0.95},
+    "log-probabilities": {"temperature": 0.0, "logprobs": 3},
+    "penalties": {"temperature": 0.0, "presence_penalty": 1.0, "bad_words": ((7, 8),)},
     "constrained": GREEDY,
 }
 
@@ -272,7 +272,7 @@ def test_answers_of_every_kind_stay_on_their_gpu(
             recorder_for=TapeRecorder.of_model if in_graphs else lambda model: None,
         )  # fmt: skip
         for length in (40, 3, 19):
-            seq = Sequence([1] * length, ASKED[asked], length + 12, length)
+            seq = state_of([1] * length, length + 12, length, **ASKED[asked])
             seq.constraint = Only65() if asked == "constrained" else None
             core.add(seq)
             core.step()

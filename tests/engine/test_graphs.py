@@ -11,6 +11,7 @@ import random
 import subprocess
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from helpers.kernels import KERNELS_RUN
+from helpers.sequences import state_of
 from helpers.tape import NotCapturable, TapeRecorder
 from llama.engine import draft_model, runner
 from llama.engine import graphs as graphs_module
@@ -26,7 +28,7 @@ from llama.engine.draft_model import ModelDrafter
 from llama.engine.graphs import DecodeInputs, bucket_of
 from llama.engine.rows import Scheduled, Step
 from llama.engine.runner import RunningStep
-from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, Guess
 from llama.gpu import graph_check
 from llama.gpu.graph_check import compare
@@ -69,7 +71,7 @@ def core_of(
     )  # fmt: skip
 
 
-def random_sequences(rng: random.Random) -> list[tuple[int, Sequence]]:
+def random_sequences(rng: random.Random) -> list[tuple[int, SequenceState]]:
     """Return (step of arrival, sequence) with parameters of every kind and prompts with shared
     starts.
     """
@@ -77,22 +79,22 @@ def random_sequences(rng: random.Random) -> list[tuple[int, Sequence]]:
     for i in range(14):
         start = [7] * rng.choice((0, 0, 9))
         prompt = start + [rng.randrange(512) for _ in range(rng.randrange(1, 30))]
-        params = rng.choice(
+        params: dict[str, Any] = rng.choice(
             [
-                TokenParams(temperature=0.0),
-                TokenParams(temperature=0.0, logprobs=3),
-                TokenParams(temperature=0.8, top_p=0.9),
-                TokenParams(temperature=1.0, top_k=20, logprobs=1),
-                TokenParams(temperature=0.0, presence_penalty=0.4),
-                TokenParams(temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.2),
-                TokenParams(temperature=0.0, bad_words=((5,), (7, 7)), logit_bias=((9, 2.0),)),
-                TokenParams(temperature=0.0, prompt_logprobs=2),
-                TokenParams(temperature=0.7, min_tokens=6),
+                {"temperature": 0.0},
+                {"temperature": 0.0, "logprobs": 3},
+                {"temperature": 0.8, "top_p": 0.9},
+                {"temperature": 1.0, "top_k": 20, "logprobs": 1},
+                {"temperature": 0.0, "presence_penalty": 0.4},
+                {"temperature": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+                {"temperature": 0.0, "bad_words": ((5,), (7, 7)), "logit_bias": ((9, 2.0),)},
+                {"temperature": 0.0, "prompt_logprobs": 2},
+                {"temperature": 0.7, "min_tokens": 6},
             ]
         )
         stops = frozenset(rng.sample(range(512), 20))
-        max_len = len(prompt) + rng.randrange(0 if params.prompt_logprobs else 1, 40)
-        found.append((rng.randrange(12), Sequence(prompt, params, max_len, i, stops)))
+        max_len = len(prompt) + rng.randrange(0 if "prompt_logprobs" in params else 1, 40)
+        found.append((rng.randrange(12), state_of(prompt, max_len, i, stop_ids=stops, **params)))
     return found
 
 
@@ -160,11 +162,11 @@ class MostlyRight(Drafter):
         super().__init__(5, model.parallel, [])
         self.wanted, self.rng = wanted, random.Random(4)
 
-    def _begin(self, seq: Sequence) -> Guess:
+    def _begin(self, seq: SequenceState) -> Guess:
         return Guess(seq, [])
 
     def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
-        rests = [self.wanted[x.seq.seed][len(x.seq.tokens) :] for x in guesses]
+        rests = [self.wanted[x.seq.spec.seed][len(x.seq.tokens) :] for x in guesses]
         return [[t if self.rng.random() < 0.8 else 9 for t in rest[:5]] for rest in rests]
 
 
@@ -172,7 +174,7 @@ def test_drafts_are_verified_in_graphs(model, plain, monkeypatch):
     """Drafts are verified in graphs, each token in a row of its own, without overlapping steps."""
     wanted, _ = plain(1, 200)
     arriving = sorted(random_sequences(random.Random(1)), key=lambda pair: pair[0])
-    seeds = [seq.seed for _, seq in arriving]
+    seeds = [seq.spec.seed for _, seq in arriving]
     core = core_of(model, 200, graphs=True, ahead=True)
     core.speculate(5)
     core.drafter = MostlyRight(model, dict(zip(seeds, [x[0] for x in wanted], strict=True)))
@@ -236,8 +238,8 @@ def test_a_row_of_nan_ends_alone_though_the_next_step_has_begun(model, monkeypat
     That step begins with its id, -1; looking up this index on a GPU would break the process.
     """
     alone = core_of(model, 20, graphs=graphs, ahead=True)
-    good, bad = (Sequence([i + 1] * 5, TokenParams(temperature=0.0), 12, i) for i in range(2))
-    alone.add(wanted := Sequence(good.tokens[:], good.params, 12))
+    good, bad = (state_of([i + 1] * 5, 12, i, temperature=0.0) for i in range(2))
+    alone.add(wanted := SequenceState(replace(good.spec, seed=0)))
     while alone.has_unfinished():
         alone.step()
     logits = model.logits
@@ -361,7 +363,7 @@ def test_of_the_page_tables_what_has_changed_is_sent(monkeypatch):
 
     monkeypatch.setattr(graphs_module, "pinned", noted)
     inputs = DecodeInputs(8, 512, page_size=PAGE, null_page=99, device=torch.device("cpu"))
-    live = [Sequence([1] * 70, TokenParams(), 70) for _ in range(5)]
+    live = [state_of([1] * 70, 70) for _ in range(5)]
     for seq in live:
         seq.pages.extend(range(10))
     for rows, changed in ((5, 50), (5, 0), (4, 1), (5, 10)):
@@ -397,17 +399,17 @@ def test_rows_that_need_the_token_before_wait_for_it_and_for_no_step(model, grap
     With a constraint, bad words or penalties, the next step has begun when their tokens are read,
     and the results equal those of steps that are read at once.
     """
-    kinds = [
-        TokenParams(temperature=0.0),
-        TokenParams(temperature=0.0, bad_words=((1, 2), *(((i, i + 1)) for i in range(0, 500, 2)))),
-        TokenParams(temperature=0.8, repetition_penalty=1.5, presence_penalty=0.3),
-        TokenParams(temperature=0.0, min_tokens=7, logit_bias=((3, 4.0),)),
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "bad_words": ((1, 2), *(((i, i + 1)) for i in range(0, 500, 2)))},
+        {"temperature": 0.8, "repetition_penalty": 1.5, "presence_penalty": 0.3},
+        {"temperature": 0.0, "min_tokens": 7, "logit_bias": ((3, 4.0),)},
     ]
     found = []
     for ahead in (False, True):
         core = core_of(model, 60, graphs=graphs, ahead=ahead)
-        live = [Sequence([i + 1] * 6, kind, 26, i) for i, kind in enumerate(kinds)]
-        live.append(Sequence([9] * 6, TokenParams(temperature=0.0), 26, 9, constraint=Even()))
+        live = [state_of([i + 1] * 6, 26, i, **kind) for i, kind in enumerate(kinds)]
+        live.append(state_of([9] * 6, 26, 9, constraint=Even(), temperature=0.0))
         for seq in live:
             core.add(seq)
         while core.has_unfinished():
@@ -448,7 +450,7 @@ def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, name, gr
         "C compiler": subprocess.CalledProcessError(1, "gcc shared"),
     }[name]
     wanted = core_of(model, 20, graphs=False, ahead=False)
-    wanted.add(alone := Sequence([1, 2, 3], TokenParams(temperature=0.0), 9))
+    wanted.add(alone := state_of([1, 2, 3], 9, temperature=0.0))
     while wanted.has_unfinished():
         wanted.step()
     for kernel in ("decode_kernel", "prefill_kernel"):
@@ -458,7 +460,7 @@ def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, name, gr
     try:
         with pytest.warns(UserWarning, match="torch runs in place of the GPU's kernels: .*shared"):
             core = core_of(model, 20, graphs=graphs, ahead=True)
-            core.add(seq := Sequence([1, 2, 3], TokenParams(temperature=0.0), 9))
+            core.add(seq := state_of([1, 2, 3], 9, temperature=0.0))
             while core.has_unfinished():
                 core.step()
         assert seq.tokens == alone.tokens and not core.runner.has_graphs
@@ -473,7 +475,7 @@ def test_a_batch_is_filled_up_with_rows_that_touch_nobodys_pages(model):
     """
     core = core_of(model, 12, graphs=True, ahead=False)
     for i in range(3):
-        core.add(Sequence([i + 1] * 5, TokenParams(temperature=0.0), 12, i))
+        core.add(state_of([i + 1] * 5, 12, i, temperature=0.0))
     core.step()
     cache = core.runner.kv_cache
     assert cache.shape[2] == 13
@@ -494,11 +496,11 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
     """
     rng = random.Random(5)
     inputs = DecodeInputs(8, 16, page_size=PAGE, null_page=99, device=torch.device("cpu"))
-    live: list[Sequence] = []
+    live: list[SequenceState] = []
     for _ in range(200):
         live = [seq for seq in live if rng.random() < 0.9]
         while len(live) < rng.randrange(1, 9):
-            live.append(Sequence([1] * 70, TokenParams(), 70))
+            live.append(state_of([1] * 70, 70))
         if rng.random() < 0.1:
             rng.shuffle(live)
         scheduled = []
@@ -585,8 +587,8 @@ def test_shapes_are_few():
 
 
 def test_only_steps_of_single_tokens_that_sample_are_recorded():
-    seq = Sequence([1, 2, 3], TokenParams(), 9)
-    scored = Sequence([1, 2, 3], TokenParams(prompt_logprobs=0), 9)
+    seq = state_of([1, 2, 3], 9)
+    scored = state_of([1, 2, 3], 9, prompt_logprobs=0)
     assert Step.of([Scheduled(seq, 2, 1)]).is_decode
     assert not Step.of([Scheduled(seq, 1, 2)]).is_decode
     assert not Step.of([Scheduled(seq, 1, 1)]).is_decode
@@ -611,7 +613,7 @@ def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):
         core = EngineCore.for_model(
             model, num_pages=20, page_size=PAGE, recorder_for={model: recorder}.get
         )
-        sequences = [Sequence(list(p), TokenParams(temperature=0.0), 12) for p in prompts]
+        sequences = [state_of(p, 12, temperature=0.0) for p in prompts]
         for seq in sequences:
             core.add(seq)
         with warnings.catch_warnings(record=True) as said:
@@ -740,7 +742,7 @@ def test_a_hook_that_comes_later_is_called(model):
     A replay would call none: from then on steps run module by module, until the hook is removed.
     """
     core = core_of(model, 20, graphs=True, ahead=False)
-    core.add(Sequence([1, 2], TokenParams(temperature=0.0), 60))
+    core.add(state_of([1, 2], 60, temperature=0.0))
     for _ in range(3):
         core.step()
     seen: list[int] = []
@@ -757,7 +759,7 @@ def test_no_rank_leaves_the_graphs_alone(model, monkeypatch):
     A rank that ran a collective eagerly, while the others replay one, might wait forever.
     """
     core = core_of(model, 20, graphs=True, ahead=False)
-    seq = Sequence([1, 2], TokenParams(temperature=0.0), 60)
+    seq = state_of([1, 2], 60, temperature=0.0)
     core.add(seq)
     for _ in range(3):
         core.step()

@@ -13,8 +13,9 @@ import pytest
 from helpers.scheduling import VOCAB, FakeEngine, engine, next_token, sequence
 from helpers.waiting import wait_until
 from llama.engine.core import EngineCore
-from llama.engine.leader import MESSAGE, Follower, Leader, Message, Told
-from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.leader import MESSAGE, Follower, Leader, Message
+from llama.engine.request import SequenceSpec
+from llama.engine.sequence import SequenceState
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.errors import RankError
 from llama.ranks.placement import Placement
@@ -78,7 +79,7 @@ def test_the_follower_holds_what_the_leader_holds_after_each_step(ahead: bool) -
     rng = random.Random(3)
     ranks = Ranks(num_pages=9, max_batch_size=3, budget=7, async_scheduling=ahead)
     ranks.thread.start()
-    live: list[Sequence] = []
+    live: list[SequenceState] = []
     for _ in range(150):
         removed = [rng.choice(live)] if live and rng.random() < 0.2 else []
         added = []
@@ -99,30 +100,23 @@ def test_the_follower_holds_what_the_leader_holds_after_each_step(ahead: bool) -
 
 
 def test_a_message_carries_every_field() -> None:
-    params = TokenParams(
+    spec = SequenceSpec(
+        (5, 128_255, 0), 131_072, seed=2**63 - 1, stop_ids=frozenset({128_001, 9}), call=3,
+        prefix_root=bytes(range(256)), is_constrained=True, prediction=(7, 8),
         temperature=0.1, top_p=0.9, top_k=5, min_p=1e-9, repetition_penalty=1.5,
         presence_penalty=-0.5, frequency_penalty=0.25, logit_bias=((3, -100.0), (5, 1.5)),
-        bad_words=((1,), (2, 3)), min_tokens=4, logprobs=0, prompt_logprobs=None,
+        bad_words=((1,), (2, 3)), min_tokens=4, logprobs=0, prompt_logprobs=1,
     )  # fmt: skip
-    defaults = TokenParams()
-    same = {f.name for f in fields(params) if getattr(params, f.name) == getattr(defaults, f.name)}
-    assert same == {"prompt_logprobs"}, "the test leaves a field at its default"
-    stop_ids = frozenset({128_001, 9})
-    seq = Sequence([5, 128_255, 0], params, 131_072, 2**63 - 1, stop_ids, call=3)
-    told = Told(*(getattr(seq, name) for name in Told._fields))
-    sent = MESSAGE.dump_json(Message(1, 2**40, 2**32 - 1, [(7, told)], [3, 2]))
+    default = SequenceSpec((), 0)
+    same = {f.name for f in fields(spec) if getattr(spec, f.name) == getattr(default, f.name)}
+    assert not same, "the test leaves a field at its default"
+    sent = MESSAGE.dump_json(Message(1, 2**40, 2**32 - 1, [(7, spec)], [3, 2]))
     found = MESSAGE.validate_json(sent)
-    assert (found.kind, found.number, found.checksum, found.removed) == (
-        1,
-        2**40,
-        2**32 - 1,
-        [3, 2],
-    )
-    assert found.added == [(7, told)]
-    ((serial, copy),) = found.added
-    assert (serial, copy.tokens, copy.params) == (7, seq.tokens, params)
-    assert (copy.max_len, copy.seed, copy.stop_ids) == (seq.max_len, seq.seed, seq.stop_ids)
-    assert copy.call == seq.call == 3
+    assert found == Message(1, 2**40, 2**32 - 1, [(7, spec)], [3, 2])
+    ((_, copy),) = found.added
+    assert [type(getattr(copy, f.name)) for f in fields(copy)] == [
+        type(getattr(spec, f.name)) for f in fields(spec)
+    ]
 
 
 @pytest.mark.parametrize("fault", ["budget", "pages", "missed a step"])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.race import finish
+from helpers.sequences import state_of
 from llama.engine import processors
 from llama.engine.processors import LogitsProcessors
 from llama.engine.sampler import (
@@ -24,7 +25,7 @@ from llama.engine.sampler import (
     top_of_all,
     top_of_share,
 )
-from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.sequence import SequenceState
 from llama.ops import sample as op
 from llama.ops.cpu import native
 from llama.ops.fixed_point import uniform
@@ -41,27 +42,20 @@ def sequence(
     seed: int = 0,
     stop_ids: tuple[int, ...] = (),
     **params,
-) -> Sequence:
+) -> SequenceState:
     params["logit_bias"] = tuple(params.get("logit_bias", {}).items())
-    seq = Sequence(
-        tokens=list(prompt),
-        params=TokenParams(**params),
-        max_len=10**6,
-        seed=seed,
-        stop_ids=frozenset(stop_ids),
-    )
+    seq = state_of(prompt, 10**6, seed, stop_ids=frozenset(stop_ids), **params)
     seq.tokens += output
     return seq
 
 
-def many(count: int, **params) -> list[Sequence]:
+def many(count: int, **params) -> list[SequenceState]:
     """Return sequences that differ in their seeds alone."""
-    shared = TokenParams(**params)
-    return [Sequence(tokens=[1], params=shared, max_len=10, seed=i) for i in range(count)]
+    return [state_of([1], 10, i, **params) for i in range(count)]
 
 
 @pytest.fixture
-def distribution(monkeypatch) -> Callable[[Tensor, Sequence], Tensor]:
+def distribution(monkeypatch) -> Callable[[Tensor, SequenceState], Tensor]:
     """A function distribution(logits (V), sequence) -> (V), the shares of 4,096 evenly spread
     draws.
 
@@ -75,7 +69,7 @@ def distribution(monkeypatch) -> Callable[[Tensor, Sequence], Tensor]:
         sums = fixed_probs.double().cumsum(dim=1)
         return sums <= numbers * sums[:, -1:]
 
-    def measure(logits: Tensor, seq: Sequence) -> Tensor:
+    def measure(logits: Tensor, seq: SequenceState) -> Tensor:
         ids = sample(logits.expand(n, -1), [seq] * n).ids
         return ids.bincount(minlength=len(logits)) / n
 
@@ -90,16 +84,16 @@ def assert_same(shares: Tensor, probs: Tensor) -> None:
     assert not shares[probs == 0].any()
 
 
-def naive(logits: Tensor, seq: Sequence) -> Tensor:
+def naive(logits: Tensor, seq: SequenceState) -> Tensor:
     """Return the probabilities (V) of one row, computed step by step in float64 by definition."""
-    p, x = seq.params, logits.double().clone()
+    p, x = seq.spec, logits.double().clone()
     for token, bias in dict(p.logit_bias or ()).items():
         x[token] += bias
     for word in p.bad_words:
         if seq.tokens[len(seq.tokens) - len(word) + 1 :] == list(word[:-1]):
             x[word[-1]] = -INF
     if seq.num_output < p.min_tokens:
-        x[list(seq.stop_ids)] = -INF
+        x[list(seq.spec.stop_ids)] = -INF
     for token in set(seq.tokens):
         x[token] *= 1 / p.repetition_penalty if x[token] > 0 else p.repetition_penalty
     for token in set(seq.output):
@@ -113,16 +107,16 @@ def naive(logits: Tensor, seq: Sequence) -> Tensor:
     return probs / probs.sum()
 
 
-def naive_id(logits: Tensor, seq: Sequence) -> int:
-    if seq.params.greedy:
+def naive_id(logits: Tensor, seq: SequenceState) -> int:
+    if seq.spec.greedy:
         return int(logits.argmax())
-    number = int(uniform(torch.tensor([seq.seed]), torch.tensor([len(seq.tokens)])))
+    number = int(uniform(torch.tensor([seq.spec.seed]), torch.tensor([len(seq.tokens)])))
     probs = naive(logits, seq)
     times = {i: finish(number, i, float(probs[i])) for i in probs.nonzero()[:, 0].tolist()}
     return min(times, key=times.__getitem__)
 
 
-def random_sequence(rng: random.Random, vocab: int) -> Sequence:
+def random_sequence(rng: random.Random, vocab: int) -> SequenceState:
     """Return a sequence with a random mixture of settings, each of them on in about half of the
     cases.
     """
@@ -320,9 +314,9 @@ def test_frequencies_are_those_of_the_distribution(positions, top_p, num_kept, l
     """
     logits, n = torch.full((541,), -INF), 20_000
     logits[::11] = torch.tensor([i * 37 % 50 for i in range(50)]) * 0.15
-    params = TokenParams(temperature=0.8, top_p=top_p)
+    params = {"temperature": 0.8, "top_p": top_p}
     texts = [[0] * length for length in range(1, positions + 1)]
-    sequences = [Sequence(texts[i % positions], params, n, i // positions) for i in range(n)]
+    sequences = [state_of(texts[i % positions], n, i // positions, **params) for i in range(n)]
     counts = sample(logits.expand(n, -1), sequences).ids.bincount(minlength=541).double()
     expected = naive(logits, sequences[0]) * n
     kept = expected > 0
@@ -388,7 +382,7 @@ def test_a_seed_repeats_itself_and_another_differs() -> None:
     first = sample(logits, many(64)).ids
     assert torch.equal(sample(logits, many(64)).ids, first)
     assert len(first.unique()) > 50
-    by_position = [Sequence([0] * n, TokenParams(), 99, seed=0) for n in range(1, 65)]
+    by_position = [state_of([0] * n, 99, 0) for n in range(1, 65)]
     assert len(sample(logits, by_position).ids.unique()) > 50
 
 
@@ -599,7 +593,7 @@ def test_what_is_counted_on_the_device_is_what_the_sequences_have() -> None:
         {"repetition_penalty": 0.6, "frequency_penalty": 0.9, "logit_bias": {3: 2.0, 4: -1.0}},
         {"min_tokens": 6, "stop_ids": (1, 2, 3)}, {"bad_words": ((3,), (1, 2), (2, 2))},
     ]  # fmt: skip
-    live: list[Sequence] = []
+    live: list[SequenceState] = []
     for _ in range(120):
         live = [seq for seq in live if rng.random() < 0.9]
         while len(live) < rng.randrange(1, 6):
@@ -621,8 +615,12 @@ def test_what_is_counted_on_the_device_is_what_the_sequences_have() -> None:
 
 def test_no_token_is_looked_at_twice(monkeypatch) -> None:
     """No token is read twice: the host's cost of a step does not grow with the sequences."""
-    params = TokenParams(repetition_penalty=1.2, frequency_penalty=0.1, logit_bias=((3, 1.0),))
-    rows = [Sequence([i, 5, 6], params, 99, i) for i in range(3)]
+    params: dict[str, Any] = {
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.1,
+        "logit_bias": ((3, 1.0),),
+    }
+    rows = [state_of([i, 5, 6], 99, i, **params) for i in range(3)]
     kept, logits = LogitsProcessors(), torch.zeros(3, 12)
     sent: list[int] = []
     to_device = processors.on_device_of

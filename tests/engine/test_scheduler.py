@@ -19,6 +19,7 @@ from helpers.scheduling import (
 )
 from llama.engine.pages import PagePool, page_hash
 from llama.engine.rows import Step, StepResults
+from llama.engine.waiting import WaitingQueue
 
 
 def alone(prompt: list[int], count: int, stop_ids: frozenset[int]) -> list[int]:
@@ -75,9 +76,9 @@ def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse,
     for seq in everyone:
         assert seq.finished
         assert seq.tokens == alone(
-            seq.tokens[: seq.num_prompt], seq.max_len - seq.num_prompt, stop_ids
+            seq.tokens[: seq.num_prompt], seq.spec.max_len - seq.num_prompt, stop_ids
         )
-        wanted = "length" if len(seq.tokens) == seq.max_len else "stop"
+        wanted = "length" if len(seq.tokens) == seq.spec.max_len else "stop"
         assert seq.finish_reason == wanted
     assert tried.scheduler.pool.num_free == num_pages
     assert max(tried.runner.budgets, default=0) <= tried.scheduler.token_budget
@@ -127,6 +128,40 @@ def test_a_call_that_has_no_place_gets_one_of_the_call_that_has_most(ahead):
     while tried.has_unfinished():
         tried.step()
     assert [s.tokens for s in sequences] == [alone([i], 20, frozenset()) for i in range(8)]
+
+
+def test_calls_take_turns_in_the_order_of_their_arrival():
+    """Waiting calls give one sequence each, in the order of their arrival."""
+    queue = WaitingQueue()
+    counts = {1: 3, 2: 1, 3: 4}
+    calls = [[sequence([n], 1, call=n) for _ in range(count)] for n, count in counts.items()]
+    everyone = [seq for call in calls for seq in call]
+    for seq in everyone:
+        queue.add(seq)
+    assert len(queue) == 8 and list(queue) == everyone
+    assert [queue.pop() for _ in range(4)] == [calls[0][0], calls[1][0], calls[2][0], calls[0][1]]
+    for seq in calls[2]:
+        queue.remove(seq)
+    assert not queue.firsts({1}, 9), "the others have none that wait"
+    assert not queue.firsts(set(), 0)
+    assert queue.firsts({2}, 9) == [queue.peek()] == [calls[0][2]]
+    assert queue.pop() is calls[0][2]
+    assert not queue and len(queue) == 0
+
+
+def test_the_front_of_the_queue_comes_before_all_turns():
+    """Preempted sequences, and calls with nothing running, come before the turns of calls."""
+    queue = WaitingQueue()
+    first, second, third, fourth = (sequence([1], 1, call=n) for n in (1, 2, 3, 3))
+    for seq in (first, second, third, fourth):
+        queue.add(seq)
+    queue.front.append(preempted := sequence([1], 1, call=1))
+    assert queue.firsts({1}, 9) == [second, third]
+    queue.move_to_front([second, third])
+    assert list(queue) == [second, third, preempted, first, fourth]
+    queue.remove(third)
+    queue.remove(third)
+    assert [queue.pop() for _ in range(4)] == [second, preempted, first, fourth] and not queue
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -274,10 +309,10 @@ def test_a_page_freed_twice_is_caught():
 
 
 @pytest.mark.parametrize("moment", ["start", "read", "read, ahead"])
-def test_a_failing_runner_leaves_an_empty_engine(monkeypatch, moment):
-    """A failing runner leaves an empty engine.
+def test_a_failing_runner_leaves_an_engine_that_goes_on(monkeypatch, moment):
+    """A failing runner leaves an engine that goes on.
 
-    The error reaches the caller, every request is aborted, and the next one is served.
+    The error reaches the caller, every sequence in the step ends, and others are served.
     """
     tried = engine(async_scheduling="ahead" in moment)
 
@@ -296,14 +331,20 @@ def test_a_failing_runner_leaves_an_empty_engine(monkeypatch, moment):
     with pytest.raises(MemoryError):
         tried.step()
     assert not tried.has_step_in_flight
-    assert [seq.finish_reason for seq in victims] == ["error"] * 6
+    assert [seq.finish_reason for seq in victims] == ["error"] * 4 + [None] * 2
     assert tried.scheduler.pool.num_free == 8
+    assert list(tried.scheduler.live()) == victims[4:], "those that never ran go on waiting"
     monkeypatch.undo()
     seq = sequence([1, 2], 3)
     tried.add(seq)
     while tried.has_unfinished():
         tried.step()
-    assert seq.tokens == alone([1, 2], 3, frozenset())
+    for served in (*victims[4:], seq):
+        assert served.tokens == alone([1, 2], 3, frozenset())
+        assert served.finish_reason == "length"
+    tried.add(seq := sequence([1, 2], 3))
+    tried.clear("abort")
+    assert seq.finish_reason == "abort" and not tried.has_unfinished()
 
 
 def test_what_can_never_run_is_refused():
@@ -340,7 +381,7 @@ def test_a_step_is_started_before_the_last_one_is_read():
     tried.runner.start = watched
     plain, penalized = sequence([1, 2], 9), sequence([2, 1], 3)
     words = ((9, 8),)
-    penalized.params = replace(penalized.params, presence_penalty=0.5, bad_words=words)
+    penalized.spec = replace(penalized.spec, presence_penalty=0.5, bad_words=words)
     tried.add(plain)
     for _ in range(3):
         tried.step()

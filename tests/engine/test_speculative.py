@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from helpers.checkpoints import random_state
 from helpers.drafts import PROMPTS, Drafts, answers, cached, key, requests_of, without_drafts
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
+from helpers.sequences import state_of
 from llama import Llama, ModelArgs, SamplingParams, Transformer
 from llama.cli import COMMANDS
 from llama.cli.chat.conversation import TurnStats
@@ -20,7 +22,7 @@ from llama.engine.core import PAGE_SIZE
 from llama.engine.draft_model import ModelDrafter, SequenceDraft
 from llama.engine.lookup import Lookup, Speculator, Text
 from llama.engine.runner import ModelRunner
-from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS
@@ -135,7 +137,7 @@ def test_drafts_change_no_answer(kind, num_pages, plain, monkeypatch):
     assert bool(core.scheduler.num_preemptions) == (num_pages < 99)
     if kind == "model":
         sequences = [answer.sequence for request in requests for answer in request.answers]
-        free = [seq for seq in sequences if not seq.is_constrained]
+        free = [seq for seq in sequences if not seq.spec.is_constrained]
         assert sum(seq.num_drafted for seq in free) > 100
         # the draft model is the model itself
         assert all(seq.num_accepted == seq.num_drafted for seq in free)
@@ -216,7 +218,7 @@ def test_a_draft_model_computes_what_it_has_not_had(plain, monkeypatch):
     monkeypatch.setattr(drafter, "_run", counted)
     cached = []
     for core.drafter in (None, drafter, drafter):
-        seq = Sequence(PROMPTS[9] * 2, TokenParams(temperature=0.7), 90, seed=7)
+        seq = state_of(PROMPTS[9] * 2, 90, 7, temperature=0.7)
         core.add(seq)
         while core.has_unfinished():
             core.step()
@@ -282,7 +284,7 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
     assert [model.kernels for model in asked] == [own[1], own[2]]
     compared, num_pages = [0], core.scheduler.pool.num_pages
 
-    def draft(sequences: list[Sequence], seconds: float) -> list[list[int]]:
+    def draft(sequences: list[SequenceState], seconds: float) -> list[list[int]]:
         found = guess(sequences, seconds)
         anew = SomeGuesses(4, runner_of(drafter._runner.model, num_pages), core.scheduler)
         assert anew.draft(sequences, seconds) == found
@@ -352,7 +354,7 @@ def drafted(costs: float, batch: int, repeats: float) -> list[int]:
         0.0,
         list[int](),
     )
-    sequences = [Sequence([*range(50)] * 2, TokenParams(), 10**6) for _ in range(batch)]
+    sequences = [state_of([*range(50)] * 2, 10**6) for _ in range(batch)]
     while len(counts) < 300:
         drafts = speculator.draft(sequences, seconds)
         counts.append(sum(map(len, drafts)))
@@ -404,7 +406,7 @@ def guessed(pass_cost: float, chance: float, batch: int = 1) -> list[int]:
     right.
     """
     rng, drafter, seconds, counts = random.Random(1), Passes(0.01 * pass_cost), 0.0, list[int]()
-    sequences = [Sequence([0] * 9, TokenParams(), 10**6) for _ in range(batch)]
+    sequences = [state_of([0] * 9, 10**6) for _ in range(batch)]
     guesses = [drafter._begin(seq) for seq in sequences]
     while len(counts) < 600:
         drafts = drafter._draft(guesses, seconds)
@@ -434,7 +436,7 @@ def test_what_has_ended_is_forgotten():
     """
     speculator, ended = Speculator(7, ModelParallel()), []
     for i in range(100):
-        seq = Sequence([i] * 9, TokenParams(), 50)
+        seq = state_of([i] * 9, 50)
         speculator.draft([seq], 0.01 * i)
         seq.finish_reason = "stop"
         ended.append(seq)
@@ -464,7 +466,7 @@ def test_texts_of_others_are_looked_up_where_that_is_asked_for(is_shared, plain,
     assert found[0] == found[2] != found[1]
     assert (drafted[2] > 45) == is_shared and drafted[0] < 9, drafted
     texts = [[i] * 40_000 for i in range(8)]
-    for seq in [Sequence(text, TokenParams(), 50_000) for text in texts]:
+    for seq in [state_of(text, 50_000) for text in texts]:
         speculator.draft([seq], 0.0)
         seq.finish_reason = "stop"
     ended = Text(4)
@@ -492,7 +494,8 @@ def test_a_prediction_is_where_guesses_come_from(plain):
         request = llama.llm_engine.prepare("", PROMPTS[1], asked)
         if kind == "right":
             ids = found[0][0]
-            request.answers[0].sequence.prediction = [*ids[:9], 1, 2, *ids[11:]]
+            seq = request.answers[0].sequence
+            seq.spec = replace(seq.spec, prediction=(*ids[:9], 1, 2, *ids[11:]))
         (output,) = llama.llm_engine.run([request])
         found.append((output.outputs[0].token_ids, llama.engine.stats.steps))
     assert found[0][0] == found[1][0] == found[2][0]

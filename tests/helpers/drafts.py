@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from helpers.prompts import prompts_of
+from helpers.sequences import state_of
 from llama import Llama, SamplingParams
-from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, Guess
 from llama.gpu.cases import numbers_of
 from llama.ranks.collectives import ModelParallel
@@ -46,34 +47,34 @@ class Drafts(Drafter):
         super().__init__(7, ModelParallel(), [])
         self.kind, self.truth, self.rng = kind, truth, random.Random(5)
 
-    def _begin(self, seq: Sequence) -> Guess:
+    def _begin(self, seq: SequenceState) -> Guess:
         return Guess(seq, [])
 
     def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
         return [getattr(self, self.kind)(self.rest(x.seq), x.seq) for x in guesses]
 
-    def rest(self, seq: Sequence) -> list[int]:
+    def rest(self, seq: SequenceState) -> list[int]:
         return self.truth[key(seq)][len(seq.tokens) :]
 
-    def oracle(self, rest: list[int], seq: Sequence) -> list[int]:
+    def oracle(self, rest: list[int], seq: SequenceState) -> list[int]:
         return rest[:7]
 
-    def wrong(self, rest: list[int], seq: Sequence) -> list[int]:
+    def wrong(self, rest: list[int], seq: SequenceState) -> list[int]:
         return [(token + 1) % 256 for token in rest[:5]]
 
-    def some(self, rest: list[int], seq: Sequence) -> list[int]:
+    def some(self, rest: list[int], seq: SequenceState) -> list[int]:
         count = self.rng.randint(0, 9)
         return [x if self.rng.random() < 0.8 else self.rng.randrange(256) for x in rest[:count]]
 
-    def stop_ids(self, rest: list[int], seq: Sequence) -> list[int]:
-        return [*rest[:2], min(seq.stop_ids, default=65), *rest[2:5]]
+    def stop_ids(self, rest: list[int], seq: SequenceState) -> list[int]:
+        return [*rest[:2], min(seq.spec.stop_ids, default=65), *rest[2:5]]
 
-    def too_long(self, rest: list[int], seq: Sequence) -> list[int]:
+    def too_long(self, rest: list[int], seq: SequenceState) -> list[int]:
         return rest + [65] * 500
 
 
-def key(seq: Sequence) -> tuple:
-    return tuple(seq.tokens[: seq.num_prompt]), seq.seed
+def key(seq: SequenceState) -> tuple:
+    return tuple(seq.tokens[: seq.num_prompt]), seq.spec.seed
 
 
 def requests_of(llama: Llama) -> Iterator[Request]:
@@ -127,7 +128,7 @@ def cached(llama: Llama, kind: str | None, truth: dict[tuple, list[int]]) -> tup
     core = llama.engine
     core.drafter = None if kind is None else Drafts(kind, truth)
     core.scheduler.token_budget = 8  # otherwise long drafts would end the sequence at once
-    seq = Sequence(list(PROMPTS[0]), TokenParams(temperature=0.7), 100, seed=1)
+    seq = state_of(PROMPTS[0], 100, 1, temperature=0.7)
     core.add(seq)
     while len(seq.tokens) < 80:
         core.step()

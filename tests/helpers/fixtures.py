@@ -17,7 +17,7 @@ from helpers.launch import DEMO
 from llama import Llama
 from llama.engine.core import EngineCore
 from llama.engine.lookup import Lookup
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, Guess
 from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel
@@ -31,7 +31,7 @@ PARAMS = {
 class _RepeatingDrafter(Drafter):
     """A drafter that repeats earlier text and appends a wrong token."""
 
-    def _begin(self, seq: Sequence) -> Guess:
+    def _begin(self, seq: SequenceState) -> Guess:
         return Guess(seq, [])
 
     def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:

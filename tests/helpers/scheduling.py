@@ -4,11 +4,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from helpers.sequences import state_of
 from llama.engine.core import EngineCore
 from llama.engine.pages import PagePool
 from llama.engine.rows import Reader, Scheduled, Step, StepResults, Tokens
 from llama.engine.scheduler import Scheduler
-from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, Guess
 from llama.ranks.collectives import ModelParallel
 
@@ -42,7 +43,7 @@ class FakeRunner:
     def __init__(self, page_size: int, *, async_scheduling: bool = False) -> None:
         self.page_size = page_size
         self.async_scheduling = async_scheduling
-        self.last: dict[Sequence, int] = {}
+        self.last: dict[SequenceState, int] = {}
         self.slots: dict[int, tuple[int, ...]] = {}
         self.computed = 0
         self.budgets: list[int] = []
@@ -61,7 +62,7 @@ class FakeRunner:
             for p in range(item.start + item.count):
                 assert self.slots[self.slot(seq, p)] == tuple(tokens[: p + 1]), "foreign page"
         results: StepResults = {}
-        last: dict[Sequence, int] = {}
+        last: dict[SequenceState, int] = {}
         for kind, rows in step.rows.items():
             results[kind] = Tokens()
             for item, offsets in zip(rows.items, rows.offsets, strict=True):
@@ -80,7 +81,7 @@ class FakeRunner:
     def close(self) -> None:
         pass
 
-    def slot(self, seq: Sequence, p: int) -> int:
+    def slot(self, seq: SequenceState, p: int) -> int:
         return seq.pages[p // self.page_size] * self.page_size + p % self.page_size
 
 
@@ -91,7 +92,7 @@ class RandomDrafts(Drafter):
         super().__init__(9, ModelParallel(), [])
         self.rng = rng
 
-    def _begin(self, seq: Sequence) -> Guess:
+    def _begin(self, seq: SequenceState) -> Guess:
         return Guess(seq, [])
 
     def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
@@ -127,9 +128,9 @@ def engine(
 
 def sequence(
     prompt: list[int], count: int, stop_ids: frozenset[int] = frozenset(), call: int = 0
-) -> Sequence:
+) -> SequenceState:
     max_len = len(prompt) + count
-    return Sequence(list(prompt), TokenParams(), max_len, seed=1, call=call, stop_ids=stop_ids)
+    return state_of(prompt, max_len, 1, call=call, stop_ids=stop_ids)
 
 
 def watch_releases(scheduler: Scheduler, monkeypatch) -> list[bool]:
@@ -137,7 +138,7 @@ def watch_releases(scheduler: Scheduler, monkeypatch) -> list[bool]:
     finished: list[bool] = []
     release = scheduler._release
 
-    def watched(seq: Sequence) -> None:
+    def watched(seq: SequenceState) -> None:
         finished.append(seq.finished)
         release(seq)
 

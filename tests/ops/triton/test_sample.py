@@ -15,9 +15,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton's kernels need Triton")
 
+from helpers.sequences import state_of
 from llama.engine.sampler import sample as sample_sequences
 from llama.engine.sampler import top_of_share
-from llama.engine.sequence import Sequence, TokenParams
 from llama.ops import sample as op
 from llama.ops.sample import SamplingRow
 from llama.ops.triton import sample as gpu
@@ -192,10 +192,8 @@ def test_top_tokens_are_the_first_of_the_largest():
 def test_the_sampler_runs_the_kernels_that_are_in_use(monkeypatch):
     """The sampler runs the kernels in use, for a whole row and for ranks' shares."""
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(10))
-    params = [TokenParams(temperature=0.0), TokenParams(), TokenParams(top_p=0.8, temperature=0.7)]
-    sequences = [
-        Sequence(tokens=[1], params=p, max_len=9, seed=2**61 + i) for i, p in enumerate(params)
-    ]
+    params: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_p": 0.8, "temperature": 0.7}]
+    sequences = [state_of([1], 9, 2**61 + i, **p) for i, p in enumerate(params)]
     wanted = [sample_sequences(logits, sequences).ids, top_of_share(logits, 100)]
     launched = []
     for name in ("choose", "top_tokens"):
