@@ -151,7 +151,7 @@ def load_model(args: BuildArgs) -> Loaded:
         tokenizer = find_tokenizer(files.checkpoint, args.tokenizer_path)
         models = [files, *_find_draft_files(args, files, tokenizer)]
         # A wrong name in a variable is an error before weights are read.
-        allowed = selection.asked_for()
+        allowed = selection.allowed_kernels()
         native.allowed_instruction_sets()
         must_match += _compared_arguments(args, models)
     with parallel.agree("the weights", world=True) as must_match:
@@ -225,7 +225,7 @@ def stays_in_codes(checkpoint: Checkpoint, device: torch.device) -> bool:
     if not checkpoint.is_quantized or native.kernels() is None:
         return False
     if device.type == "cuda":
-        return not selfcheck_cache.not_for(device)
+        return not selfcheck_cache.unsupported_reason(device)
     return device.type == "cpu"
 
 

@@ -19,7 +19,7 @@ from llama.checkpoint.find import find
 from llama.cli import doctor
 from llama.gpu import graph_check, selfcheck_cache
 from llama.gpu.job import CheckResult, Job
-from llama.gpu.selection import VARIABLE, asked_for, describe, kernels_for, recorder_for
+from llama.gpu.selection import VARIABLE, allowed_kernels, describe, kernels_for, recorder_for
 from llama.loading import Files, choose_kernels
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
@@ -60,7 +60,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(selfcheck_cache, "load_or_check", load_or_check)
         return jobs
 
-    monkeypatch.setattr(selfcheck_cache, "not_for", lambda device: None)
+    monkeypatch.setattr(selfcheck_cache, "unsupported_reason", lambda device: None)
     return install
 
 
@@ -201,10 +201,10 @@ def test_the_variable_turns_kernels_off(gpu, monkeypatch):
         "linear, sample": {"linear", "sample"},
     }.items():
         monkeypatch.setenv(VARIABLE, text)
-        assert asked_for() == names
+        assert allowed_kernels() == names
     monkeypatch.setenv(VARIABLE, "atention")
     with pytest.raises(ValueError, match=r"LLAMA_GPU_KERNELS names \['atention'\]: give 'none'"):
-        asked_for()
+        allowed_kernels()
 
 
 def test_nothing_is_checked_off_cuda_or_on_an_old_gpu(gpu, monkeypatch):
@@ -218,7 +218,7 @@ def test_nothing_is_checked_off_cuda_or_on_an_old_gpu(gpu, monkeypatch):
 
 
 def test_doctor_shows_what_checks_have_found(monkeypatch):
-    monkeypatch.setattr(selfcheck_cache, "not_for", lambda device: None)
+    monkeypatch.setattr(selfcheck_cache, "unsupported_reason", lambda device: None)
     monkeypatch.setattr(selfcheck_cache, "results_for", lambda device: [])
     assert "not checked yet" in next(doctor._gpu_kernels(GPU)).text
     key = {"gpu": "a GPU", "dtype": "bf16", "dim": 128, "n_heads": 8}
@@ -244,7 +244,7 @@ class Recorder:
 
 def recorder(monkeypatch, parallel: ModelParallel) -> Recorder | None:
     monkeypatch.setattr("llama.gpu.selection.CudaRecorder", Recorder)
-    names = use(parallel, allowed=asked_for())
+    names = use(parallel, allowed=allowed_kernels())
     return recorder_for(model_with(names, parallel))  # type: ignore[return-value]
 
 

@@ -129,7 +129,7 @@ def _device(device: torch.device) -> Iterator[Fact]:
 
 def _gpu_kernels(device: torch.device) -> Iterator[Fact]:
     """Yield the results of the self-check on such a GPU, for each model and dtype built so far."""
-    reason = selfcheck_cache.not_for(device)
+    reason = selfcheck_cache.unsupported_reason(device)
     if reason:
         text = (
             f"PyTorch computes the operators, because this project's kernels cannot run: {reason}"

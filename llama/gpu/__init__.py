@@ -1,4 +1,4 @@
-"""What a model uses on its GPU: kernels and CUDA graphs that passed a check on this machine.
+"""Kernels and CUDA graphs that a model uses on its GPU once they passed a check there.
 
 selection.py is the entry: a rank's device, dtype and sizes in, its `KernelSet` and its recorder of
 graphs out. The checks run in child processes: selfcheck.py tries kernels, graph_check.py graphs.

@@ -1,10 +1,11 @@
-"""What the self-check runs: each op with inputs at a job's sizes, its kernel named with it.
+"""The inputs on which the self-check compares each kernel with the op that defines it.
 
-In: a `Job`. Out: for each kernel its cases, and for products the tiles that may be used. Memory of
-large caches is allocated only where the GPU has room for it.
+In: a `Job`. Out: for each kernel its cases, and for products the tiles that they may use. A large
+cache is allocated only where half of the GPU's free memory suffices for it.
 
-Shapes: E model dim, H query heads, K kv heads, D head dim, F ffn, V vocabulary, P pages, S slots
-per page; N outputs and K inputs of a weight, M rows. H, K and F are one rank's.
+Shapes: E model dim, H query heads, K KV heads, D head dim, F FFN dim, V vocabulary, P pages, S
+slots per page, W elements of a row of the cache; N outputs and K inputs of a weight, M rows. H, K
+and F are those of one rank.
 """
 
 import itertools
@@ -31,207 +32,320 @@ from llama.ops.triton.kernels import KernelSet, Sizes, Tile
 from llama.weights import PlainWeight, QuantKey, Weight, packed, random_weight
 
 Results = tuple[Tensor, ...]
+Op = Callable[..., Tensor | Results]  # it also takes `kernels=`, and returns all that it writes
 
 _PADDING_ROWS = 2
-_ROPE_PAGES = 9  # of the cache that keys and values are stored in
-_PLANE = 2**31  # numbers of keys in a layer's cache, from which on an offset needs 64 bits
+_ROPE_PAGES = 9  # pages of the cache that keys and values are stored in
+_PLANE = 2**31  # elements of the keys of a layer's cache from which on offsets need 64 bits
+# Rows of sampling with few tokens kept, where one too many shows, and with many.
+_SAMPLING_ROWS = (
+    None,
+    SamplingRow(),
+    SamplingRow(0.7),
+    SamplingRow(top_p=0.9),
+    SamplingRow(0.6, top_p=0.95),
+    SamplingRow(2.0, top_k=2),
+    SamplingRow(2.0, top_k=3, top_p=0.5),
+    SamplingRow(top_p=0.2),
+    SamplingRow(top_k=40),
+    SamplingRow(min_p=0.3),
+    SamplingRow(1.3, 0.01, 64, 0.8),
+    SamplingRow(3.0, top_k=1),
+    SamplingRow(3.0, top_k=4),
+    SamplingRow(3.0, top_k=5),
+)
 
 
 class Case(NamedTuple):
-    """An op, which is also given `kernels=` and returns all that it writes, and its inputs.
+    """An op and its inputs.
 
-    small: inputs with the same results. Where they are given, only the kernel runs, on both.
+    Attributes:
+        name: What errors call it.
+        op: The op.
+        inputs: Its inputs, beside `kernels=`.
+        small: Other inputs with the same results. Where they are given, only the kernel runs, on
+            both, as the torch body would take too much memory for `inputs`.
     """
 
-    what: str
-    op: Callable[..., Tensor | Results]
+    name: str
+    op: Op
     inputs: Sequence[Any]
     small: Sequence[Any] | None = None
 
 
+class LargeCache(NamedTuple):
+    """A KV cache with a copy of a small one in its last pages, from `first_page` on."""
+
+    name: str
+    cache: Tensor
+    first_page: int
+
+
+class Product(NamedTuple):
+    """A weight, the sizes of a product with it, and the tiles that the product may use."""
+
+    weight: Weight
+    sizes: Sizes
+    tiles: list[Tile]
+
+
 class Cases:
-    """A job's cases: a method for each kernel, by its name."""
+    """The cases of a job: each kernel has a method of its name that yields its cases."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.device, self.dtype = job, torch.device(job.device), DTYPES[job.dtype]
+        self.job = job
+        self.device = torch.device(job.device)
+        self.dtype = DTYPES[job.dtype]
         self._generator = torch.Generator(self.device).manual_seed(0)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Draw a tensor of normally distributed numbers."""
         values = torch.randn(*shape, generator=self._generator, device=self.device)
         return values.to(dtype or self.dtype)
 
     def _cache(self, num_pages: int) -> Tensor:
-        job, kv_format = self.job, FORMATS[self.job.kv_format]
+        """Return a filled cache of one layer: (2, P, S, K, W)."""
+        job = self.job
+        kv_format = FORMATS[job.kv_format]
         width, dtype = kv_format.row(job.head_dim, self.dtype)
-        sizes = 2, num_pages, job.page_size, job.n_kv_heads, width
-        return filled(
-            torch.empty(sizes, dtype=dtype, device=self.device), job.head_dim, self.normal
-        )
+        shape = (2, num_pages, job.page_size, job.n_kv_heads, width)
+        empty = torch.empty(shape, dtype=dtype, device=self.device)
+        return fill_cache(empty, job.head_dim, self.normal)
 
-    def _large_caches(self, small: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-        """Caches a little below and above _PLANE with `small` in their last pages, if they have
-        room. Each with the number of its first such page."""
+    def _large_caches(self, small: Tensor) -> Iterator[LargeCache]:
+        """Yield caches a little below and above _PLANE, if there is enough memory for them."""
         if self.device.type != "cuda":
             return
-        per_page = math.prod(small.shape[2:])
-        for num_pages in (_PLANE // per_page - 1, _PLANE // per_page + small.shape[1]):
-            num_bytes = 2 * num_pages * per_page * small.element_size()
-            if num_bytes > torch.cuda.mem_get_info(self.device)[0] // 2:
+        page_elements = math.prod(small.shape[2:])
+        small_pages = small.shape[1]
+        for num_pages in (_PLANE // page_elements - 1, _PLANE // page_elements + small_pages):
+            num_bytes = 2 * num_pages * page_elements * small.element_size()
+            free_bytes, _total = torch.cuda.mem_get_info(self.device)
+            if num_bytes > free_bytes // 2:
                 continue
             large = small.new_empty(2, num_pages, *small.shape[2:])
-            offset = num_pages - small.shape[1]
-            large[:, offset:] = small
-            yield f"a cache of {num_pages:,} pages", large, offset
+            first_page = num_pages - small_pages
+            large[:, first_page:] = small
+            yield LargeCache(f"a cache of {num_pages:,} pages", large, first_page)
             del large
             torch.cuda.empty_cache()
 
     def attention(self) -> Iterator[Case]:
-        """Decode with padding rows, which share a page, mixed with prefill, far into a cache, and
-        with each number of parts that keys are divided into: a kernel is compiled for each."""
+        """Yield decode steps, decode mixed with prefill, and steps far into a large cache.
+
+        Decode has padding rows, which share a page. It runs with each number of parts that keys
+        are split into: a kernel is compiled for each.
+        """
         from llama.ops.triton.attention import decode_variants
 
-        job, lengths = self.job, [*self.job.lengths, *[1] * _PADDING_ROWS]
-        held = [-(-n // job.page_size) for n in job.lengths]
-        order = random.Random(1).sample(range(sum(held)), sum(held))
-        pages = [[order.pop() for _ in range(n)] for n in held] + [[sum(held)]] * _PADDING_ROWS
-        cache, ones = self._cache(sum(held) + 1), [1] * len(lengths)
+        job = self.job
+        sequences = _Sequences.of(job)
+        cache = self._cache(sequences.num_pages)
 
-        def batch_of(rows: Sequence[int], news: Sequence[int]) -> Batch:
-            starts, tables = [lengths[i] - news[i] for i in rows], [pages[i] for i in rows]
-            counts = [news[i] for i in rows]
-            return Batch.pack([], starts, counts, tables, job.page_size, [], self.device)[1]
+        def inputs(rows: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor, Batch]:
+            batch = sequences.batch(rows, counts, self.device)
+            num_tokens = len(batch.slots)
+            queries = self.normal(num_tokens, job.n_heads, job.head_dim)
+            return queries, cache, batch
 
-        def inputs(batch: Batch) -> tuple[Tensor, Tensor, Batch]:
-            return self.normal(len(batch.slots), job.n_heads, job.head_dim), cache, batch
-
-        decode = batch_of(range(len(lengths)), ones)
-        news = [min(n, 1 + 37 * i) for i, n in enumerate(lengths)]
-        mixed = sorted(range(len(lengths)), key=lambda i: news[i] > 1)  # those of one token first
-        yield Case("decode", _attention, inputs(decode))
-        yield Case("prefill", _attention, inputs(batch_of(mixed, news)))
-        short = [i for i, n in enumerate(lengths) if n < max(lengths)]
+        lengths = sequences.lengths
+        every = range(len(lengths))
+        ones = [1] * len(lengths)
+        decode = inputs(every, ones)
+        yield Case("decode", _attend, decode)
+        counts = [min(n, 1 + 37 * i) for i, n in enumerate(lengths)]
+        decodes_first = sorted(every, key=lambda i: counts[i] > 1)
+        yield Case("prefill", _attend, inputs(decodes_first, counts))
+        longest = max(lengths)
+        short = [i for i, n in enumerate(lengths) if n < longest]
         for count in decode_variants(job.n_kv_heads):
             rows = [short[i % len(short)] for i in range(count)]
-            yield Case(f"decode of {count} rows", _attention, inputs(batch_of(rows, ones)))
-        for what, large, offset in self._large_caches(cache):
-            queries, *small = inputs(decode)
-            far = replace(decode, page_table=decode.page_table + offset)
-            yield Case(what, _attention, (queries, large, far), (queries, *small))
+            yield Case(f"decode of {count} rows", _attend, inputs(rows, ones))
+        queries, _, batch = decode
+        for large in self._large_caches(cache):
+            far_pages = batch.page_table + large.first_page
+            far_batch = replace(batch, page_table=far_pages)
+            inputs_far = (queries, large.cache, far_batch)
+            yield Case(large.name, _attend, inputs_far, decode)
 
     def add_norm(self) -> Iterator[Case]:
+        """Yield RMSNorm with and without a residual."""
         weight = self.normal(self.job.dim)
         for rows in (1, 17):
-            x, delta = self.normal(rows, self.job.dim), self.normal(rows, self.job.dim)
+            x = self.normal(rows, self.job.dim)
+            delta = self.normal(rows, self.job.dim)
             yield Case(f"{rows} rows", rms_norm, (x, weight, 1e-5))
             yield Case(f"{rows} rows, with a residual", add_norm, (x, delta, weight, 1e-5))
 
     def rope_and_store(self) -> Iterator[Case]:
-        """A step's tokens, two padding rows among them, into a cache and far into a large one."""
-        job, tokens = self.job, 17
+        """Yield a step's tokens, two padding rows among them, into a cache and far into others."""
+        job = self.job
+        tokens = 17
         first = max(job.lengths) - 5
         freqs = precompute_freqs_cis(job.head_dim, first + tokens, 5e5, None)[first:]
-        last = (_ROPE_PAGES - 1) * job.page_size
-        slots = [*random.Random(2).sample(range(last), tokens - 2), last, last + 1]
-        heads = job.n_heads + 2 * job.n_kv_heads
-        rows = self.normal(tokens, heads, job.head_dim), freqs.to(self.device)
-        small = *rows, self._cache(_ROPE_PAGES), torch.tensor(slots, device=self.device)
-        yield Case(f"{tokens} tokens", _rope, small)
-        for what, large, offset in self._large_caches(small[2]):
-            inputs = *rows, large, small[3] + offset * job.page_size
-            yield Case(what, _rope, inputs, small)
+        freqs = freqs.to(self.device)
+        padding_slot = (_ROPE_PAGES - 1) * job.page_size
+        slots = random.Random(2).sample(range(padding_slot), tokens - 2)
+        slots += [padding_slot, padding_slot + 1]
+        num_heads = job.n_heads + 2 * job.n_kv_heads
+        qkv = self.normal(tokens, num_heads, job.head_dim)
+        cache = self._cache(_ROPE_PAGES)
+        slot_tensor = torch.tensor(slots, device=self.device)
+        small = (qkv, freqs, cache, slot_tensor)
+        yield Case(f"{tokens} tokens", _rope_and_read, small)
+        for large in self._large_caches(cache):
+            far_slots = slot_tensor + large.first_page * job.page_size
+            inputs = (qkv, freqs, large.cache, far_slots)
+            yield Case(large.name, _rope_and_read, inputs, small)
 
     def silu_mul(self) -> Iterator[Case]:
+        """Yield SwiGLU of one row and of several."""
         for rows in (1, 17):
-            yield Case(f"{rows} rows", silu_mul, (self.normal(rows, 2 * self.job.ffn_dim),))
+            x = self.normal(rows, 2 * self.job.ffn_dim)
+            yield Case(f"{rows} rows", silu_mul, (x,))
 
     def sample(self) -> Iterator[Case]:
-        """Filters that keep few tokens, where one too many shows, and many; ties; peaked and flat
-        rows, greedy, plain and filtered, and rows without a finite maximum."""
-        kinds = [
-            None, SamplingRow(), SamplingRow(0.7), SamplingRow(top_p=0.9),
-            SamplingRow(0.6, top_p=0.95),
-            SamplingRow(2.0, top_k=2), SamplingRow(2.0, top_k=3, top_p=0.5), SamplingRow(top_p=0.2),
-            SamplingRow(top_k=40), SamplingRow(min_p=0.3), SamplingRow(1.3, 0.01, 64, 0.8),
-            SamplingRow(3.0, top_k=1), SamplingRow(3.0, top_k=4), SamplingRow(3.0, top_k=5),
-        ]  # fmt: skip
+        """Yield greedy, plain and filtered rows: peaked, flat, with ties, or without a maximum."""
         repeats = 8 if self.device.type == "cuda" else 1  # Triton's interpreter is slow
-        for rows in (1, repeats * len(kinds) + 2):
-            logits = self.normal(rows, self.job.vocab_size, dtype=torch.bfloat16).float()
+        for rows in (1, repeats * len(_SAMPLING_ROWS) + 2):
+            narrow = self.normal(rows, self.job.vocab_size, dtype=torch.bfloat16)
+            logits = narrow.float()  # it has ties, like the logits of a model in bf16
             logits[::2] *= 4
             logits[-1, ::7] = -math.inf
             if rows > 1:
-                logits[0, 0], logits[1] = math.nan, -math.inf
-            chosen = [kinds[(i + 5) % len(kinds)] for i in range(rows)]
-            seeds = [2**40 + 7 * i for i in range(rows)], list(range(rows))
-            yield Case(f"{rows} rows", choose_ids, (logits, chosen, *seeds))
-            yield Case(f"{rows} greedy rows", choose_ids, (logits, [None] * rows, *seeds))
+                logits[0, 0] = math.nan
+                logits[1] = -math.inf
+            chosen = [_SAMPLING_ROWS[(i + 5) % len(_SAMPLING_ROWS)] for i in range(rows)]
+            seeds = [2**40 + 7 * i for i in range(rows)]
+            positions = list(range(rows))
+            yield Case(f"{rows} rows", choose_ids, (logits, chosen, seeds, positions))
+            greedy = [None] * rows
+            yield Case(f"{rows} greedy rows", choose_ids, (logits, greedy, seeds, positions))
 
     def linear(self) -> Iterator[Case]:
-        """Every tile of every product, and quantized weights that are made plain."""
-        for weight, (kind, n, k, m), tiles in self.products():
-            for tile in [*tiles, None] if kind else tiles:
-                what = f"{m} rows times {n} x {k} of kind {kind} with {tile and tuple(tile)}"
-                op = partial(_product, weight, tile, self.out_dtype(n))
-                yield Case(what, op, (self.normal(m, k),))
+        """Yield every tile of every product, and quantized weights that are made plain."""
+        for weight, sizes, tiles in self.products():
+            kind, n, k, m = sizes
+            choices: list[Tile | None] = [*tiles]
+            if kind:
+                choices.append(None)
+            for tile in choices:
+                name = f"{m} rows times {n} x {k} of kind {kind} with {tile and tuple(tile)}"
+                op = partial(_multiply, weight, tile, self.out_dtype(n))
+                yield Case(name, op, (self.normal(m, k),))
 
     def out_dtype(self, n: int) -> torch.dtype:
-        """Of a product with N outputs: the head's are float32."""
+        """Return the dtype of a product with N outputs: logits are float32."""
         return torch.float32 if n == self.job.vocab_rows else self.dtype
 
-    def products(self) -> Iterator[tuple[Weight, Sizes, list[Tile]]]:
-        """Of wqkv, wo, w13, w2 and the head."""
+    def products(self) -> Iterator[Product]:
+        """Yield the products with wqkv, wo, w13, w2 and lm_head, in each of the job's formats."""
         from llama.ops.triton.linear import BUCKETS, candidates
 
-        job, inner = self.job, self.job.n_heads * self.job.head_dim
-        qkv = inner + 2 * job.n_kv_heads * job.head_dim
-        shapes = {
-            (qkv, job.dim), (job.dim, inner), (2 * job.ffn_dim, job.dim), (job.dim, job.ffn_dim),
-            (job.vocab_rows, job.dim),
-        }  # fmt: skip
-        for format, (n, k) in itertools.product(job.formats, sorted(shapes)):
-            if isinstance(format, QuantKey):
-                weight = random_weight(format, n, k, self.device)
-            else:
-                weight = packed(self.normal(n, k), format, self.device)
+        for format, (n, k) in itertools.product(self.job.formats, self._weight_shapes()):
+            weight = self._weight(format, n, k)
             for m in BUCKETS:
-                if tiles := candidates(weight.kind, n, k, m):
-                    yield weight, (weight.kind, n, k, m), tiles
+                tiles = candidates(weight.kind, n, k, m)
+                if tiles:
+                    yield Product(weight, (weight.kind, n, k, m), tiles)
+
+    def _weight(self, format: str | QuantKey | None, n: int, k: int) -> Weight:
+        """Return a random weight (N, K) in a format."""
+        if isinstance(format, QuantKey):
+            return random_weight(format, n, k, self.device)
+        plain = self.normal(n, k)
+        return packed(plain, format, self.device)
+
+    def _weight_shapes(self) -> list[tuple[int, int]]:
+        job = self.job
+        attention_dim = job.n_heads * job.head_dim
+        qkv_dim = attention_dim + 2 * job.n_kv_heads * job.head_dim
+        shapes = {
+            (qkv_dim, job.dim),
+            (job.dim, attention_dim),
+            (2 * job.ffn_dim, job.dim),
+            (job.dim, job.ffn_dim),
+            (job.vocab_rows, job.dim),
+        }
+        return sorted(shapes)
 
 
-def filled(kv_cache: Tensor, head_dim: int, draw: Callable[..., Tensor]) -> Tensor:
-    """A cache (..., P, S, K, W), all of it what `draw` draws of a shape."""
+class _Sequences(NamedTuple):
+    """The sequences of the attention cases, on random pages; padding rows share the last page."""
+
+    lengths: list[int]
+    pages: list[list[int]]
+    page_size: int
+
+    @classmethod
+    def of(cls, job: Job) -> "_Sequences":
+        page_counts = [-(-n // job.page_size) for n in job.lengths]
+        num_pages = sum(page_counts)
+        order = random.Random(1).sample(range(num_pages), num_pages)
+        pages = []
+        for count in page_counts:
+            pages.append(order[:count])
+            del order[:count]
+        pages += [[num_pages]] * _PADDING_ROWS
+        lengths = [*job.lengths, *[1] * _PADDING_ROWS]
+        return cls(lengths, pages, job.page_size)
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages[-1][0] + 1
+
+    def batch(self, rows: Sequence[int], counts: Sequence[int], device: torch.device) -> Batch:
+        """Return a batch of some of the sequences, with counts[i] new tokens of sequence i."""
+        starts = [self.lengths[i] - counts[i] for i in rows]
+        row_counts = [counts[i] for i in rows]
+        tables = [self.pages[i] for i in rows]
+        _ids, batch = Batch.pack([], starts, row_counts, tables, self.page_size, [], device)
+        return batch
+
+
+def fill_cache(kv_cache: Tensor, head_dim: int, draw: Callable[..., Tensor]) -> Tensor:
+    """Fill a cache (..., P, S, K, W) with keys and values that `draw` returns for a shape."""
     *_, p, s, k, _ = kv_cache.shape
     for plane in kv_cache.flatten(0, -5):
         slots = torch.arange(p * s, device=plane.device)
-        format_of(plane).store(plane, slots, draw(p * s, k, head_dim))
+        values = draw(p * s, k, head_dim)
+        format_of(plane).store(plane, slots, values)
     return kv_cache
 
 
-def numbers_of(kv_cache: Tensor) -> Tensor:
-    """A cache (..., P, S, K, W) -> a copy of what it holds, (..., P * S, K, D)."""
-    slots = torch.arange(math.prod(kv_cache.shape[-4:-2]), device=kv_cache.device)
-    planes = kv_cache.flatten(0, -5)
-    return torch.stack([format_of(x).load(x, slots, torch.float32) for x in planes])
+def read_cache(kv_cache: Tensor) -> Tensor:
+    """Return a float32 copy (..., P * S, K, D) of what a cache (..., P, S, K, W) stores."""
+    *_, p, s, _k, _w = kv_cache.shape
+    slots = torch.arange(p * s, device=kv_cache.device)
+    planes = []
+    for plane in kv_cache.flatten(0, -5):
+        planes.append(format_of(plane).load(plane, slots, torch.float32))
+    return torch.stack(planes)
 
 
-def _attention(queries: Tensor, cache: Tensor, batch: Batch, kernels: KernelSet) -> Tensor:
+def _attend(queries: Tensor, cache: Tensor, batch: Batch, kernels: KernelSet) -> Tensor:
     return paged_attention(queries, cache, batch.with_kernels(kernels))
 
 
-def _rope(qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor, kernels: KernelSet) -> Results:
-    """The queries, and what the cache's last pages hold afterwards; then they are as before."""
-    last = cache[:, -_ROPE_PAGES:]
-    before = last.clone()
+def _rope_and_read(
+    qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor, kernels: KernelSet
+) -> Results:
+    """Return the queries, and what the cache's last pages store; then restore the pages."""
+    last_pages = cache[:, -_ROPE_PAGES:]
+    before = last_pages.clone()
     queries = rope_and_store(qkv, freqs, cache, slots, kernels)
-    after = numbers_of(last)
-    last.copy_(before)
+    after = read_cache(last_pages)
+    last_pages.copy_(before)
     return queries, after
 
 
-def _product(
+def _multiply(
     weight: Weight, tile: Tile | None, dtype: torch.dtype, x: Tensor, kernels: KernelSet
 ) -> Tensor:
-    tiles = {(weight.kind, *weight.shape, len(x)): tile} if tile else {}
+    """Multiply x by a weight with this tile, or with none."""
+    n, k = weight.shape
+    tiles = {(weight.kind, n, k, len(x)): tile} if tile else {}
     if not weight.kind:
         weight = PlainWeight.pack(weight.plain().to(x.dtype))
-    return weight.linear(x, dtype, ForwardContext(kernels=replace(kernels, tiles=tiles)))
+    context = ForwardContext(kernels=replace(kernels, tiles=tiles))
+    return weight.linear(x, dtype, context)

@@ -1,4 +1,4 @@
-"""A check of kernels or graphs, and its result, as they travel between processes in JSON."""
+"""A check of kernels or graphs and its result, as processes exchange them in JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,17 +9,29 @@ from llama.device import DTYPES
 from llama.ops.triton.kernels import KernelSet, Sizes, Tile
 from llama.weights import QuantKey
 
-Choice = tuple[Sizes, Tile]  # and the tile that is fastest for them
-Formats = tuple[str | QuantKey | None, ...]  # of weights, as `quantize=` or a file has them
-LENGTHS = (1, 15, 16, 17, 255, 4097)
+Choice = tuple[Sizes, Tile]  # sizes of a product, and the fastest tile for them
+Formats = tuple[str | QuantKey | None, ...]  # formats of weights, as `quantize=` or a file has them
+LENGTHS = (1, 15, 16, 17, 255, 4097)  # sequence lengths around the edges of pages and blocks
 
 
 @dataclass(frozen=True)
 class Job:
-    """Kernels to check by name, on one device, in one type, at the sizes of a model on one rank."""
+    """Kernels to check on one device, in one dtype, at the sizes of a model on one rank.
+
+    Attributes:
+        device: A torch device, such as "cuda:0".
+        dtype: One of `llama.device.DTYPES`.
+        names: The kernels to check, or `GRAPH`.
+        vocab_size: Outputs of lm_head on all ranks.
+        vocab_rows: Outputs of lm_head on this rank.
+        lengths: Lengths of the sequences that attention is checked with.
+        in_use: Kernels that run while something else is checked.
+        formats: The formats of weights that products are checked with.
+        kv_format: The format of the KV cache.
+    """
 
     device: str
-    dtype: str  # one of llama.device.DTYPES
+    dtype: str
     names: tuple[str, ...]
     dim: int
     n_heads: int
@@ -27,19 +39,23 @@ class Job:
     head_dim: int
     ffn_dim: int
     vocab_size: int
-    vocab_rows: int  # of the head on this rank
+    vocab_rows: int
     page_size: int
-    lengths: tuple[int, ...] = LENGTHS  # of sequences
-    in_use: tuple[str, ...] = ()  # kernels that run while something else is checked
+    lengths: tuple[int, ...] = LENGTHS
+    in_use: tuple[str, ...] = ()
     formats: Formats = (None,)
-    kv_format: str | None = None  # of the KV cache
+    kv_format: str | None = None
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Why each kernel that was checked must not be used, None where it may, and chosen tiles.
+    """The result of a check.
 
-    is_final: a later check would say the same; not so where memory was short or no child ran.
+    Attributes:
+        reasons: For each kernel why it must not be used, None where it may be.
+        tiles: The fastest tiles of products.
+        is_final: Whether a later check would have the same result. It would not where memory was
+            short, or where no child process ran.
     """
 
     reasons: dict[str, str | None] = field(default_factory=dict)
@@ -48,20 +64,28 @@ class CheckResult:
 
     @property
     def passed(self) -> list[str]:
+        """The kernels that may be used."""
         return [name for name, reason in self.reasons.items() if reason is None]
 
     @property
     def failed(self) -> dict[str, str]:
+        """The kernels that must not be used, and why."""
         return {name: reason for name, reason in self.reasons.items() if reason is not None}
 
     def __or__(self, other: "CheckResult") -> "CheckResult":
-        is_final = self.is_final and other.is_final
-        return CheckResult(self.reasons | other.reasons, self.tiles + other.tiles, is_final)
+        """Return both results as one."""
+        return CheckResult(
+            self.reasons | other.reasons,
+            self.tiles + other.tiles,
+            self.is_final and other.is_final,
+        )
 
     def kernels(self, dtype: str, names: Sequence[str]) -> KernelSet:
-        """Those of `names` that passed."""
-        passed, dtypes = frozenset(names) & set(self.passed), frozenset({DTYPES[dtype]})
+        """Return the kernels among `names` that passed, for a model of this dtype."""
+        passed = frozenset(names) & set(self.passed)
+        dtypes = frozenset({DTYPES[dtype]})
         return KernelSet(passed, dtypes, dict(self.tiles))
 
 
-JOB, RESULT = TypeAdapter(Job), TypeAdapter(CheckResult)  # to JSON and back
+JOB = TypeAdapter(Job)  # conversion to JSON and back
+RESULT = TypeAdapter(CheckResult)

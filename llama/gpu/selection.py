@@ -1,8 +1,9 @@
-"""What a model uses on its GPU: the kernels of this project, and graphs, that passed their checks.
+"""The kernels and the graph recorder that a model uses on its GPU.
 
-In: a rank's device, type and sizes, then its model. Out: its `KernelSet` and a recorder of graphs,
-on every rank alike, with at most one warning for each that names what was dropped and why.
-LLAMA_GPU_KERNELS=none turns all of them off, and a list such as attention,graph all others.
+In: a rank's device, dtype and sizes, then its model. Out: its `KernelSet` and a recorder of CUDA
+graphs, the same on every rank, with at most one warning for each that names what was dropped and
+why. LLAMA_GPU_KERNELS=none turns all of them off, and a list such as attention,graph turns all
+others off. Without CUDA there are none.
 """
 
 import os
@@ -29,12 +30,18 @@ VARIABLE = "LLAMA_GPU_KERNELS"
 _ALL = (*NAMES, GRAPH)
 
 
-def asked_for() -> frozenset[str]:
-    """What the user allows. ValueError if LLAMA_GPU_KERNELS names something that there is not."""
+def allowed_kernels() -> frozenset[str]:
+    """Return the kernels that the user allows, and `GRAPH` if graphs are allowed.
+
+    Raises:
+        ValueError: LLAMA_GPU_KERNELS has a name that is not known.
+    """
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return frozenset(_ALL)
-    names = frozenset() if text == "none" else frozenset(text.replace(" ", "").split(","))
+    if text == "none":
+        return frozenset()
+    names = frozenset(text.replace(" ", "").split(","))
     if unknown := sorted(names - set(_ALL)):
         raise ValueError(f"{VARIABLE} names {unknown}: give 'none', or some of {', '.join(_ALL)}")
     return names
@@ -49,44 +56,65 @@ def kernels_for(
     formats: Formats = (None,),
     kv_format: KVFormat = AS_COMPUTED,
 ) -> KernelSet:
-    """The kernels that pass their check on all ranks, or have passed it before.
+    """Return the kernels that pass their check on all ranks, now or earlier on this machine.
 
-    None off CUDA. The first time on a machine kernels are compiled: a minute of one core's time.
+    The first check on a machine compiles the kernels, which takes a minute of one core. All ranks
+    call it, before a model is on the GPU: the GPU may allow one process only.
+
+    Args:
+        params: The model.
+        parallel: Its ranks.
+        device: This rank's device.
+        dtype: The model's dtype.
+        allowed: What `allowed_kernels` returned.
+        formats: The formats of the model's weights.
+        kv_format: The format of its KV cache.
     """
     if device.type != "cuda":
         return TORCH_ONLY
     plan = LayerPlan.of(params, parallel.placement, kv_format)
     job = job_for(params, plan, device, dtype, formats)
     result = CheckResult()
-    if allowed and selfcheck_cache.not_for(device) is None:
+    if allowed and selfcheck_cache.unsupported_reason(device) is None:
         result = selfcheck_cache.load_or_check(job)
-    own = allowed & set(result.passed)
-    everywhere = [x for x in NAMES if parallel.all_reduce_min(int(x in own))]
-    if GRAPH in allowed:  # while no model is there: the GPU may take one process only
-        held = formats if "linear" in everywhere else (None,)  # else the weights are plain
-        result |= check_graphs(replace(job, formats=held), everywhere)
-        if not parallel.is_alone and not parallel.is_on_nccl:
+    passed = allowed & set(result.passed)
+    in_use = [name for name in NAMES if parallel.all_reduce_min(int(name in passed))]
+    if GRAPH in allowed:
+        # Without the kernel for products the weights are plain.
+        formats_in_use: Formats = formats if "linear" in in_use else (None,)
+        result |= check_graphs(replace(job, formats=formats_in_use), in_use)
+        if parallel.size > 1 and not parallel.is_on_nccl:
             result |= CheckResult({GRAPH: "the ranks are not on nccl"})
-        everywhere += [GRAPH] * parallel.all_reduce_min(int(GRAPH in result.passed))
-    dropped = [
-        f"{x}: {reason or 'another rank dropped it'}"
-        for x, reason in sorted(result.reasons.items())
-        if x in allowed and x not in everywhere
+        if parallel.all_reduce_min(int(GRAPH in result.passed)):
+            in_use.append(GRAPH)
+    if parallel.global_rank == 0:
+        _warn_of_dropped(result, allowed - set(in_use))
+    return result.kernels(job.dtype, in_use)
+
+
+def _warn_of_dropped(result: CheckResult, dropped: frozenset[str]) -> None:
+    """Warn once of all allowed kernels that were checked and are not used, with the reasons."""
+    reasons = [
+        f"{name}: {reason or 'another rank dropped it'}"
+        for name, reason in sorted(result.reasons.items())
+        if name in dropped
     ]
-    if dropped and parallel.global_rank == 0:
+    if reasons:
         warnings.warn(
-            f"torch runs in place of these on the GPU: {'; '.join(dropped)}", stacklevel=2
+            f"torch runs in place of these on the GPU: {'; '.join(reasons)}", stacklevel=3
         )
-    return result.kernels(job.dtype, everywhere)
 
 
 def recorder_for(model: Transformer) -> Recorder | None:
-    """The recorder of a model's decode steps; None off CUDA, and where graphs did not pass. All
-    ranks of the model call it."""
-    device, parallel = model.norm.weight.device, model.parallel
+    """Return the recorder of a model's decode steps; None where they must not be CUDA graphs.
+
+    All ranks of the model call it.
+    """
+    device = model.norm.weight.device
+    parallel = model.parallel
     if device.type != "cuda" or GRAPH not in model.kernels.names:
         return None
-    reason = graph_check.try_collectives(model) if not parallel.is_alone else None
+    reason = graph_check.try_collectives(model) if parallel.size > 1 else None
     if parallel.all_reduce_min(int(not reason)):
         return CudaRecorder(device)
     if parallel.global_rank == 0:
@@ -96,28 +124,45 @@ def recorder_for(model: Transformer) -> Recorder | None:
 
 
 def check_graphs(job: Job, in_use: Iterable[str]) -> CheckResult:
-    """Of a model of the job's sizes that runs these kernels."""
-    formats = tuple(QUANTIZED)[-1:] if any(job.formats) else (None,)
-    job = replace(job, names=(GRAPH,), in_use=tuple(sorted(in_use)), formats=formats)
-    return selfcheck_cache.load_or_check(job, graph_check.PROGRAM)
+    """Check CUDA graphs of a model of the job's sizes that runs these kernels."""
+    formats: Formats = (None,)
+    if any(job.formats):
+        formats = tuple(QUANTIZED)[-1:]
+    sorted_in_use = tuple(sorted(in_use))
+    graph_job = replace(job, names=(GRAPH,), in_use=sorted_in_use, formats=formats)
+    return selfcheck_cache.load_or_check(graph_job, graph_check.PROGRAM)
 
 
 def job_for(
-    params: ModelArgs, plan: LayerPlan, device: torch.device, dtype: torch.dtype,
+    params: ModelArgs,
+    plan: LayerPlan,
+    device: torch.device,
+    dtype: torch.dtype,
     formats: Formats = (None,),
-) -> Job:  # fmt: skip
-    """The check of what a rank computes with, whose share `plan` has."""
-    names = ("sample",) if dtype is torch.float32 else NAMES  # products of float32 stay with torch
+) -> Job:
+    """Return the check of what a rank computes, whose share of the model `plan` describes."""
+    ranks = params.n_heads // plan.n_heads
+    # Products of float32 stay with torch: the kernels would round them to TF32.
+    names = ("sample",) if dtype is torch.float32 else NAMES
     return Job(
-        str(device), dtype_name(dtype), names, plan.dim, plan.n_heads,
-        plan.n_kv_heads, plan.head_dim, plan.ffn_dim, vocab_size=params.vocab_size,
-        vocab_rows=len(plan.share.vocab), page_size=PAGE_SIZE, formats=formats,
+        device=str(device),
+        dtype=dtype_name(dtype),
+        names=names,
+        dim=plan.dim,
+        n_heads=plan.n_heads,
+        n_kv_heads=plan.n_kv_heads,
+        head_dim=plan.head_dim,
+        ffn_dim=plan.ffn_dim,
+        vocab_size=params.vocab_size,
+        vocab_rows=params.vocab_size // ranks,
+        page_size=PAGE_SIZE,
+        formats=formats,
         kv_format=plan.kv_format.name,
-    )  # fmt: skip
+    )
 
 
 def describe(model: Transformer) -> str:
-    """The kernels that a model on a GPU runs, for the line that a build prints."""
+    """Return the kernels that a model on a GPU runs, for the line that a build prints."""
     if model.norm.weight.device.type != "cuda":
         return ""
     names = [name for name in NAMES if name in model.kernels.names]

@@ -2,15 +2,15 @@
 
     python -m llama.gpu.selfcheck '{"device": "cuda:0", "dtype": "bf16", ...}'
 
-In: a job, as JSON. Out: for each kernel a line of JSON, see program.py, and the tiles that are
-fastest. selfcheck_cache.py starts it, and sees to illegal accesses and hangs. The torch body in
-float64 says what is right. Memory that a kernel should fill is filled with NaN before.
+In: a `Job` as JSON. Out: for each kernel a line of JSON, see program.py, with the fastest tiles of
+products. selfcheck_cache.py starts the program, and handles illegal accesses and hangs. The right
+results are those of the torch bodies in float64. Memory that a kernel should write is filled with
+NaN before.
 """
 
 import copy
-import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llama.device import available_cores
-from llama.gpu.cases import Case, Cases, Results
+from llama.gpu.cases import Case, Cases, Op, Results
 from llama.gpu.job import Choice, Job
 from llama.gpu.program import run
 from llama.ops.batch import ForwardContext
@@ -28,110 +28,146 @@ from llama.ops.kv_cache import format_of
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet, Sizes, Tile
 from llama.weights import Weight
 
-# What rounding may do to a row, relative to its length: a few times what the torch bodies do.
+# The largest error of a row relative to its norm: a few times the rounding of the torch bodies.
 _TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-8, torch.float32: 2**-18}
-_COLD_BYTES = 256 << 20  # of weights that take turns: more than a GPU's cache holds
-_GAIN = 0.97  # of cuBLAS's time that a tile must stay below, to be worth it
+_INT8_TOLERANCE = 2**-7  # added over an int8 cache, where rounding may end at the next number
+_MIN_NORM = 1e-6
+_COLD_BYTES = 256 << 20  # bytes of weights that are used in turn: more than a GPU's cache has
+_MIN_SPEEDUP = 0.97  # a tile must stay below this part of cuBLAS's time
 
 
 def check_kernel(job: Job, name: str) -> list[Choice]:
-    """An error if an op gives with its kernel something else than its torch body in any case; else
-    the tiles that are to be used with it."""
+    """Compare a kernel with its op's torch body in all cases.
+
+    Returns:
+        The tiles that are to be used with it.
+
+    Raises:
+        ArithmeticError: The results differ.
+        RuntimeError: The kernel did not run.
+    """
     cases = Cases(job)
     kernels = KernelSet(frozenset({name}), frozenset({cases.dtype}))
     for case in getattr(cases, name)():
         try:
             _check_case(case, kernels, cases.dtype)
         except (ArithmeticError, RuntimeError) as e:
-            e.args = (f"{case.what}: {e}",)  # of the same type: memory may be short only now
+            e.args = (f"{case.name}: {e}",)  # it keeps its type: memory may be short only now
             raise
-        del case  # before the next one is made: caches can be large
-    has_tiles = name == "linear" and cases.device.type == "cuda"
-    products = cases.products() if has_tiles else ()
-    found = [(sizes, fastest_tile(cases, x, sizes, tiles)) for x, sizes, tiles in products]
-    return [(sizes, tile) for sizes, tile in found if tile]
+        del case  # before the next one is made, as caches can be large
+    if name != "linear" or cases.device.type != "cuda":
+        return []
+    choices = []
+    for weight, sizes, tiles in cases.products():
+        tile = fastest_tile(cases, weight, sizes, tiles)
+        if tile is not None:
+            choices.append((sizes, tile))
+    return choices
 
 
 def compile_all(job: Job) -> None:
-    """Have threads compile what the checks of the job's kernels will launch; on one core of a new
-    machine that takes a minute. What does not compile, its own check will tell."""
+    """Compile in threads all that the checks of the job's kernels will launch.
+
+    On one core of a new machine that takes a minute. What does not compile is left to its check.
+    """
     from triton import AsyncCompileMode, JITFunction
 
-    cases, launch = Cases(job), JITFunction.run
+    cases = Cases(job)
     kernels = KernelSet(frozenset(job.names), frozenset({cases.dtype}))
+    launch = JITFunction.run
 
-    def compiled(kernel: Any, *args: Any, **options: Any) -> Any:
+    def compile_only(kernel: Any, *args: Any, **options: Any) -> Any:
         return launch(kernel, *args, **options | {"warmup": True})
 
-    JITFunction.run = compiled
+    JITFunction.run = compile_only
     try:
         with (
             ThreadPoolExecutor(available_cores()) as threads,
             AsyncCompileMode(threads, ignore_errors=True),
         ):
-            for case in itertools.chain.from_iterable(getattr(cases, x)() for x in job.names):
-                case.op(*case.inputs, kernels=kernels)
+            for name in job.names:
+                for case in getattr(cases, name)():
+                    case.op(*case.inputs, kernels=kernels)
     finally:
         JITFunction.run = launch
 
 
 def _check_case(case: Case, kernels: KernelSet, dtype: torch.dtype) -> None:
-    """ArithmeticError unless the kernel's results are right, row by row; ids must be equal."""
-    torch.set_deterministic_debug_mode("warn")  # fills new memory with NaN
+    """Compare the kernel's results with the right ones; ArithmeticError where they differ.
+
+    Each row of floats may differ by rounding. Ids must be equal.
+    """
+    torch.set_deterministic_debug_mode("warn")  # it fills new memory with NaN
     try:
-        found = _results(case.op, case.inputs, kernels)
+        results = _results(case.op, case.inputs, kernels)
     finally:
         torch.set_deterministic_debug_mode("default")
-    if case.small is not None:
-        right = _results(case.op, case.small, kernels)
-    elif found[0].is_floating_point():
-        floats = [isinstance(x, Tensor) and x.is_floating_point() for x in case.inputs]
-        wide = [x.double() if i else x for x, i in zip(case.inputs, floats, strict=True)]
-        right = _results(case.op, wide)
-    else:
-        right = _results(case.op, case.inputs)
-    in_8_bits = any(isinstance(x, Tensor) and format_of(x).name for x in case.inputs)
-    allowed = _TOLERANCES[dtype] + in_8_bits * 2**-7  # or a number falls to the next unit
-    for i, (x, exact) in enumerate(zip(found, right, strict=True)):
-        if not x.is_floating_point():
-            if not torch.equal(x, exact):
-                raise ArithmeticError(f"{int((x != exact).sum())} of {x.numel()} ids differ")
+    tolerance = _TOLERANCES[dtype]
+    tensors = [x for x in case.inputs if isinstance(x, Tensor)]
+    if any(format_of(x).name for x in tensors):
+        tolerance += _INT8_TOLERANCE
+    right_results = _right_results(case, kernels, has_floats=results[0].is_floating_point())
+    for i, (result, right) in enumerate(zip(results, right_results, strict=True)):
+        if not result.is_floating_point():
+            if not torch.equal(result, right):
+                count = int((result != right).sum())
+                raise ArithmeticError(f"{count} of {result.numel()} ids differ")
             continue
-        lengths = exact.double().norm(dim=-1).clamp(min=1e-6)
-        error = float(((x.double() - exact).norm(dim=-1) / lengths).max())
-        if not error <= allowed:  # NaN is not
-            raise ArithmeticError(f"result {i} is off by {error:.2g} where {allowed:.2g} may be")
+        norms = right.double().norm(dim=-1).clamp(min=_MIN_NORM)
+        errors = (result.double() - right).norm(dim=-1) / norms
+        error = float(errors.max())
+        if not error <= tolerance:  # so written, the condition holds for NaN
+            raise ArithmeticError(f"result {i} is off by {error:.2g} where {tolerance:.2g} may be")
 
 
-def _results(
-    op: Callable[..., Tensor | Results], inputs: Sequence[Any], kernels: KernelSet = TORCH_ONLY
-) -> Results:
+def _right_results(case: Case, kernels: KernelSet, *, has_floats: bool) -> Results:
+    """Return the right results: those of the kernel on `small`, or those of the torch body.
+
+    has_floats: Whether the results are floats, which the torch body then computes in float64.
+    """
+    if case.small is not None:
+        return _results(case.op, case.small, kernels)
+    if not has_floats:
+        return _results(case.op, case.inputs)
+    return _results(case.op, [_widened(x) for x in case.inputs])
+
+
+def _widened(value: Any) -> Any:
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.double() if is_float else value
+
+
+def _results(op: Op, inputs: Sequence[Any], kernels: KernelSet = TORCH_ONLY) -> Results:
     results = op(*inputs, kernels=kernels)
     return results if isinstance(results, tuple) else (results,)
 
 
 def fastest_tile(cases: Cases, weight: Weight, sizes: Sizes, tiles: Sequence[Tile]) -> Tile | None:
-    """The tile with the least time for a product; None where cuBLAS is as fast.
+    """Return the fastest tile for a product, or None where cuBLAS is about as fast.
 
-    Each time is that of one product per weight, in a graph, so that the host's does not count.
+    Each time is that of one product per weight in a CUDA graph, so that the host's work does not
+    count.
     """
     from triton.testing import do_bench_cudagraph
 
     _, n, k, m = sizes
-    x, copies = cases.normal(m, k), range(_COLD_BYTES // weight.nbytes)
+    x = cases.normal(m, k)
+    copies = range(_COLD_BYTES // weight.nbytes)
     weights = [weight, *(copy.deepcopy(weight) for _ in copies)]
 
-    def products(kernels: KernelSet) -> None:
+    def multiply_all(kernels: KernelSet) -> None:
         for weight in weights:
             weight.linear(x, cases.out_dtype(n), ForwardContext(kernels=kernels))
 
-    own = KernelSet(frozenset({"linear"}), frozenset({cases.dtype}))
-    ways = [own, *(replace(own, tiles={sizes: tile}) for tile in tiles)]
-    times = [
-        do_bench_cudagraph(partial(products, way), rep=1, return_mode="median") for way in ways
-    ]
+    def seconds(kernels: KernelSet) -> float:
+        run = partial(multiply_all, kernels)
+        return float(do_bench_cudagraph(run, rep=1, return_mode="median"))
+
+    library = KernelSet(frozenset({"linear"}), frozenset({cases.dtype}))
+    library_time = seconds(library)
+    times = [seconds(replace(library, tiles={sizes: tile})) for tile in tiles]
     best = min(range(len(times)), key=times.__getitem__)
-    return tiles[best - 1] if best and times[best] < _GAIN * times[0] else None
+    return tiles[best] if times[best] < _MIN_SPEEDUP * library_time else None
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Which kernels a GPU may use: checked once in processes of their own, then read from a file.
+"""Starts the checks of a GPU's kernels and graphs, once on a machine, and stores the results.
 
-In: a job. Out: for each of its kernels whether it passed, or why it did not. A wrong kernel can
-hang or end its process, so children run them, and all ends before ranks that wait give up. The
-result lies as JSON in the folder of the CPU kernels, under a name made of all it depends on.
+In: a `Job`. Out: for each of its kernels whether it passed, or the reason why it did not. A wrong
+kernel can hang or end its process, so child processes run them, and all of it ends before ranks
+that wait give up. Results are JSON files in the folder of the CPU kernels, each with a name that is
+made of all that the result depends on. This module must not know what a check computes.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import TypeAdapter
@@ -30,181 +31,250 @@ from llama.gpu.job import JOB, RESULT, CheckResult, Job
 from llama.gpu.program import PARENT
 from llama.ops.cpu import native
 
-PROGRAM = ("-m", "llama.gpu.selfcheck")  # what follows Python's name in a child
-LIMIT_S = 480.0  # for all of a check; the other ranks wait for 600
-CHILD_S = 300.0  # for a child: load torch, compile, compare, time products
+PROGRAM = ("-m", "llama.gpu.selfcheck")  # the arguments of Python in a child
+LIMIT_S = 480.0  # the limit of a whole check; the other ranks wait for 600
+CHILD_S = 300.0  # the limit of a child, which loads torch, compiles, compares and times
+_END_S = 10.0  # the time that a killed child has to end
+_MIN_CAPABILITY = (8, 0)
+_MAX_MESSAGE = 300  # characters of a child's last line in a reason
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = ("engine", "gpu", "model", "ops", "ranks", "weights")
-_USED = ("checks.py", "device.py", *(f"{name}/**/*.py" for name in _FOLDERS))  # by a check
+# The sources that a result depends on.
+_SOURCES = ("checks.py", "device.py", *(f"{name}/**/*.py" for name in _FOLDERS))
+
+_Key = dict[str, Any]  # all that a result depends on: the job's fields, and versions
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """A file: everything that a result depends on, and the result."""
+class _Stored:
+    """The contents of a file."""
 
-    key: dict[str, Any]
+    key: _Key
     result: CheckResult
 
 
-_KEPT = TypeAdapter(_Kept)
+class StoredResult(NamedTuple):
+    """A result of this user's files.
+
+    Attributes:
+        key: What the result depends on: the job's fields, and versions.
+        result: The result.
+        is_current: Whether it holds for what is installed now.
+    """
+
+    key: _Key
+    result: CheckResult
+    is_current: bool
 
 
-def not_for(device: torch.device) -> str | None:
-    """Why no kernel can run on a device at all; None where they can be checked."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+_STORED = TypeAdapter(_Stored)
+
+
+def unsupported_reason(device: torch.device) -> str | None:
+    """Return why no kernel can run on a device at all; None where they can be checked."""
+    is_cuda = device.type == "cuda"
+    if is_cuda and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return "they need a GPU of compute capability 8.0"
-    if (triton := _triton()) is None:
+    triton = _triton()
+    if triton is None:
         return "Triton is not installed"
-    if device.type == "cuda" and triton.knobs.runtime.interpret:
+    if is_cuda and triton.knobs.runtime.interpret:
         return "TRITON_INTERPRET has them run on the CPU"
     return None
 
 
 def _triton() -> ModuleType | None:
-    """It is imported late, as it takes long; graphs are checked without it, too."""
+    """Import Triton late, as it takes long; None without it, when graphs are checked alone."""
     return importlib.import_module("triton") if importlib.util.find_spec("triton") else None
 
 
 def load_or_check(job: Job, program: Sequence[str] = PROGRAM) -> CheckResult:
-    """What the file says of the job's kernels, or what a check finds now; then it is written.
-    Processes that want it at once let one check. It returns within LIMIT_S, whatever kernels do."""
+    """Return the stored result of a job, or check it now and store the result.
+
+    Of processes that want it at once, one checks and the others wait. It returns within LIMIT_S,
+    whatever kernels do.
+
+    Args:
+        job: The kernels to check.
+        program: The arguments of Python for a child, which gets the job as one more.
+    """
     deadline = time.monotonic() + LIMIT_S
-    key = {**JOB.dump_python(job, mode="json", exclude={"device"}), **_versions(job.device)}
+    job_fields = JOB.dump_python(job, mode="json", exclude={"device"})
+    key = {**job_fields, **_versions(job.device)}
     try:
         folder = native.cache_folder()
         native.make_private(folder)
     except OSError as e:
         warnings.warn(
-            f"the GPU's kernels are checked again in every process, as the result cannot be kept: "
+            "the GPU's kernels are checked again in every process, as the result cannot be stored: "
             f"{e}. Set XDG_CACHE_HOME to a folder that only you can write.",
             stacklevel=2,
         )
         return check(job, program, deadline)
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    path = folder / f"gpu-{name}.json"
+    key_text = json.dumps(key, sort_keys=True)
+    digest = hashlib.sha256(key_text.encode()).hexdigest()
+    path = folder / f"gpu-{digest[:16]}.json"
     with native.locked(path.with_suffix(".lock"), LIMIT_S):
-        kept = _read(path)
-        if kept is not None and kept.key == key and kept.result.reasons.keys() == {*job.names}:
-            return kept.result
+        stored = _read(path)
+        if stored is not None and stored.key == key and _is_complete(stored.result, job):
+            return stored.result
         result = check(job, program, deadline)
         if result.is_final:
-            with contextlib.suppress(OSError):  # a full disk: checked again next time
-                _write(path, _Kept(key, result))
+            with contextlib.suppress(OSError):  # on a full disk it is checked again next time
+                _write(path, _Stored(key, result))
         return result
 
 
-def results_for(device: torch.device) -> list[tuple[dict[str, Any], CheckResult, bool]]:
-    """All that this user's files hold of such a GPU: what each result depends on, the result, and
-    whether it holds for what is installed now."""
-    now = _versions(str(device))
-    kept = filter(None, map(_read, sorted(native.cache_folder().glob("gpu-*.json"))))
-    own = [x for x in kept if x.key.get("gpu") == now["gpu"]]
-    return [(x.key, x.result, x.key.items() >= now.items()) for x in own]
+def _is_complete(result: CheckResult, job: Job) -> bool:
+    return result.reasons.keys() == {*job.names}
+
+
+def results_for(device: torch.device) -> list[StoredResult]:
+    """Return the results that this user's files have for such a GPU."""
+    versions = _versions(str(device))
+    results = []
+    for path in sorted(native.cache_folder().glob("gpu-*.json")):
+        stored = _read(path)
+        if stored is not None and stored.key.get("gpu") == versions["gpu"]:
+            is_current = stored.key.items() >= versions.items()
+            results.append(StoredResult(stored.key, stored.result, is_current))
+    return results
 
 
 def _versions(device: str) -> dict[str, str]:
-    """What a result depends on beside the job."""
-    is_cuda, triton = torch.device(device).type == "cuda", _triton()
+    """Return what a result depends on beside the job."""
+    is_cuda = torch.device(device).type == "cuda"
+    triton = _triton()
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return {
         "gpu": torch.cuda.get_device_name(device) if is_cuda else device,
         "driver": _driver(),
         "torch": torch.__version__,
         "triton": triton.__version__ if triton else "",
         "interpreter": str(bool(triton and triton.knobs.runtime.interpret)),
-        "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
+        "compiler": compiler or "",
         "source": _source_hash(),
     }
 
 
 def _driver() -> str:
-    """The driver's own words on Linux; elsewhere torch has nothing finer than CUDA's version."""
+    """Return the driver's version on Linux; elsewhere torch has CUDA's version alone."""
     with contextlib.suppress(OSError):
         return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     return str(torch.version.cuda)
 
 
 def _source_hash() -> str:
-    """Of the kernels, the ops that define them, and the steps that are tried as graphs."""
+    """Return a hash of the kernels, of the ops that define them, and of the steps of graphs."""
     digest = hashlib.sha256()
-    for path in sorted(path for place in _USED for path in _PACKAGE.glob(place)):
-        digest.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes())
+    paths = [path for pattern in _SOURCES for path in _PACKAGE.glob(pattern)]
+    for path in sorted(paths):
+        name = path.relative_to(_PACKAGE)
+        digest.update(f"{name}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _read(path: Path) -> _Kept | None:
-    """None where there is no file, or what lies there is damaged."""
+def _read(path: Path) -> _Stored | None:
+    """Return the contents of a file; None if there is none, or if it is damaged."""
     with contextlib.suppress(OSError, ValueError):
-        return _KEPT.validate_json(path.read_bytes())
+        return _STORED.validate_json(path.read_bytes())
     return None
 
 
-def _write(path: Path, kept: _Kept) -> None:
-    """All of the file or nothing, whoever reads meanwhile."""
+def _write(path: Path, stored: _Stored) -> None:
+    """Write a file at once, so that no reader sees a part of it."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix="result-", delete=False) as file:
-        file.write(_KEPT.dump_json(kept))
+        file.write(_STORED.dump_json(stored))
     os.replace(file.name, path)
 
 
 def check(job: Job, program: Sequence[str], deadline: float) -> CheckResult:
-    """Check the job's kernels in children, until the deadline of time.monotonic(). A kernel is out
-    where it fails as the first of its child: what another breaks before it is not its fault."""
+    """Check the job's kernels in child processes, until the deadline of time.monotonic().
+
+    A kernel is dropped only if it fails as the first of its child: what another kernel broke before
+    it is not its fault.
+    """
     print(f"llama: checking the kernels of {job.device}, once on this machine ...", file=sys.stderr)
-    found = CheckResult()
-    while left := tuple(name for name in job.names if name not in found.reasons):
-        said = _run(replace(job, names=left), program, deadline)
-        if said.passed:
-            said = CheckResult(dict.fromkeys(said.passed), said.tiles)
-        found |= said
-    return found
+    result = CheckResult()
+    while True:
+        unchecked = tuple(name for name in job.names if name not in result.reasons)
+        if not unchecked:
+            return result
+        reported = _run_child(replace(job, names=unchecked), program, deadline)
+        if reported.passed:
+            reported = CheckResult(dict.fromkeys(reported.passed), reported.tiles)
+        result |= reported
 
 
-def _run(job: Job, program: Sequence[str], deadline: float) -> CheckResult:
-    """What a child says of the job's first kernels, or how it ended; at least of one."""
+def _run_child(job: Job, program: Sequence[str], deadline: float) -> CheckResult:
+    """Return what a child reports of the job's first kernels, at least of one, or how it ended."""
     limit_s = min(CHILD_S, deadline - time.monotonic())
     if limit_s <= 0:
-        return _out(job.names, "there was no time left to check it", is_final=False)
+        return _dropped(job.names, "there was no time left to check it", is_final=False)
+    command = [sys.executable, *program, JOB.dump_json(job).decode()]
+    ended = _run(command, limit_s)
+    reported = CheckResult()
+    for line in ended.lines:
+        with contextlib.suppress(ValueError):  # the child was killed while it wrote
+            reported |= RESULT.validate_json(line)
+    if reported.reasons:
+        return reported
+    first = job.names[:1]
+    if ended.code is None:
+        reason = f"the check did not end within {limit_s:g} s"
+        return _dropped(first, reason, is_final=limit_s == CHILD_S)
+    if ended.code < 0:
+        return _dropped(first, f"the check was ended by {signal.Signals(-ended.code).name}")
+    # The child itself cannot run, so no kernel would do better in another one.
+    reason = f"the check ended with exit code {ended.code}: {ended.last_error[:_MAX_MESSAGE]}"
+    return _dropped(job.names, reason, is_final=False)
+
+
+class _Ended(NamedTuple):
+    """How a child ended: its exit code, None if it was killed at its limit, and its output."""
+
+    code: int | None
+    lines: list[bytes]
+    last_error: str
+
+
+def _run(command: list[str], limit_s: float) -> _Ended:
+    """Run a child in a session of its own, which ends with it."""
     paths = [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONSAFEPATH": "1",  # a folder named llama in the current one must not hide this package
         PARENT: str(os.getpid()),
     }
-    command = [sys.executable, *program, JOB.dump_json(job).decode()]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             code = child.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
             _end(child)
-        out.seek(0), err.seek(0)
-        lines, errors = out.readlines(), err.read().decode(errors="replace").strip().splitlines()
-    said = CheckResult()
-    for line in lines:
-        with contextlib.suppress(ValueError):  # it was ended while it wrote
-            said |= RESULT.validate_json(line)
-    if said.reasons:
-        return said
-    if code is None:
-        is_final = limit_s == CHILD_S
-        return _out(job.names[:1], f"the check did not end within {limit_s:g} s", is_final=is_final)
-    if code < 0:
-        return _out(job.names[:1], f"the check was ended by {signal.Signals(-code).name}")
-    text = f"the check ended with exit code {code}: {''.join(errors[-1:])[:300]}"
-    return _out(job.names, text, is_final=False)  # the child itself cannot run
+        out.seek(0)
+        err.seek(0)
+        errors = err.read().decode(errors="replace").strip().splitlines()
+        last_error = errors[-1] if errors else ""
+        return _Ended(code, out.readlines(), last_error)
 
 
-def _out(names: Sequence[str], reason: str, *, is_final: bool = True) -> CheckResult:
+def _dropped(names: Sequence[str], reason: str, *, is_final: bool = True) -> CheckResult:
     return CheckResult(dict.fromkeys(names, reason), is_final=is_final)
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
-    """Kill the child, if it lives, and the compilers that it has started."""
+    """Kill the child, if it is alive, and the compilers that it has started."""
     with contextlib.suppress(OSError):
         os.killpg(child.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it; it is left then
-        child.wait(10)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a child that the driver holds is left
+        child.wait(_END_S)

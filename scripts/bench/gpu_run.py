@@ -111,7 +111,7 @@ class Section:
             names = frozenset(DRY_KERNELS if has_kernels else ())
             model.use_kernels(KernelSet(names, frozenset({self.dtype})))
         else:
-            allowed = selection.asked_for() if has_kernels else frozenset()
+            allowed = selection.allowed_kernels() if has_kernels else frozenset()
             at = model.params, model.parallel, self.device, self.dtype
             model.use_kernels(selection.kernels_for(*at, allowed))
         core = EngineCore.for_model(

@@ -12,7 +12,7 @@ from helpers.sequences import state_of
 from llama import Llama, SamplingParams
 from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, Guess
-from llama.gpu.cases import numbers_of
+from llama.gpu.cases import read_cache
 from llama.ranks.collectives import ModelParallel
 from llama.requests.request import Request
 
@@ -133,7 +133,7 @@ def cached(llama: Llama, kind: str | None, truth: dict[tuple, list[int]]) -> tup
     while len(seq.tokens) < 80:
         core.step()
     pages = core.runner.kv_cache[:, :, list(seq.pages)]  # (L, 2, P, S, K, W)
-    slots = numbers_of(pages)[:, : min(seq.num_computed, 79)]
+    slots = read_cache(pages)[:, : min(seq.num_computed, 79)]
     while core.has_unfinished():
         core.step()
     truth.setdefault(key(seq), seq.tokens)

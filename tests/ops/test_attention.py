@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from helpers.batches import batch_of, in_8_bits
-from llama.gpu.cases import numbers_of
+from llama.gpu.cases import read_cache
 from llama.ops import attention
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
@@ -139,7 +139,7 @@ def cased_in_8_bits(number: int) -> tuple[Case, tuple[Tensor, Tensor]]:
     """Return a case whose cache holds 8-bit integers, and the exact answer for their values."""
     case = case_of(number, 1)
     held, sizes = in_8_bits(case.kv_cache), case.kv_cache.shape
-    case.kv_cache = numbers_of(held).view(sizes)
+    case.kv_cache = read_cache(held).view(sizes)
     known = case.exact()
     case.kv_cache = held
     return case, known

@@ -127,7 +127,7 @@ def test_what_a_build_asks_is_what_was_checked(tmp_path, monkeypatch):
         return CheckResult(dict.fromkeys(job.names))
 
     monkeypatch.setattr(selfcheck_cache, "load_or_check", load_or_check)
-    monkeypatch.setattr(selfcheck_cache, "not_for", lambda device: None)
+    monkeypatch.setattr(selfcheck_cache, "unsupported_reason", lambda device: None)
     at = Section("checks", tmp_path, dry=True)
     model = at.model("8b", 64, 1)
     monkeypatch.setattr(at, "model", lambda *_: model)
@@ -135,7 +135,9 @@ def test_what_a_build_asks_is_what_was_checked(tmp_path, monkeypatch):
     gpu_sections._check(at, "8b")
     checked, keys[:] = keys[:], []
     device = torch.device("cuda", 0)
-    selection.kernels_for(model.params, model.parallel, device, at.dtype, selection.asked_for())
+    selection.kernels_for(
+        model.params, model.parallel, device, at.dtype, selection.allowed_kernels()
+    )
     assert checked == keys and len(keys) == 2
 
 

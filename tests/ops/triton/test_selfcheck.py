@@ -23,7 +23,7 @@ from helpers.launch import PROGRAMS, environment
 from llama import weights
 from llama.gpu import cases, selfcheck
 from llama.gpu import selfcheck_cache as cached
-from llama.gpu.cases import Case, Cases
+from llama.gpu.cases import Case, Cases, LargeCache
 from llama.gpu.job import JOB, Job
 from llama.gpu.program import PARENT, run
 from llama.gpu.selfcheck import check_kernel
@@ -232,7 +232,7 @@ def test_a_large_cache_is_read_and_written_where_it_should_be(monkeypatch):
     def large_caches(self, small):
         large = small.new_full((2, 40, *small.shape[2:]), float("nan"))
         large[:, -small.shape[1] :] = small
-        yield "large", large, 40 - small.shape[1]
+        yield LargeCache("large", large, 40 - small.shape[1])
 
     monkeypatch.setattr(Cases, "_large_caches", large_caches)
     monkeypatch.setattr(attention, "_PROGRAMS", 2)
@@ -340,7 +340,7 @@ def test_a_child_knows_who_asked_for_it(tmp_path):
 
 def test_graphs_are_checked_where_there_is_no_triton(monkeypatch, tmp_path):
     monkeypatch.setattr(cached, "_triton", lambda: None)
-    assert cached.not_for(CPU) == "Triton is not installed"
+    assert cached.unsupported_reason(CPU) == "Triton is not installed"
     program = tmp_path / "child.py"
     program.write_text("""print('{"reasons": {"graph": null}}')""")
     assert cached.load_or_check(job("graph"), [str(program)]).passed == ["graph"]
@@ -353,10 +353,10 @@ def test_the_interpreter_is_never_taken_for_a_gpu(monkeypatch):
     result.
     """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert "TRITON_INTERPRET" in str(cached.not_for(torch.device("cuda", 0)))
-    assert cached.not_for(CPU) is None
+    assert "TRITON_INTERPRET" in str(cached.unsupported_reason(torch.device("cuda", 0)))
+    assert cached.unsupported_reason(CPU) is None
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert cached.not_for(torch.device("cuda", 0)) is None
+    assert cached.unsupported_reason(torch.device("cuda", 0)) is None
 
 
 DYING_CHILD = """
@@ -513,7 +513,7 @@ def test_the_sources_of_all_that_checks_run_count():
     )
     files = {Path(x) for x in done.stdout.split()}
     assert cached._PACKAGE / "engine" / "graphs.py" in files
-    assert files <= {path for place in cached._USED for path in cached._PACKAGE.glob(place)}
+    assert files <= {path for place in cached._SOURCES for path in cached._PACKAGE.glob(place)}
 
 
 def test_processes_that_want_it_at_once_measure_it_once(quick):
