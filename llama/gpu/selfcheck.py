@@ -30,7 +30,7 @@ from llama.weights import Weight
 
 # The largest error of a row relative to its norm: a few times the rounding of the torch bodies.
 _TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-8, torch.float32: 2**-18}
-_INT8_TOLERANCE = 2**-7  # added over an int8 cache, where rounding may end at the next number
+_CACHE_TOLERANCE = 2**-7  # added over a quantized cache, where rounding may end at the next number
 _MIN_NORM = 1e-6
 _COLD_BYTES = 256 << 20  # bytes of weights that are used in turn: more than a GPU's cache has
 _MIN_SPEEDUP = 0.97  # a tile must stay below this part of cuBLAS's time
@@ -105,7 +105,7 @@ def _check_case(case: Case, kernels: KernelSet, dtype: torch.dtype) -> None:
     tolerance = _TOLERANCES[dtype]
     tensors = [x for x in case.inputs if isinstance(x, Tensor)]
     if any(format_of(x).name for x in tensors):
-        tolerance += _INT8_TOLERANCE
+        tolerance += _CACHE_TOLERANCE
     right_results = _right_results(case, kernels, has_floats=results[0].is_floating_point())
     for i, (result, right) in enumerate(zip(results, right_results, strict=True)):
         if not result.is_floating_point():
