@@ -1,6 +1,6 @@
-"""params.json of a Llama 3 model, or config.json, translated: contents in, `ModelArgs` out.
+"""The sizes of a model, as params.json or a translated config.json states them.
 
-No file is opened, and no tensor is made.
+In: the contents of the file. Out: a `ModelArgs`. No file is opened, and no tensor is made.
 """
 
 from dataclasses import dataclass, fields
@@ -10,17 +10,19 @@ from llama.checks import brief, errors_in, limits_of, number, whole_number, with
 
 # Keys that some releases of params.json carry and that change nothing here.
 HARMLESS_PARAMS = frozenset({"max_batch_size", "max_seq_len", "model_parallel_size"})
-_DIM_OF_3_2 = (2048, 3072)  # Llama 3.2 1B and 3B: their params.json hides a RoPE factor of 32
+_DIMS_OF_3_2 = (2048, 3072)  # Llama 3.2 1B and 3B: their RoPE factor is 32, not in params.json
 
-MAX_SIZE = 2**24  # of what a file says
+MAX_SIZE = 2**24  # largest vocabulary, and largest multiple of the ffn size
 
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """What params.json says of a model, under Meta's names, and the two sizes of the run.
-    `rope_scale_factor`, `context_length` and `tied_output` are ours: Meta's files leave them to be
-    inferred, Hugging Face's config.json states them. The largest values that are taken are 60 times
-    those of the 405B model: nothing overflows or is slow."""
+    """The contents of params.json, under Meta's names, and the two sizes of the run.
+
+    `rope_scale_factor`, `context_length` and `tied_output` are not Meta's: Meta's files leave them
+    to be inferred, Hugging Face's config.json states them. The largest values that are accepted
+    are 60 times those of the 405B model, with which nothing overflows or is slow.
+    """
 
     dim: int = within(4096, 1, 2**20)
     n_layers: int = within(32, 1, 2**13)
@@ -41,35 +43,49 @@ class ModelArgs:
 
     @property
     def head_dim(self) -> int:
+        """Return the elements of one head."""
         return self.dim // self.n_heads
 
     @property
     def kv_heads(self) -> int:
+        """Return the number of key-value heads."""
         return self.n_kv_heads or self.n_heads
 
     @property
     def ffn_dim(self) -> int:
-        """Meta's rule: 2/3 of 4 x dim, times the multiplier, up to the next multiple."""
-        wide = int(2 * (4 * self.dim) / 3)
+        """Return Meta's size: 2/3 of 4 x dim, times the multiplier, up to the next multiple."""
+        ffn_dim = int(2 * (4 * self.dim) / 3)
         if self.ffn_dim_multiplier is not None:
-            wide = int(self.ffn_dim_multiplier * wide)
-        return -(-wide // self.multiple_of) * self.multiple_of
+            ffn_dim = int(self.ffn_dim_multiplier * ffn_dim)
+        return -(-ffn_dim // self.multiple_of) * self.multiple_of
 
     @property
     def rope_factor(self) -> float | None:
-        """The divisor of slow frequencies: as given, else 32 for 3.2's shapes, else 8."""
+        """Return the divisor of low frequencies: as given, else 32 for 3.2's shapes, else 8."""
         if not self.use_scaled_rope:
             return None
-        return self.rope_scale_factor or (32.0 if self.dim in _DIM_OF_3_2 else 8.0)
+        if self.rope_scale_factor:
+            return self.rope_scale_factor
+        return 32.0 if self.dim in _DIMS_OF_3_2 else 8.0
 
     @property
     def longest_context(self) -> int:
-        """Tokens that the model was made for."""
-        return self.context_length or (131072 if self.use_scaled_rope else 8192)
+        """Return the context length that the model was trained for, in tokens."""
+        if self.context_length:
+            return self.context_length
+        return 131072 if self.use_scaled_rope else 8192
 
     @classmethod
     def from_params(cls, params: dict[str, Any], source: str) -> "ModelArgs":
-        """The checked contents of a params.json; `source` names the file in errors."""
+        """Check the contents of a params.json.
+
+        Args:
+            params: The contents.
+            source: The file, as errors name it.
+
+        Raises:
+            ValueError: A key is unknown or missing, or a value is out of range.
+        """
         known = {f.name for f in fields(cls)} - HARMLESS_PARAMS
         for key in sorted(params.keys() - known - HARMLESS_PARAMS):
             raise ValueError(
@@ -84,28 +100,43 @@ class ModelArgs:
         return args
 
     def check(self, source: str) -> None:
-        """ValueError, naming `source`, unless the sizes are numbers that fit one another."""
+        """Check that the sizes are numbers that fit one another.
+
+        Raises:
+            ValueError: They do not; the error names `source`.
+        """
         with errors_in(source):
-            for name, (kind, low, high, optional) in limits_of(ModelArgs).items():
-                value = getattr(self, name)
-                if kind is int:
-                    whole_number(name, value, int(low), int(high), optional=optional)
-                elif value is not None or not optional:
-                    number(name, value, low, high, above=True)
-            for name in ("use_scaled_rope", "tied_output"):
-                if not isinstance(getattr(self, name), bool):
-                    raise ValueError(f"{name}={brief(getattr(self, name))} must be true or false")
+            self._check_ranges()
             if self.dim % self.n_heads or self.head_dim % 2:
-                sizes = f"dim={self.dim} / n_heads={self.n_heads}"
-                raise ValueError(f"{sizes} must be an even whole number, the size of a head")
+                raise ValueError(
+                    f"dim={self.dim} / n_heads={self.n_heads} must be an even whole number, the "
+                    "size of a head"
+                )
             if self.n_heads % self.kv_heads:
-                words = f"n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}"
-                raise ValueError(words)
+                raise ValueError(
+                    f"n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}"
+                )
             if self.ffn_dim < 1:
                 raise ValueError(f"ffn_dim_multiplier={self.ffn_dim_multiplier} leaves no ffn")
 
+    def _check_ranges(self) -> None:
+        """Check each value by itself."""
+        for name, (value_type, low, high, optional) in limits_of(ModelArgs).items():
+            value = getattr(self, name)
+            if value_type is int:
+                whole_number(name, value, int(low), int(high), optional=optional)
+            elif value is not None or not optional:
+                number(name, value, low, high, above=True)
+        for name in ("use_scaled_rope", "tied_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={brief(getattr(self, name))} must be true or false")
+
     def check_ranks(self, size: int) -> None:
-        """ValueError unless a model-parallel group of `size` ranks can share this model."""
+        """Check that a model-parallel group of `size` ranks can divide this model.
+
+        Raises:
+            ValueError: It cannot; the error names the size that is not divisible.
+        """
         parts = {"n_heads": self.n_heads, "ffn_dim": self.ffn_dim, "vocab_size": self.vocab_size}
         for name, whole in parts.items():
             if whole % size:

@@ -37,9 +37,11 @@ from llama.ops.triton.kernels import KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.weights import Weight
 
-_KEPT_BYTES = 16 << 20  # of workspace between calls: new memory costs a fault per page
+# Bytes of workspace that stay allocated between calls: new memory costs a page fault per page.
+_KEPT_BYTES = 16 << 20
+_has_global_hook: Callable[[], bool] = _has_any_global_hook
 _count_of = attrgetter("num_changes")
-Forwards = Mapping[type[nn.Module], Callable]  # the kinds of modules in a layer, as defined
+Forwards = Mapping[type[nn.Module], Callable[..., Any]]  # the forward of each class of a layer
 
 
 @dataclass(frozen=True)
@@ -65,19 +67,28 @@ class SubLayer:
 
 @dataclass(eq=False)
 class OpLayers:
-    """A sequence of ops called from Python, on any device and in any format. The bytes are those of
-    the modules: the same ops in the same order."""
+    """The layers as a sequence of operators called from Python, on any device and in any format.
+
+    The bytes are those of the modules: the same operators in the same order.
+    """
 
     plan: LayerPlan
     sublayers: Sequence[SubLayer]
     parallel: ModelParallel
 
     def supports(self, kv_cache: Tensor) -> bool:
+        """Return whether `run` takes this KV cache."""
         return _is_cache(self.plan, kv_cache, self.sublayers[0].norm.weight.dtype)
 
     def run(self, x: Tensor, freqs_cis: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
-        """x (T, E), freqs_cis (T, D/2), kv_cache (L, 2, P, S, K, W) that it `supports`, written in
-        place -> (T, E)."""
+        """Run the layers: x (T, E) -> (T, E).
+
+        Args:
+            x: The residual stream.
+            freqs_cis: The rotations of the tokens' positions, (T, D/2).
+            kv_cache: (L, 2, P, S, K, W), which it `supports`, written in place.
+            batch: The tokens of the step.
+        """
         planes = kv_cache.unbind()
         kernels = batch.kernels
         first = self.sublayers[0].norm
@@ -97,56 +108,61 @@ class OpLayers:
 
 
 class NativeLayers:
-    """One call of layers.cpp, where the CPU's kernels take all weights; one thread at a time."""
+    """The layers as one call of layers.cpp, if the CPU kernels take all weights.
+
+    One thread at a time may run it.
+    """
 
     def __init__(
         self, plan: LayerPlan, sublayers: Sequence[SubLayer], parallel: ModelParallel
     ) -> None:
-        """ValueError where the kernels do not take the weights, or their sizes."""
-        self.plan, self.parallel, p = plan, parallel, plan
-        self.sublayers = sublayers  # kept, as the table has their addresses
+        """Describe the half layers to the kernels.
+
+        Raises:
+            ValueError: The kernels do not take the weights, or their sizes.
+        """
+        self.plan = plan
+        self.parallel = parallel
+        self.sublayers = sublayers  # they keep the tensors alive whose addresses the table has
         self._eps = float(sublayers[0].norm.eps)
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._sizes = (p.dim, p.n_heads, p.n_kv_heads, p.head_dim, p.ffn_dim)
-        rows = [_native_row(sublayer, p.dim) for sublayer in sublayers]
+        self._sizes = (plan.dim, plan.n_heads, plan.n_kv_heads, plan.head_dim, plan.ffn_dim)
+        rows = [_native_row(sublayer, plan.dim) for sublayer in sublayers]
         if any(sublayer.norm.eps != self._eps for sublayer in sublayers):
             raise ValueError("the CPU's kernels take one epsilon for all norms")
-        has_odd_rows = any(size % 32 for size in (p.head_dim, p.dim, p.ffn_dim))
-        if has_odd_rows or p.head_dim > MAX_HEAD_DIM or p.n_heads % p.n_kv_heads:
+        is_aligned = not any(size % 32 for size in (plan.head_dim, plan.dim, plan.ffn_dim))
+        has_whole_groups = plan.n_heads % plan.n_kv_heads == 0
+        if not is_aligned or not has_whole_groups or plan.head_dim > MAX_HEAD_DIM:
             raise ValueError("these sizes are not for the CPU's kernels")
         self._table = torch.tensor(rows)
 
     def supports(self, kv_cache: Tensor) -> bool:
-        is_there = kv_cache.device.type == "cpu" and kv_cache.is_contiguous()
-        return (
-            is_there and kv_cache.dtype in NATIVE and _is_cache(self.plan, kv_cache, torch.bfloat16)
-        )
+        """Return whether `run` takes this KV cache."""
+        is_usable = kv_cache.device.type == "cpu" and kv_cache.is_contiguous()
+        return is_usable and _is_cache(self.plan, kv_cache, torch.bfloat16)
 
     def run(self, x: Tensor, freqs_cis: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
-        """As `OpLayers.run`. Between ranks there are two native calls a layer, with a sum after
-        each."""
-        p, (t, e), (b, width) = self.plan, x.shape, batch.page_table.shape
-        x = x.clone(memory_format=torch.contiguous_format)
-        num_pages, page_size = kv_cache.shape[2:4]
-        assert len(batch.seq_lens_cpu) == b and max(batch.seq_lens_cpu) <= width * page_size, width
-        assert e == p.dim and freqs_cis.shape == (t, p.head_dim // 2), (x.shape, e)
-        lengths = len(batch.slots), len(batch.query_starts), len(batch.seq_lens)
-        assert lengths == (t, b + 1, b), (lengths, t, b)
-        starts, lens, kv_format = batch.query_starts, batch.seq_lens, NATIVE[kv_cache.dtype]
-        sizes = (t, b, *self._sizes)
-        threads = torch.get_num_threads()
-        num_bytes = native.call("layers_workspace", starts, lens, *sizes, threads)
-        workspace = self._workspace
-        if len(workspace) < num_bytes:
-            workspace = torch.empty(num_bytes, dtype=torch.uint8)
-        if num_bytes <= _KEPT_BYTES:
-            self._workspace = workspace
+        """Run the layers, with the arguments and the result of `OpLayers.run`.
 
-        def run_sublayers(out: Tensor, first: int, last: int) -> None:
+        Between ranks there are two native calls per layer, each followed by a sum.
+        """
+        x = x.clone(memory_format=torch.contiguous_format)
+        num_tokens, _ = x.shape
+        num_seqs, table_width = batch.page_table.shape
+        num_pages, page_size = kv_cache.shape[2:4]
+        self._check(x, freqs_cis, batch, page_size)
+        starts = batch.query_starts
+        lens = batch.seq_lens
+        kv_format = NATIVE[kv_cache.dtype]
+        scale = self.plan.head_dim**-0.5
+        sizes = (num_tokens, num_seqs, *self._sizes)
+        workspace = self._allocate(starts, lens, sizes)
+
+        def run_sublayers(out: Tensor, first: int, end: int) -> None:
             native.call(
                 "layers_bf16", self._table, x, out, freqs_cis, kv_cache, batch.slots,
-                batch.page_table, starts, lens, workspace, first, last, *sizes, num_pages,
-                page_size, width, kv_format, self._eps, p.head_dim**-0.5,
+                batch.page_table, starts, lens, workspace, first, end, *sizes, num_pages,
+                page_size, table_width, kv_format, self._eps, scale,
             )  # fmt: skip
 
         if self.parallel.size == 1:
@@ -158,30 +174,54 @@ class NativeLayers:
                 x += self.parallel.all_reduce(part)
         return x
 
+    def _check(self, x: Tensor, freqs_cis: Tensor, batch: Batch, page_size: int) -> None:
+        """Check the shapes that the kernels rely on: a wrong one would read or write anywhere."""
+        num_tokens, dim = x.shape
+        num_seqs, table_width = batch.page_table.shape
+        assert len(batch.seq_lens_cpu) == num_seqs, (batch.seq_lens_cpu, num_seqs)
+        assert max(batch.seq_lens_cpu) <= table_width * page_size, table_width
+        assert dim == self.plan.dim, (x.shape, self.plan.dim)
+        assert freqs_cis.shape == (num_tokens, self.plan.head_dim // 2), freqs_cis.shape
+        lengths = (len(batch.slots), len(batch.query_starts), len(batch.seq_lens))
+        assert lengths == (num_tokens, num_seqs + 1, num_seqs), (lengths, num_tokens, num_seqs)
+
+    def _allocate(self, starts: Tensor, lens: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Return the workspace of a step; a small one is kept for the next step."""
+        threads = torch.get_num_threads()
+        num_bytes = native.call("layers_workspace", starts, lens, *sizes, threads)
+        workspace = self._workspace
+        if len(workspace) < num_bytes:
+            workspace = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes <= _KEPT_BYTES:
+            self._workspace = workspace
+        return workspace
+
 
 def _native_row(sublayer: SubLayer, dim: int) -> list[int]:
     """Describe a half layer as `Half` in layers.cpp does.
 
     The addresses are of tensors that live as long as the sublayer.
     """
-    first, second = sublayer.first.native_matrix(), sublayer.second.native_matrix()
-    norm, bias = sublayer.norm.weight, sublayer.bias
+    first = sublayer.first.native_matrix()
+    second = sublayer.second.native_matrix()
+    norm = sublayer.norm.weight
+    bias = sublayer.bias
     is_taken = _is_vector(norm, dim) and (bias is None or _is_vector(bias, sublayer.first.shape[0]))
     if sublayer.kind.native is None or first is None or second is None or not is_taken:
         raise ValueError("these weights are not for the CPU's kernels")
-    address = 0 if bias is None else bias.data_ptr()
-    head = [sublayer.kind.native, sublayer.kv_plane or 0, norm.data_ptr(), address]
+    bias_address = 0 if bias is None else bias.data_ptr()
+    head = [sublayer.kind.native, sublayer.kv_plane or 0, norm.data_ptr(), bias_address]
     return [*head, *first, *second]
 
 
 def _is_vector(x: Tensor, size: int) -> bool:
-    """Whether the CPU's kernels can read a vector of this size."""
-    is_ours = x.dtype is torch.bfloat16 and x.device.type == "cpu"
-    return is_ours and x.is_contiguous() and x.shape == (size,)
+    """Return whether the CPU kernels can read a vector of this size."""
+    is_bf16 = x.dtype is torch.bfloat16 and x.device.type == "cpu"
+    return is_bf16 and x.is_contiguous() and x.shape == (size,)
 
 
 def _is_cache(plan: LayerPlan, kv_cache: Tensor, dtype: torch.dtype) -> bool:
-    """Whether it is that of such a model in `dtype`."""
+    """Return whether it has the shape and type of the KV cache of a model in `dtype`."""
     shape = tuple(kv_cache.shape)
     return len(shape) == 6 and (shape, kv_cache.dtype) == plan.kv_cache(*shape[2:4], dtype)
 
@@ -190,53 +230,76 @@ Executor = OpLayers | NativeLayers
 
 
 class LayerExecution:
-    """Finds the executor of the layers, and makes it again when they have changed. definitions: the
-    forward of each kind of module that a layer is made of; a layer has `sublayers`."""
+    """Finds the executor of the layers, and makes it again when they have changed.
+
+    Attributes:
+        uses_modules: Run the modules in any case, see `Transformer.use_modules`.
+    """
 
     def __init__(
         self, plan: LayerPlan, layers: nn.ModuleList, parallel: ModelParallel, definitions: Forwards
     ) -> None:
-        self.uses_modules = False  # whatever is found: see `Transformer.use_modules`
-        self._plan, self._layers, self._parallel = plan, layers, parallel
+        """Start without an executor.
+
+        Args:
+            plan: What the layers are.
+            layers: The modules; those that the plan lists have `sublayers`.
+            parallel: The rank among its peers.
+            definitions: The forward of each class of module that a layer is made of.
+        """
+        self.uses_modules = False
+        self._plan = plan
+        self._layers = layers
+        self._parallel = parallel
         self._definitions = definitions
         self._executor: Executor | None = None
-        self._made_of: list[object] = []  # the state that it, or None, was made of
-        self._watched: list[WatchedModule] = []  # the modules in the layers,
-        self._hooks: list[Mapping] = []  # theirs, by whoever looks into them,
-        self._parameters: list[Mapping[str, Tensor]] = []  # and theirs
+        self._state_at_making: list[object] = []  # the state that the executor was made from
+        self._watched: list[WatchedModule] = []  # modules within the layers
+        self._hooks: list[Mapping[int, Any]] = []  # their forward hooks
+        self._parameters: list[Mapping[str, Tensor | None]] = []  # their parameters
 
     def find(self, kernels: KernelSet) -> Executor | None:
-        """Asked at each step: what has not changed is not looked at twice."""
+        """Return the executor that is valid now, or None if the modules must run.
+
+        It is called at each step, and looks only at what may have changed.
+        """
         if self.uses_modules:
             return None
-        if self._state(kernels) != self._made_of:
+        if self._state(kernels) != self._state_at_making:
             self._executor = self._make(kernels)
-            self._made_of = self._state(kernels)
-        is_defined = all(kind.forward is forward for kind, forward in self._definitions.items())
-        is_watched = any(self._hooks) or _has_any_global_hook()
-        return self._executor if is_defined and not is_watched else None
+            self._state_at_making = self._state(kernels)
+        is_defined = all(
+            module_class.forward is forward for module_class, forward in self._definitions.items()
+        )
+        is_hooked = any(self._hooks) or _has_global_hook()
+        return self._executor if is_defined and not is_hooked else None
 
     def _state(self, kernels: KernelSet) -> list[object]:
-        """All that an executor depends on: the layers, their changes so far, where numbers are."""
-        tensors = chain.from_iterable(x.values() for x in self._parameters)
-        changes, addresses = map(_count_of, self._watched), map(Tensor.data_ptr, tensors)
+        """Return what an executor depends on: layers, counts of changes, addresses of weights."""
+        tensors = chain.from_iterable(parameters.values() for parameters in self._parameters)
+        changes = map(_count_of, self._watched)
+        addresses = map(Tensor.data_ptr, tensors)  # type: ignore[arg-type]
         return [kernels, native.kernels() is None, *self._layers, *changes, *addresses]
 
     def _make(self, kernels: KernelSet) -> Executor | None:
         modules = list(self._layers.modules())[1:]
-        called = [x for x in modules if not isinstance(x, Weight)]
-        self._watched = [x for x in called if isinstance(x, WatchedModule)]
-        self._hooks = [h for x in called for h in (x._forward_hooks, x._forward_pre_hooks)]
-        self._parameters = [x._parameters for x in modules]  # type: ignore[misc]
-        if any(type(x) not in self._definitions or "forward" in vars(x) for x in called):
-            return None
+        called = [module for module in modules if not isinstance(module, Weight)]
+        self._watched = [module for module in called if isinstance(module, WatchedModule)]
+        self._hooks = []
+        for module in called:
+            self._hooks += [module._forward_hooks, module._forward_pre_hooks]
+        self._parameters = [module._parameters for module in modules]
+        for module in called:
+            if type(module) not in self._definitions or "forward" in vars(module):
+                return None
         sublayers: list[SubLayer] = []
         for spec in self._plan.layers:
             layer: Any = self._layers[spec.index]
             sublayers += layer.sublayers(spec.kv_plane)
-        made_of = self._plan, sublayers, self._parallel
         if sublayers[0].norm.weight.is_cuda or kernels.names:
-            return OpLayers(*made_of)
+            return OpLayers(self._plan, sublayers, self._parallel)
+        if native.kernels() is None:
+            return None
         with contextlib.suppress(ValueError):
-            return NativeLayers(*made_of) if native.kernels() is not None else None
+            return NativeLayers(self._plan, sublayers, self._parallel)
         return None

@@ -176,7 +176,7 @@ class AttentionKind(HalfKind):
     ) -> Tensor:
         """Rotate, store and attend: part (T, (H + 2K) D) -> (T, H D)."""
         assert kv_cache is not None
-        qkv = part.unflatten(-1, (-1, self.head_dim))
+        qkv = part.view(len(part), -1, self.head_dim)
         queries = rope_and_store(qkv, freqs_cis, kv_cache, batch.slots, batch.kernels)
         return paged_attention(queries, kv_cache, batch).flatten(1)
 
@@ -216,7 +216,7 @@ class FeedForward(HalfLayer):
         return self.w2
 
     def forward(self, x: Tensor, context: ForwardContext = DEFAULT_CONTEXT) -> Tensor:
-        """x (..., E) -> (..., E)."""
+        """Run the block: x (..., E) -> (..., E)."""
         gated = silu_mul(apply(self.w13, x, context), context.kernels)
         return apply(self.w2, gated, context)
 

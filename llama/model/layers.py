@@ -1,8 +1,8 @@
-"""The layers that hold weights: linear, embedding and norm, whole or divided among ranks.
+"""The modules that have weights: linear, embedding and norm, whole or divided among ranks.
 
-In: sizes and a `ModelParallel`. Out: modules whose weights have no memory until `Transformer` gives
-it. A matrix is a `Weight`; a state dict shows each plain, under Meta's name. Column-, row- and
-vocabulary-parallel layers follow Megatron-LM (Shoeybi et al., 2019).
+In: the sizes of this rank and a `ModelParallel`. Out: modules whose weights have no memory until
+`Transformer` allocates it. A matrix is a `Weight`; a state dict shows each matrix plain, under
+Meta's name. Column-, row- and vocabulary-parallel layers follow Megatron-LM (Shoeybi et al., 2019).
 
 Shapes: ... any leading dimensions; N outputs and K inputs of a weight; E model dim.
 """
@@ -23,13 +23,16 @@ from llama.weights import PlainWeight, Weight
 
 
 class WatchedModule(nn.Module):
-    """A module that counts its changes: another part, weight, forward, class or setting. Hooks, and
-    where the numbers of a weight lie, `llama.model.execution` sees itself."""
+    """A module that counts its changes: another part, weight, forward, class or setting.
+
+    `llama.model.execution` compares the counts, and looks at hooks and at the addresses of weights
+    itself.
+    """
 
     num_changes = 0
 
-    def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value)  # type: ignore[arg-type]
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
         self._count()
 
     def __delattr__(self, name: str) -> None:
@@ -37,6 +40,7 @@ class WatchedModule(nn.Module):
         self._count()
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a part, and count the change."""
         super().add_module(name, module)
         self._count()
 
@@ -63,27 +67,32 @@ def _takes_context(forward: Callable[..., Any]) -> bool:
 def unfilled(
     *shape: int, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
 ) -> nn.Parameter:
-    """A frozen weight; layers are born without memory, which `Transformer` then gives them."""
+    """Make a frozen parameter; by default it has no memory, which `Transformer` allocates later."""
     return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype), requires_grad=False)
 
 
 class Matrix(WatchedModule):
-    """A weight (N, K) in some format; state dicts show it plain."""
+    """A weight (N, K) in some format; state dicts show it plain.
+
+    Attributes:
+        weight: The weight.
+        names: Meta's names of the tensors that it is made of, in order.
+    """
 
     weight: Weight
-    names: Sequence[str] = ()  # of the tensors of Meta's checkpoint that it is made of, in order
+    names: Sequence[str] = ()
 
     def __init__(self, n_out: int, n_in: int) -> None:
         super().__init__()
         self.weight = PlainWeight.pack(torch.empty(n_out, n_in, device="meta"))
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "weight" and isinstance(value, Tensor):  # as any module of torch takes one
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and isinstance(value, Tensor):  # PyTorch's modules take tensors
             value = PlainWeight.pack(value.data)
         super().__setattr__(name, value)
 
     def pack(self, quantize: str | None = None) -> None:
-        """Put a plain weight in the format asked for, or the fastest; views are invalid then."""
+        """Put a plain weight into the format asked for, or the fastest; views become invalid."""
         if isinstance(self.weight, PlainWeight):
             plain = self.weight.plain()
             self.weight = weights.packed(plain, quantize, plain.device)
@@ -92,7 +101,7 @@ class Matrix(WatchedModule):
         destination[f"{prefix}weight"] = self.weight.plain()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """torch's hook of `load_state_dict`, which does not know of formats."""
+        """Load a plain matrix into the format that the weight has."""
         _, _, missing, _, errors = args
         name = f"{prefix}weight"
         if name not in state_dict:
@@ -102,7 +111,7 @@ class Matrix(WatchedModule):
 
 
 class Linear(Matrix):
-    """(..., in) -> (..., out) by this rank's weight. No bias."""
+    """A product with this rank's weight, (..., K) -> (..., N), without a bias."""
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__(n_out, n_in)
@@ -114,13 +123,21 @@ class Linear(Matrix):
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """dtype: of the result; float32 keeps what rounding to x's type would lose."""
+        """Multiply: x (..., K) -> (..., N).
+
+        Args:
+            x: The rows.
+            context: What is known of the rows, such as the step's `Batch`.
+            dtype: The type of the result; float32 keeps what rounding to the type of x would lose.
+        """
         return self.weight.linear(x, dtype, context)
 
 
 class ColumnParallelLinear(Linear):
-    """(..., in) -> (..., n_out), this rank's rows of the weight; or with gather_output (..., out)
-    on every rank, the rows of all."""
+    """A product whose outputs the ranks divide: (..., in) -> (..., n_out).
+
+    With `gather_output` every rank gets the outputs of all, (..., out).
+    """
 
     def __init__(
         self, n_in: int, n_out: int, parallel: ModelParallel, *, gather_output: bool = False
@@ -136,6 +153,7 @@ class ColumnParallelLinear(Linear):
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
+        """Multiply, and gather if `gather_output` asks for it."""
         out = self.share(x, context, dtype=dtype)
         return self.parallel.all_gather(out) if self.gather_output else out
 
@@ -146,12 +164,12 @@ class ColumnParallelLinear(Linear):
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """(..., in) -> (..., n_out): this rank's part, with or without gather_output."""
+        """Multiply without gathering: x (..., in) -> (..., n_out) of this rank."""
         return super().forward(x, context, dtype=dtype)
 
 
 class RowParallelLinear(Linear):
-    """(..., n_in) -> (..., out), summed over the ranks: `n_in` are the columns of this rank."""
+    """A product whose inputs the ranks divide: (..., n_in) -> (..., out), summed over the ranks."""
 
     def __init__(self, n_in: int, n_out: int, parallel: ModelParallel) -> None:
         super().__init__(n_in, n_out)
@@ -164,12 +182,15 @@ class RowParallelLinear(Linear):
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
+        """Multiply, and sum over the ranks."""
         return self.parallel.all_reduce(super().forward(x, context, dtype=dtype))
 
 
 class VocabParallelEmbedding(Matrix):
-    """(...) ids -> (..., dim): each rank holds the rows of some ids, `own`, and adds 0 for the
-    rest."""
+    """The token embedding: ids (...) -> (..., E).
+
+    Each rank has the rows of some ids, `own`, and adds zeros for all others.
+    """
 
     def __init__(self, own: range, dim: int, parallel: ModelParallel) -> None:
         super().__init__(len(own), dim)
@@ -177,38 +198,49 @@ class VocabParallelEmbedding(Matrix):
         self.own = own
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Look up ids (...) -> (..., E)."""
         if self.parallel.size == 1:
             return self.weight.rows(tokens)
         local = tokens - self.own.start
-        elsewhere = (local < 0) | (local >= len(self.own))
-        x = self.weight.rows(local.masked_fill(elsewhere, 0))
-        return self.parallel.all_reduce(x.masked_fill_(elsewhere.unsqueeze(-1), 0))
+        is_elsewhere = (local < 0) | (local >= len(self.own))
+        x = self.weight.rows(local.masked_fill(is_elsewhere, 0))
+        return self.parallel.all_reduce(x.masked_fill_(is_elsewhere.unsqueeze(-1), 0))
 
 
 class RMSNorm(WatchedModule):
+    """Root-mean-square normalisation of rows (..., E)."""
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = unfilled(dim)
 
     def forward(self, x: Tensor, context: ForwardContext = DEFAULT_CONTEXT) -> Tensor:
+        """Normalise rows: x (..., E) -> (..., E)."""
         return rms_norm(x, self.weight, self.eps, context.kernels)
 
 
 class FusedBlock(WatchedModule):
-    """A block that holds several of Meta's matrices as one, `fused`; state dicts show each. rows:
-    of each matrix by Meta's name, in the order in which they are stored."""
+    """A block that has several of Meta's matrices as one; state dicts show each of them.
 
-    elsewhere: ClassVar[dict[str, str]] = {}  # what only Meta's block has, and where to find it
+    Attributes:
+        fused: The name of the fused matrix.
+        rows: The rows of each matrix, by Meta's name, in the order in which they are stored.
+        elsewhere: What only Meta's block has, and a hint where to find it.
+    """
+
+    elsewhere: ClassVar[dict[str, str]] = {}
 
     def __init__(self, fused: str, rows: dict[str, int]) -> None:
         super().__init__()
-        self.fused, self.rows = fused, rows
-        self.register_state_dict_post_hook(_show_parts)
-        self.register_load_state_dict_pre_hook(_fuse_parts)
+        self.fused = fused
+        self.rows = rows
+        module: Any = self  # PyTorch does not annotate these methods
+        module.register_state_dict_post_hook(_show_parts)
+        module.register_load_state_dict_pre_hook(_fuse_parts)
 
     def parts(self) -> dict[str, Tensor]:
-        """Meta's name of each matrix -> its rows: views, or copies where the weight is packed."""
+        """Return the rows of each matrix, by Meta's name: views, or copies of a packed weight."""
         plain: Any = self.get_submodule(f"{self.fused}.weight")
         return dict(zip(self.rows, plain.plain().split(list(self.rows.values())), strict=True))
 
@@ -223,7 +255,7 @@ class FusedBlock(WatchedModule):
 
 
 def _show_parts(block: FusedBlock, state_dict: Any, prefix: str, _: Any) -> None:
-    """After a block has saved its weights: Meta's names and parts instead of the fused matrix."""
+    """Replace the fused matrix by Meta's matrices, after a block has saved its weights."""
     del state_dict[f"{prefix}{block.fused}.weight"]
     others = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
     parts = {f"{prefix}{name}.weight": part for name, part in block.parts().items()}
@@ -231,19 +263,20 @@ def _show_parts(block: FusedBlock, state_dict: Any, prefix: str, _: Any) -> None
 
 
 def _fuse_parts(block: FusedBlock, state_dict: Any, prefix: str, *args: Any) -> None:
-    """Before a block loads its weights: the fused matrix instead of Meta's parts."""
+    """Replace Meta's matrices by the fused one, before a block loads its weights."""
     _, _, missing, _, errors = args
-    found = []
+    parts = []
     for name, present in block.parts().items():
         key = f"{prefix}{name}.weight"
         if key not in state_dict:
             missing.append(key)
         part = state_dict.pop(key, present)
-        found.append(part if _has_shape(key, part, tuple(present.shape), errors) else present)
-    state_dict[f"{prefix}{block.fused}.weight"] = torch.cat([p.to(found[0]) for p in found])
+        parts.append(part if _has_shape(key, part, tuple(present.shape), errors) else present)
+    state_dict[f"{prefix}{block.fused}.weight"] = torch.cat([part.to(parts[0]) for part in parts])
 
 
 def _has_shape(name: str, given: Tensor, shape: tuple[int, ...], errors: list[str]) -> bool:
+    """Return whether a tensor has this shape; add an error if it does not."""
     if tuple(given.shape) != shape:
         errors.append(f"{name} has shape {tuple(given.shape)}, the model's is {shape}")
     return tuple(given.shape) == shape

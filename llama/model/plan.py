@@ -1,4 +1,4 @@
-"""What the layers of a model are, on one rank: the one description that all who run them share.
+"""The layers of a model on one rank: the description that all code that runs them shares.
 
 In: the sizes of a model and a rank's `Placement`. Out: a `LayerPlan`, which lists the kinds of each
 layer. The modules are built from it; the executors and the memory estimate read it. It holds no

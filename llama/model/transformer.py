@@ -1,7 +1,7 @@
-"""The mathematics of Llama 3 and nothing else: token ids and a `Batch` in, hidden states out.
+"""The Llama 3 model: token ids and a `Batch` in, hidden states and logits out.
 
-It knows nothing of requests, scheduling or sampling. `Transformer.hidden_states` runs the flat
-ragged batch of the engine; `Transformer.forward` is Meta's own signature, an adapter over it.
+It must not know of requests, scheduling or sampling. `Transformer.hidden_states` runs the flat
+ragged batch of the engine; `Transformer.forward` has Meta's signature and runs the same modules.
 
 Shapes: T tokens of the flat batch, B sequences, R rows that want logits, E model dim, H query heads
 and K kv heads of this rank, D head dim, F ffn of this rank, V vocabulary, P pages, S slots per
@@ -72,9 +72,15 @@ class TransformerBlock(WatchedModule):
         sublayers = []
         for kind in self.kinds:
             half: Any = getattr(self, kind.name)
-            norm: Any = getattr(self, kind.norm_name)
-            first, second = half.first.weight, half.second.weight
-            sublayers.append(SubLayer(kind, norm, first, second, half.bias, kv_plane))
+            sublayer = SubLayer(
+                kind=kind,
+                norm=getattr(self, kind.norm_name),
+                first=half.first.weight,
+                second=half.second.weight,
+                bias=half.bias,
+                kv_plane=kv_plane,
+            )
+            sublayers.append(sublayer)
         return sublayers
 
 
@@ -82,7 +88,7 @@ class AbsentLayer(nn.Module):
     """Stands where another pipeline stage holds the layer, so that Meta's numbering stays."""
 
 
-_KINDS = (
+_LAYER_CLASSES = (
     TransformerBlock,
     AbsentLayer,
     Attention,
@@ -91,21 +97,25 @@ _KINDS = (
     ColumnParallelLinear,
     RowParallelLinear,
 )
-_LAYER_FORWARDS: dict[type[nn.Module], Callable] = {kind: kind.forward for kind in _KINDS}
+_LAYER_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
+    module_class: module_class.forward for module_class in _LAYER_CLASSES
+}
 
 
 class Transformer(nn.Module):
-    """One rank's share of a Llama 3 model, uninitialised until `loading_order` is filled. With
-    device="meta" nothing is allocated, with fills_late no matrix of a layer before its turn.
+    """One rank's share of a Llama 3 model, uninitialised until `loading_order` is filled.
 
     Attributes:
         tok_embeddings: The token embedding, on the stages that hold it.
         output: The lm_head, on the last stage.
+        quantization: The format that the weights were rounded to; None: none.
+        kernels: The Triton kernels that the operators may run.
+        plan: What the layers of this rank are.
     """
 
     tok_embeddings: VocabParallelEmbedding
     output: ColumnParallelLinear
-    quantization: str | None = None  # the format that the weights were rounded to, if they were
+    quantization: str | None = None
 
     def __init__(
         self,
@@ -117,6 +127,16 @@ class Transformer(nn.Module):
         kv_format: KVFormat = AS_COMPUTED,
         fills_late: bool = False,
     ) -> None:
+        """Build the modules.
+
+        Args:
+            params: The sizes of the model and of the run.
+            parallel: This rank among its peers; by default a process alone.
+            device: Where the weights are; "meta" allocates nothing.
+            dtype: The type of the weights.
+            kv_format: How the KV cache stores keys and values.
+            fills_late: Allocate the matrices of a layer when `loading_order` comes to it.
+        """
         super().__init__()
         parallel = parallel or ModelParallel()
         placement = parallel.placement
@@ -136,43 +156,60 @@ class Transformer(nn.Module):
             for i in range(params.n_layers)
         )
         self.kernels = TORCH_ONLY
-        self._context = DEFAULT_CONTEXT  # of rows outside the layers
+        self._context = DEFAULT_CONTEXT  # the context of rows outside the layers
         self._execution = LayerExecution(plan, self.layers, parallel, _LAYER_FORWARDS)
         self.norm = RMSNorm(params.dim, params.norm_eps)
         if share.has_lm_head:
             self.output = ColumnParallelLinear(
                 params.dim, len(share.vocab), parallel, gather_output=True
             )
-        late = {x for x in self.layers.modules() if fills_late and isinstance(x, PlainWeight)}
-        for module in list(self.modules()):
-            place = "meta" if module in late else device
-            for name, weight in list(module.named_parameters(recurse=False)):
-                setattr(module, name, unfilled(*weight.shape, device=place, dtype=dtype))
-                use_huge_pages(getattr(module, name))  # before the first touch, which settles it
+        self._allocate(device, dtype, fills_late)
         self._name_matrices()
         self.tie()
-        self.register_load_state_dict_post_hook(_tie_again)
-        sizes = params.head_dim, params.max_seq_len, params.rope_theta, params.rope_factor
-        # (max_seq_len, D/2) complex64, whatever the weights' type
-        self.freqs_cis = precompute_freqs_cis(*sizes).to(device)
-        self._raw_pages: Tensor | None = None  # of `forward`, made at its first call
+        module: Any = self  # PyTorch does not annotate this method
+        module.register_load_state_dict_post_hook(_tie_again)
+        # (max_seq_len, D/2) complex64, whatever the type of the weights is
+        self.freqs_cis = precompute_freqs_cis(
+            params.head_dim, params.max_seq_len, params.rope_theta, params.rope_factor
+        ).to(device)
+        self._raw_pages: Tensor | None = None  # the KV cache of `forward`, made at its first call
+
+    def _allocate(self, device: torch.device | str, dtype: torch.dtype, fills_late: bool) -> None:
+        """Give every parameter its memory, or none until its turn comes."""
+        late: set[nn.Module] = set()
+        if fills_late:
+            late = {module for module in self.layers.modules() if isinstance(module, PlainWeight)}
+        for module in list(self.modules()):
+            module_device = "meta" if module in late else device
+            for name, weight in list(module.named_parameters(recurse=False)):
+                parameter = unfilled(*weight.shape, device=module_device, dtype=dtype)
+                setattr(module, name, parameter)
+                use_huge_pages(parameter)  # before the first access, which decides it
 
     def _name_matrices(self) -> None:
+        """Give every matrix Meta's names of the tensors that it is made of."""
         modules = dict(self.named_modules())
         for path, module in modules.items():
-            if isinstance(module, Matrix):
-                block, _, own = path.rpartition(".")
-                fused = getattr(modules[block], "fused", None) == own
-                rows = modules[block].rows if fused else [own]
-                module.names = [f"{block}.{name}.weight".removeprefix(".") for name in rows]
+            if not isinstance(module, Matrix):
+                continue
+            parent_path, _, name = path.rpartition(".")
+            parent: Any = modules[parent_path]
+            is_fused = getattr(parent, "fused", None) == name
+            names = parent.rows if is_fused else [name]
+            prefix = f"{parent_path}." if parent_path else ""
+            module.names = [f"{prefix}{part}.weight" for part in names]
 
     def blocks(self) -> list[TransformerBlock]:
         """Return the layers that this rank's stage holds, in order."""
-        return [cast(TransformerBlock, self.layers[i]) for i in self.plan.share.layers]
+        layers = [cast(TransformerBlock, layer) for layer in self.layers]
+        return [layers[i] for i in self.plan.share.layers]
 
     def loading_order(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
-        """Each part of the model, and Meta's names -> the views that hold this rank's share of it:
-        one after the other, so that a part can be packed before the next takes memory."""
+        """Yield each part of the model with the views that hold this rank's share of it.
+
+        The views are by Meta's names. Parts come one after the other, so that one can be packed
+        before the next takes memory.
+        """
         matrices = [module for module in self.modules() if isinstance(module, Matrix)]
         assert all(isinstance(x.weight, PlainWeight) for x in matrices), "the weights are packed"
         share = self.plan.share
@@ -191,8 +228,11 @@ class Transformer(nn.Module):
             yield self.output, {} if tied else {"output.weight": self.output.weight.plain()}
 
     def named_shards(self) -> dict[str, Tensor]:
-        """Meta's name of each weight -> the view that holds this rank's share of it."""
-        return {name: share for _, slots in self.loading_order() for name, share in slots.items()}
+        """Return the view that holds this rank's share of each weight, by Meta's name."""
+        shards: dict[str, Tensor] = {}
+        for _, views in self.loading_order():
+            shards |= views
+        return shards
 
     def pack(
         self,
@@ -201,9 +241,15 @@ class Transformer(nn.Module):
         *,
         quantize: str | None = None,
     ) -> None:
-        """Put one part of `loading_order`, or all, in the format asked for, once it is filled; by
-        default in this machine's fastest. The views of `loading_order` are invalid afterwards.
-        coded: of matrices that were not filled, by the first of their names."""
+        """Put one part of `loading_order`, or all, into a format, once it is filled.
+
+        The views of `loading_order` are invalid afterwards.
+
+        Args:
+            part: The part; by default the whole model.
+            coded: Matrices that were not filled, by the first of their names.
+            quantize: The format; by default this machine's fastest.
+        """
         self.quantization = quantize or self.quantization
         lm_head = self.output if self.plan.share.has_lm_head else None
         for module in (part or self).modules():
@@ -218,86 +264,117 @@ class Transformer(nn.Module):
                 self.tie()
 
     def tie(self) -> None:
-        """One weight for both ends, where the checkpoint has one."""
+        """Give both ends one weight, if the checkpoint has one for both."""
         if self._is_tied:
             self.tok_embeddings.weight = self.output.weight
 
     @property
     def _is_tied(self) -> bool:
-        """Whether this rank holds both ends, and they share one weight."""
+        """Return whether this rank holds both ends and they share one weight."""
         share = self.plan.share
         return self.params.tied_output and share.has_embedding and share.has_lm_head
 
     def use_kernels(self, kernels: KernelSet) -> None:
-        """From now on the ops of this model run these kernels of Triton's, and no others."""
+        """Let the operators of this model run these Triton kernels, and no others."""
         self.kernels = kernels
         self._context = ForwardContext(kernels=kernels)
 
     def new_kv_cache(self, num_pages: int, page_size: int) -> Tensor:
-        """Zeroed keys and values of all layers: (L, 2, P, S, K, W), in the plan's format."""
+        """Allocate zeroed keys and values of all layers: (L, 2, P, S, K, W)."""
         weight = self.norm.weight
         return zeros(*self.plan.kv_cache(num_pages, page_size, weight.dtype), weight.device)
 
     def hidden_states(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
-        """tokens (T), kv_cache (L, 2, P, S, K, W), written in place -> (R, E) at logit_rows."""
+        """Run the model on the tokens of a step.
+
+        Args:
+            tokens: (T) ids.
+            batch: Where each token is, and what it may attend to.
+            kv_cache: (L, 2, P, S, K, W), written in place.
+
+        Returns:
+            (R, E): the normalised hidden states of the batch's `logit_rows`.
+        """
         batch = batch.with_kernels(self.kernels)
         executor = self._execution.find(self.kernels)
+        x = self.tok_embeddings(tokens)
         if executor is None or not executor.supports(kv_cache):
-            h = self._through_layers(tokens, batch, kv_cache)
+            x = self._run_modules(x, batch, kv_cache)
         else:
-            freqs_cis = self.freqs_cis[batch.positions]
-            h = executor.run(self.tok_embeddings(tokens), freqs_cis, kv_cache, batch)
-        return apply(self.norm, h if batch.wants_all else h[batch.logit_rows], batch)
+            x = executor.run(x, self.freqs_cis[batch.positions], kv_cache, batch)
+        return apply(self.norm, x if batch.wants_all else x[batch.logit_rows], batch)
 
-    def _through_layers(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
-        """tokens (T), or (B, S) with the same T tokens in all -> (T, E) or (B, S, E)."""
-        h = self.tok_embeddings(tokens)
+    def _run_modules(self, x: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+        """Run the layers as modules: x (T, E), or (B, S, E) with the same T tokens in all."""
         freqs_cis = self.freqs_cis[batch.positions]
         planes = kv_cache.unbind()
         for spec, layer in zip(self.plan.layers, self.blocks(), strict=True):
             plane = None if spec.kv_plane is None else planes[spec.kv_plane]
-            h = layer(h, freqs_cis, batch, plane)
-        return h
+            x = layer(x, freqs_cis, batch, plane)
+        return x
 
     def use_modules(self, wanted: bool = True) -> None:
-        """Run the layers module by module from now on, as a hook does while it is there; or not."""
+        """Run the layers module by module from now on, as they run while a hook exists; or not."""
         self._execution.uses_modules = wanted
 
     def execution_path(self) -> Executor | None:
-        """What `hidden_states` runs now: None where a hook, or another forward, sees a part of it.
-        The same object means the same operators on the same weights."""
+        """Return what `hidden_states` runs now; None if a hook or another forward sees a part.
+
+        The same object means the same operators on the same weights.
+        """
         ends = [module for name, module in self.named_children() if name != "layers"]
         if any(x._forward_hooks or x._forward_pre_hooks for x in ends):
             return None
         return self._execution.find(self.kernels)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (..., E) -> (..., V) float32, whole on every rank."""
-        return self.output(hidden, context=self._context, dtype=torch.float32)
+        """Compute logits: hidden (..., E) -> (..., V) float32, whole on every rank."""
+        logits: Tensor = self.output(hidden, context=self._context, dtype=torch.float32)
+        return logits
 
     def logits_share(self, hidden: Tensor) -> Tensor:
-        """hidden (..., E) -> (..., V of this rank) float32: for the ids `plan.share.vocab`."""
+        """Compute this rank's logits, of the ids `plan.share.vocab`: hidden (..., E), float32."""
         return self.output.share(hidden, self._context, dtype=torch.float32)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, start_pos: int) -> Tensor:
-        """Meta's signature: tokens (B, S) at start_pos on -> float32 logits (B, S, V). Hooks see
-        (B, S, E). Keys and values of max_batch_size x max_seq_len tokens are kept from call to
-        call; ValueError where B or start_pos + S is beyond them."""
-        p, (n, count) = self.params, tokens.shape
-        if n > p.max_batch_size or start_pos + count > p.max_seq_len or start_pos < 0:
+        """Run the model with Meta's signature. Hooks see (B, S, E).
+
+        Keys and values of max_batch_size x max_seq_len tokens are kept from call to call.
+
+        Args:
+            tokens: (B, S) ids.
+            start_pos: The position of the first of them.
+
+        Returns:
+            (B, S, V) float32 logits.
+
+        Raises:
+            ValueError: B or start_pos + S is larger than the model was made for.
+        """
+        max_batch_size = self.params.max_batch_size
+        max_seq_len = self.params.max_seq_len
+        n, count = tokens.shape
+        if n > max_batch_size or start_pos + count > max_seq_len or start_pos < 0:
             raise ValueError(
                 f"tokens of shape {(n, count)} at start_pos={start_pos} do not fit "
-                f"max_batch_size={p.max_batch_size} and max_seq_len={p.max_seq_len}"
+                f"max_batch_size={max_batch_size} and max_seq_len={max_seq_len}"
             )
         if self._raw_pages is None:  # one page holds one sequence
-            self._raw_pages = self.new_kv_cache(p.max_batch_size, p.max_seq_len)
-        starts, query_lens, pages = [start_pos] * n, [count] * n, [[row] for row in range(n)]
-        _, batch = Batch.pack([], starts, query_lens, pages, p.max_seq_len, [], tokens.device)
-        with current(tokens.device):  # Triton's kernels go there
+            self._raw_pages = self.new_kv_cache(max_batch_size, max_seq_len)
+        _, batch = Batch.pack(
+            tokens=[],
+            starts=[start_pos] * n,
+            query_lens=[count] * n,
+            pages=[[row] for row in range(n)],
+            page_size=max_seq_len,
+            logit_rows=[],
+            device=tokens.device,
+        )
+        with current(tokens.device):  # Triton launches kernels on the current device
             batch = batch.with_kernels(self.kernels)
-            h = self._through_layers(tokens, batch, self._raw_pages)
-            return self.logits(apply(self.norm, h, batch))
+            x = self._run_modules(self.tok_embeddings(tokens), batch, self._raw_pages)
+            return self.logits(apply(self.norm, x, batch))
 
 
 def _tie_again(model: Transformer, _: object) -> None:

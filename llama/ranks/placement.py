@@ -1,4 +1,4 @@
-"""The part of a model that one rank holds: a range of layers, and a share of every dimension.
+"""The part of a model that one rank holds: layers, and a share of every dimension.
 
 In: the counts of a model, such as its layers, heads or vocabulary rows. Out: the ranges of them
 that belong to this rank. Everything that divides a model asks a `Placement`: the layer plan, the
