@@ -1,15 +1,19 @@
 """SamplingParams: what is refused with which message, and what is stored in which form."""
 
 import dataclasses
+import inspect
 import math
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llama.engine.request import SequenceSpec
-from llama.sampling_params import SamplingParams
+from llama.sampling_params import SamplingParams, StructuredOutput
 
 # The field, a value outside its range, and the range that the message must state.
 OUTSIDE = [
@@ -106,6 +110,27 @@ def test_no_number_is_a_bool_or_a_string(field: str, value: Any) -> None:
     assert f"{field}={value!r}" in str(error.value)
 
 
+@pytest.mark.parametrize("value", [np.bool_(True), Fraction(1), torch.tensor(True), 1j])
+def test_a_float_field_takes_real_numbers_only(value: Any) -> None:
+    """pydantic's floats take whatever has `__float__`, such as the first two of these."""
+    with pytest.raises(TypeError, match=r"temperature=.* must be a number from 0 to 100$"):
+        SamplingParams(temperature=value)
+
+
+def test_numbers_of_numpy_and_torch_become_numbers_of_python() -> None:
+    """The repr, which ranks compare, is the same as with numbers of Python."""
+    params = SamplingParams(
+        max_tokens=np.int64(7),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        stop_token_ids=torch.tensor([3, 1]),  # type: ignore[arg-type]
+        logit_bias={np.int64(2): torch.tensor(0.5)},  # type: ignore[dict-item]
+    )
+    plain = SamplingParams(
+        max_tokens=7, temperature=0.5, stop_token_ids=[3, 1], logit_bias={2: 0.5}
+    )
+    assert repr(params) == repr(plain)
+
+
 @pytest.mark.parametrize("field", WHOLE)
 def test_a_count_is_no_float(field: str) -> None:
     arguments: dict[str, Any] = {field: 1.0}
@@ -128,10 +153,19 @@ def test_refused_type(arguments: dict[str, Any], parts: list[str]) -> None:
 
 
 def test_an_unknown_field_and_a_positional_one_are_refused() -> None:
-    with pytest.raises(TypeError, match="topp"):
+    with pytest.raises(TypeError, match=r'has no argument "topp": did you mean top_p\?'):
         SamplingParams(topp=0.9)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r'StructuredOutput\(\) has no argument "x"$'):
+        StructuredOutput(regex="a", x=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         SamplingParams(16)  # type: ignore[call-arg]
+
+
+def test_the_signature_has_plain_types() -> None:
+    """`help()` shows no annotations of the checks."""
+    parameters = inspect.signature(SamplingParams).parameters
+    assert parameters["max_tokens"].annotation == int | None
+    assert "Annotated" not in str(inspect.signature(SamplingParams))
 
 
 def test_a_message_stays_short_for_a_long_value() -> None:

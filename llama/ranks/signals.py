@@ -106,13 +106,13 @@ class Signals:
         return time.monotonic() - self.stop_since > self.drain_s
 
     @contextlib.contextmanager
-    def taken_alone(self, *signal_numbers: int, is_server: bool = False) -> Iterator[None]:
+    def taken_alone(self, *signals: int, is_server: bool = False) -> Iterator[None]:
         """Handle these signals in a process without ranks.
 
         The first signal asks to finish running work, and a second one ends it.
         """
         self.is_server = is_server
-        before = {number: signal.signal(number, self._take) for number in signal_numbers}
+        before = {number: signal.signal(number, self._take) for number in signals}
         try:
             yield
         finally:

@@ -1,6 +1,7 @@
-"""What a body of any API says of sampling: fields that are made from those of `SamplingParams`.
+"""The sampling fields of the bodies of all APIs, made from the fields of `SamplingParams`.
 
-In: names of fields. Out: the base of a body's model, and the parameters that a body asks for.
+In: names of fields. Out: the base of a body's model, and the `SamplingParams` that a body asks for.
+It must not know any API's other fields.
 """
 
 import dataclasses
@@ -24,11 +25,11 @@ from llama.sampling_params import (
 )
 from llama.validation import with_message
 
-# Of OpenAI's own APIs: all by their names, but these three, which follow from other fields.
-_DERIVED = {"prompt_logprobs", "structured_output", "prediction"}
-_NAMES = [each.name for each in dataclasses.fields(SamplingParams) if each.name not in _DERIVED]
+_DERIVED = {"prompt_logprobs", "structured_output", "prediction"}  # these follow from other fields
+_NAMES = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in _DERIVED]
+# Names of fields in OpenAI's APIs -> names of parameters.
 OPENAI_NAMES = {name: name for name in _NAMES} | {"max_completion_tokens": "max_tokens"}
-# Of the APIs with one answer, whose limit of tokens has a name of their own.
+# The same in APIs with one answer, which have a name of their own for the token limit.
 _NOT_SHARED = {"n", "best_of", "logprobs", "max_tokens", "max_completion_tokens"}
 SHARED_NAMES = {own: name for own, name in OPENAI_NAMES.items() if own not in _NOT_SHARED}
 
@@ -54,7 +55,7 @@ _TYPES: dict[str, Any] = {
     "bad_words": Annotated[list[_Text], Field(max_length=BadWords.high)],
     "logit_bias": Annotated[dict[_Key, Annotated[float, BIAS]], Field(max_length=MAX_BIASES)],
     **NUMBER_TYPES,
-    "logprobs": Annotated[  # false stands for none, as in a chat request
+    "logprobs": Annotated[  # false stands for None, as in a chat request
         _Logprobs | Literal[False],
         AfterValidator(lambda value: None if value is False else value),
     ],
@@ -63,34 +64,48 @@ TokenLimit: Any = _TYPES["max_tokens"]
 
 
 class SamplingFields(Fields):
-    """own_names: of the fields that ask for parameters, with the parameters' names."""
+    """Base of the bodies that have sampling fields.
+
+    Attributes:
+        own_names: names of the body's sampling fields -> names of the parameters.
+    """
 
     own_names: ClassVar[Mapping[str, str]] = {}
 
     def sampling_params(self, defaults: SamplingParams, **changes: Any) -> SamplingParams:
-        """`defaults` with what the body gives, and `changes`. FieldError names the body's field."""
-        for own, name in self.own_names.items():
-            value = getattr(self, own)
+        """Return `defaults` with the fields of this body, and with `changes`.
+
+        Raises:
+            FieldError: names the field of the body.
+        """
+        for own_name, name in self.own_names.items():
+            value = getattr(self, own_name)
             if value is None:
                 continue
             if name in changes:
-                raise FieldError(name, f"{name} and {own} are the same: give one")
-            # The keys of JSON are strings.
-            is_bias = name == "logit_bias"
-            changes[name] = {int(key): v for key, v in value.items()} if is_bias else value
+                raise FieldError(name, f"{name} and {own_name} are the same: give one")
+            if name == "logit_bias":  # the keys of a JSON object are strings
+                value = {int(key): bias for key, bias in value.items()}
+            changes[name] = value
         try:
             return dataclasses.replace(defaults, **changes)
         except FieldError as e:
             raise e.at(self.given_names().get(e.field, e.field)) from None
 
     def given_names(self) -> dict[str, str]:
-        """The names of the parameters, and the body's names of those that it gives."""
-        return {n: own for own, n in self.own_names.items() if getattr(self, own) is not None}
+        """Return the parameters that this body gives, each with its name in the body."""
+        return {
+            name: own_name
+            for own_name, name in self.own_names.items()
+            if getattr(self, own_name) is not None
+        }
 
 
 def sampling_fields(own_names: Mapping[str, str]) -> Any:
-    """A base for the model of a body that has these fields, of the types of the parameters."""
-    fields: Any = {own: (_TYPES.get(name, bool) | None, None) for own, name in own_names.items()}
+    """Make a base for the model of a body that has these fields, with the parameters' types."""
+    fields: Any = {
+        own_name: (_TYPES.get(name, bool) | None, None) for own_name, name in own_names.items()
+    }
     model: Any = create_model("SamplingFields", __base__=SamplingFields, **fields)
     model.own_names = own_names
     return model
