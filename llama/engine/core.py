@@ -1,10 +1,11 @@
-"""The one step: schedule, run, update. Sequences in; sequences with more tokens out.
+"""The engine core and its one step: schedule, run, update.
 
-With asynchronous scheduling (on a GPU), a step is scheduled and started before the one in flight is
-read, so that the device does not wait for the host: `step` starts one and reads the one before.
+In: sequences. Out: the same sequences with more tokens. With asynchronous scheduling (on a GPU), a
+step is scheduled and started before the one in flight is read, so that the device does not wait for
+the host: `step` starts one and reads the previous one.
 
 Every rank runs the same core on the same sequences and so decides alike. It knows ids only, and
-one thread at a time may use it: `llama.requests` makes text of ids and orders the threads.
+one thread at a time may use it: `llama.requests` decodes the text and orders the threads.
 """
 
 import time
@@ -25,7 +26,7 @@ from llama.engine.speculative import Drafter
 from llama.model.transformer import Transformer
 from llama.ops.cpu.openmp import SpinController
 
-PAGE_SIZE = 16  # slots: a shared prefix is reused in steps of this many tokens
+PAGE_SIZE = 16  # slots; a shared prefix is reused in multiples of this many tokens
 TOKEN_BUDGET = 2048  # tokens per step: bounds its memory, and the wait between two tokens
 
 _Started = tuple[Step, Reader[StepResults]]
@@ -33,15 +34,21 @@ _Started = tuple[Step, Reader[StepResults]]
 
 @dataclass
 class Stats:
-    """Counted since the core was made; a step with any prompt chunk counts as prompt time."""
+    """Counters since the core was made; a step with any prompt chunk counts as prompt time.
+
+    Attributes:
+        prompt_tokens: Prompt tokens that were computed, without cached ones.
+        drafts: Drafts that were verified, one per sequence and step.
+        accepted_at: Accepted draft tokens by their index in the draft.
+    """
 
     steps: int = 0
-    prompt_tokens: int = 0  # computed, so without those that were cached
+    prompt_tokens: int = 0
     generated_tokens: int = 0
-    drafts: int = 0  # sequences of a step that had some
+    drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    accepted_at: Counter[int] = field(default_factory=Counter)  # by their places in drafts, from 0
+    accepted_at: Counter[int] = field(default_factory=Counter)
     prompt_seconds: float = 0.0
     generate_seconds: float = 0.0
 
@@ -73,15 +80,22 @@ class Stats:
 
 
 class EngineCore:
+    """The scheduler, the runners of the model and its draft model, and the step in flight.
+
+    Args:
+        runners: The runner of the draft model, if there is one, then that of the model.
+        scheduler: The scheduler, with the page pool of the model's KV cache.
+    """
+
     def __init__(self, runners: list[ModelRunner], scheduler: Scheduler) -> None:
-        """runners: of the model; before it, if there is one, of its draft model."""
-        self.runners, self.runner = runners, runners[-1]
+        self.runners = runners
+        self.runner = runners[-1]
         self.scheduler = scheduler
         self._spin = SpinController.for_this_process()
         self.drafter: Drafter | None = None
         self.stats = Stats()
-        self._in_flight: _Started | None = None  # begun, and not read yet
-        self._moved: list[SequenceState] = []  # what this step gave a token or an end
+        self._in_flight: _Started | None = None  # started, and not read yet
+        self._moved: list[SequenceState] = []  # sequences that this step gave a token or ended
 
     @classmethod
     def for_model(
@@ -93,14 +107,23 @@ class EngineCore:
         token_budget: int | None = None,
         draft_model: Transformer | None = None,
         recorder_for: Callable[[Transformer], Recorder | None] = lambda model: None,
-        **of_runner: Any,
+        **runner_options: Any,
     ) -> "EngineCore":
-        """The core of a loaded model: a KV cache of `num_pages` pages, and all that shares it.
-        draft_model: gets its cache first. of_runner: what else `ModelRunner` takes."""
+        """Return the core of a loaded model.
+
+        Args:
+            model: The model.
+            num_pages: The pages of its KV cache.
+            page_size: The slots of a page.
+            token_budget: The maximum number of tokens in a step.
+            draft_model: A draft model; its KV cache is allocated first.
+            recorder_for: Returns the recorder of a model's graphs, or None for no graphs.
+            **runner_options: Further arguments of `ModelRunner`.
+        """
         batch_size = model.params.max_batch_size
-        of_runner |= {"num_pages": num_pages, "page_size": page_size}
+        runner_options |= {"num_pages": num_pages, "page_size": page_size}
         models = [model] if draft_model is None else [draft_model, model]
-        runners = [ModelRunner(x, recorder=recorder_for(x), **of_runner) for x in models]
+        runners = [ModelRunner(x, recorder=recorder_for(x), **runner_options) for x in models]
         scheduler = Scheduler(
             PagePool(runners[-1].num_pages, page_size),
             max_batch_size=batch_size,
@@ -108,14 +131,20 @@ class EngineCore:
         )
         return cls(runners, scheduler)
 
-    def speculate(self, most: int, *, is_shared: bool = False) -> None:
-        """Draft from now on, up to so many tokens of a sequence in a step: with the draft model, or
-        by look-up, see `Speculator`. Steps do not overlap then: a draft follows the last token."""
+    def speculate(self, max_draft: int, *, is_shared: bool = False) -> None:
+        """Speculate from now on, with the draft model or by look-up (see `Speculator`).
+
+        Steps do not overlap then, since a draft follows the last token.
+
+        Args:
+            max_draft: The maximum number of draft tokens of a sequence in a step.
+            is_shared: Whether look-up also searches other sequences.
+        """
         self.runner.async_scheduling = False
         if len(self.runners) > 1:
-            self.drafter = ModelDrafter(most, self.runners[0], self.scheduler)
+            self.drafter = ModelDrafter(max_draft, self.runners[0], self.scheduler)
         else:
-            self.drafter = Speculator(most, self.runner.model.parallel, is_shared=is_shared)
+            self.drafter = Speculator(max_draft, self.runner.model.parallel, is_shared=is_shared)
 
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence.
@@ -126,7 +155,7 @@ class EngineCore:
         pool = self.scheduler.pool
         longest = seq.spec.max_len
         if not 0 < len(seq.tokens) <= longest:
-            raise ValueError(f"{len(seq.tokens)} prompt tokens, where 1 to {longest} can be")
+            raise ValueError(f"the prompt has {len(seq.tokens)} tokens: give 1 to {longest}")
         if pool.pages_for(longest) > pool.num_pages:
             raise ValueError(
                 f"a sequence of up to {longest} tokens does not fit the KV cache of "
@@ -141,6 +170,7 @@ class EngineCore:
             self.scheduler.remove(seq)
 
     def has_unfinished(self) -> bool:
+        """Return whether any sequence runs or waits."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     @property
@@ -154,15 +184,19 @@ class EngineCore:
         removed: Iterable[SequenceState] = (),
         before_run: Callable[[Step], None] | None = None,
     ) -> list[SequenceState]:
-        """One pass of the model. Returns the sequences that got a token or ended.
+        """Run one pass of the model, and return the sequences that got a token or ended.
 
-        added, removed: what came and what is no longer wanted since the last step. before_run:
-        gets what this one will compute; where rank 0 leads, it tells the other ranks.
-        With asynchronous scheduling the result is of the pass before: nothing, at the first one.
-        If the runner fails, every sequence that has run ends with "error" and its pages are freed
-        before the exception goes on; the others are run by the next step.
+        With asynchronous scheduling the result is that of the previous pass, and the first pass
+        returns nothing. If the runner fails, every sequence that has run ends with "error", and its
+        pages are freed before the exception is raised; the next step runs the others.
+
+        Args:
+            added: The sequences that came since the last step.
+            removed: The sequences that are no longer wanted.
+            before_run: Gets the scheduled step; where rank 0 leads, it informs the other ranks.
         """
-        began, self._moved = time.perf_counter(), []
+        began = time.perf_counter()
+        self._moved = []
         if self._spin is not None:
             self._spin.poll()
         for seq in added:
@@ -187,7 +221,7 @@ class EngineCore:
             raise
         self.stats.count(step, time.perf_counter() - began)
         if not self.has_unfinished():
-            self._in_flight = None  # nobody wants what it computes
+            self._in_flight = None  # nobody wants its results
         return list(dict.fromkeys(self._moved))
 
     def _draft(self, step: Step) -> None:
@@ -239,7 +273,7 @@ class EngineCore:
         self.scheduler.clear()
 
     def close(self) -> None:
-        """Free the graphs: they hold collectives of groups that are about to end."""
+        """Free the graphs, which hold collectives of groups that are about to end."""
         if self._spin is not None:
             self._spin.spin.turn_off()
         for runner in self.runners:

@@ -1,10 +1,10 @@
-"""Rank 0 leads: it alone takes requests, and tells the other ranks before each step.
+"""Led ranks: rank 0 alone takes requests, and informs the other ranks before each step.
 
-In: what is added to rank 0's core and removed from it. Out: the same core on every rank, one step
-after the other. A message is JSON, in which floats keep their bits, and has a checksum of what the
-step will compute: a rank that would compute something else is an error before the model runs.
-While rank 0 has nothing to do, it sends an idle message now and then: each wait of the other ranks
-has a limit. `llama.requests` decides who leads and when.
+In: the sequences that are added to rank 0's core and removed from it. Out: the same core on every
+rank, step by step. A message is JSON, in which floats keep their bits, and has a checksum of the
+step: a rank that would compute something else raises an error before the model runs. While rank 0
+has nothing to do, it sends idle messages, since each wait of the other ranks has a limit.
+`llama.requests` decides who leads and when.
 """
 
 import functools
@@ -26,17 +26,20 @@ from llama.ranks.errors import RankError
 
 KEEP_ALIVE_S = 20.0
 
-_STEP, _IDLE, _END, _INTERRUPT = 1, 2, 3, 4
+_STEP = 1
+_IDLE = 2
+_END = 3
+_INTERRUPT = 4
 
 
 @dataclass
 class Message:
-    """What rank 0 sends before a step, as JSON.
+    """A message of rank 0 before a step, which is sent as JSON.
 
     Attributes:
         kind: One of the kinds above.
         number: The number of the step; at the end, rank 0's call counter.
-        checksum: The checksum of what the step will compute.
+        checksum: The checksum of the step.
         added: New sequences, each with a serial number.
         removed: The serial numbers of sequences that are not wanted any more.
     """
@@ -48,16 +51,16 @@ class Message:
     removed: list[int] = field(default_factory=list)
 
 
-MESSAGE = TypeAdapter(Message)  # to JSON and back
+MESSAGE = TypeAdapter(Message)
 
 
 class Leader:
-    """Rank 0 while it leads: the other ranks step their cores alike. For one thread at a time."""
+    """Rank 0 while it leads the other ranks, for one thread at a time."""
 
     def __init__(self, core: EngineCore, parallel: ModelParallel) -> None:
         self._core = core
         self._parallel = parallel
-        self._serials: dict[SequenceState, int] = {}  # of what every rank has
+        self._serials: dict[SequenceState, int] = {}  # serial numbers of live sequences
         self._num_added = 0
         self._num_steps = 0
         self._failure: BaseException | None = None
@@ -69,11 +72,15 @@ class Leader:
 
     @property
     def has_failed(self) -> bool:
-        """A step broke off: the ranks cannot meet again, and none of them is told anything."""
+        """Whether a step broke off: the ranks cannot meet again, and get no message."""
         return self._failure is not None
 
     def step(self, added: list[SequenceState], removed: list[SequenceState]) -> list[SequenceState]:
-        """`EngineCore.step`, on every rank."""
+        """Run `EngineCore.step` on every rank.
+
+        Raises:
+            RankError: An earlier step broke off.
+        """
         if self._failure is not None:
             raise RankError(f"the ranks of this model have stopped: {self._failure}")
         removed = [seq for seq in removed if not seq.finished]
@@ -85,8 +92,9 @@ class Leader:
         message.removed += [self._serials.pop(seq) for seq in removed]
         with self._sending:
             try:
-                moved = self._core.step(added, removed, functools.partial(self._tell, message))
-            except BaseException as error:  # ranks that broke off in a step cannot meet again
+                moved = self._core.step(added, removed, functools.partial(self._inform, message))
+            except BaseException as error:
+                # Ranks that broke off in a step cannot meet again.
                 self._failure = error
                 raise
         for seq in moved:
@@ -95,8 +103,12 @@ class Leader:
         return moved
 
     def close(self, num_calls: int, *, interrupted: bool = False) -> None:
-        """The other ranks stop following, and take over rank 0's call counter. All cores are empty.
-        interrupted: each of them gets a KeyboardInterrupt, as this rank has."""
+        """End the lead: the other ranks take over rank 0's call counter, and all cores are empty.
+
+        Args:
+            num_calls: Rank 0's call counter.
+            interrupted: Whether the other ranks raise KeyboardInterrupt, as this rank did.
+        """
         self._has_ended.set()
         self._beat.join()
         with self._sending:
@@ -104,9 +116,10 @@ class Leader:
                 self._send(Message(_INTERRUPT if interrupted else _END, num_calls))
         self._core.clear("abort")
 
-    def _tell(self, message: Message, step: Step) -> None:
+    def _inform(self, message: Message, step: Step) -> None:
         if step.items or message.added or message.removed or self._core.has_step_in_flight:
-            message.number, message.checksum = self._num_steps, checksum(step)
+            message.number = self._num_steps
+            message.checksum = checksum(step)
             self._num_steps += 1
             self._send(message)
 
@@ -123,16 +136,21 @@ class Leader:
 
 
 class Follower:
-    """Another rank: `follow` makes the steps that rank 0 tells of, until it ends."""
+    """A rank that follows rank 0: `follow` runs rank 0's steps until the lead ends."""
 
     def __init__(self, core: EngineCore, parallel: ModelParallel) -> None:
         self._core = core
         self._parallel = parallel
-        self._sequences: dict[int, SequenceState] = {}  # by rank 0's serials
+        self._sequences: dict[int, SequenceState] = {}  # keys: rank 0's serial numbers
         self._num_steps = 0
 
     def follow(self) -> int:
-        """Make rank 0's steps until it closes: its call counter. RankError if this one diverged."""
+        """Run rank 0's steps until it closes, and return its call counter.
+
+        Raises:
+            RankError: This rank would compute something else than rank 0.
+            KeyboardInterrupt: Rank 0 was interrupted.
+        """
         with interrupt_ignored():
             while True:
                 data = self._parallel.broadcast_bytes(b"", is_idle=True)
@@ -146,17 +164,18 @@ class Follower:
                     return message.number
 
     def _step(self, message: Message) -> None:
-        came = {serial: SequenceState(spec) for serial, spec in message.added}
-        self._sequences |= came
+        added = {serial: SequenceState(spec) for serial, spec in message.added}
+        self._sequences |= added
         removed = [self._sequences.pop(serial) for serial in message.removed]
         with self._parallel.step():
-            self._core.step(came.values(), removed, functools.partial(self._compare, message))
+            self._core.step(added.values(), removed, functools.partial(self._compare, message))
         self._sequences = {n: seq for n, seq in self._sequences.items() if not seq.finished}
 
-    def _compare(self, told: Message, step: Step) -> None:
-        if (told.number, told.checksum) != (self._num_steps, checksum(step)):
+    def _compare(self, message: Message, step: Step) -> None:
+        if (message.number, message.checksum) != (self._num_steps, checksum(step)):
             raise RankError(
-                f"rank {self._parallel.global_rank} diverged from rank 0 at step {told.number}: it "
+                f"rank {self._parallel.global_rank} diverged from rank 0 at step {message.number}: "
+                f"it "
                 f"has made {self._num_steps} steps, and would compute {len(step.items)} sequences "
                 "in another way. Are the ranks' programs and packages the same?"
             )
@@ -164,7 +183,7 @@ class Follower:
 
 
 def checksum(step: Step) -> int:
-    """Of what a step will compute: for each sequence its lengths, its pages and its last token."""
+    """Return a checksum of a step: the lengths, last page and last token of each sequence."""
     row = array("q")
     for item in step.items:
         seq = item.sequence

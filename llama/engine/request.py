@@ -1,8 +1,9 @@
-"""What one sequence asks of the engine: `SequenceSpec`, in numbers and ids.
+"""The request of one sequence to the engine: `SequenceSpec`, in numbers and ids.
 
-`llama.requests.prepare` makes it from a checked request. The engine's `SequenceState` holds it, and
-where rank 0 leads it is sent to the other ranks as it is. A new request field that the engine needs
-is a field here and the code that uses it. It holds no text, no tensor and nothing that changes.
+`llama.requests.prepare` makes it from a checked request. The engine's `SequenceState` refers to it,
+and where rank 0 leads it is sent to the other ranks unchanged. A new request field that the engine
+needs is a field here and the code that uses it. It holds no text, no tensor and nothing that
+changes.
 """
 
 import functools

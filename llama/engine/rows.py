@@ -269,7 +269,7 @@ StepResults = dict[RowKind[Any], Any]  # what each kind of a step computed
 
 @dataclass(slots=True)
 class Step:
-    """What the model computes in one pass.
+    """The tokens that the model computes in one pass, and the rows that have results.
 
     Attributes:
         items: The tokens, sequence after sequence. Items with a single token come first, as

@@ -36,9 +36,15 @@ _SCORED_ROWS = 256  # prompt rows that get logits at once: 256 x 128,256 float32
 class ModelRunner:
     """Runs `model` over `num_pages` pages of `page_size` slots, which it allocates.
 
-    async_scheduling: a step may start while the one before it is not read; by default on a GPU.
-    recorder: of graphs; None runs every step operator by operator.
-    reserve: bytes of a step. With graphs the cache has only pages that fit beside both.
+    Args:
+        model: The model.
+        num_pages: The pages of the KV cache that sequences may use.
+        page_size: The slots of a page.
+        async_scheduling: Whether a step may start before the previous one is read; by default it
+            may on a GPU.
+        recorder: The recorder of graphs; None runs every step operator by operator.
+        reserve: The bytes that a step needs. With graphs, the cache gets only the pages that fit
+            beside the graphs and the reserve.
     """
 
     def __init__(
@@ -59,11 +65,11 @@ class ModelRunner:
         )
         self.token_masks = TokenMasks(model.vocab_size)
         self.processors = LogitsProcessors()
-        most_rows = bucket_of(max(model.params.max_batch_size, 64))  # of a graph, or a step
-        self._last_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
-        self._last_rows: dict[SequenceState, int] = {}  # which row of it is whose
+        max_rows = bucket_of(max(model.params.max_batch_size, 64))  # rows of a graph or a step
+        self._last_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._last_rows: dict[SequenceState, int] = {}  # the row of each sequence in it
         self._graphs: DecodeGraphs | None = None
-        self.num_pages = num_pages  # those that sequences may have
+        self.num_pages = num_pages  # pages that sequences may use
         with model.parallel.step(), current(device):
             if recorder is None:
                 self.kv_cache = model.new_kv_cache(num_pages, page_size)
@@ -71,14 +77,19 @@ class ModelRunner:
                 self._record(recorder, reserve)
 
     def _record(self, recorder: Recorder, reserve: int) -> None:
-        """The graphs, and the KV cache beside them: they are first tried over one of two pages."""
-        model, size = self.model, self.page_size
-        small, taken = model.new_kv_cache(2, size), 0
-        with contextlib.suppress(CaptureError):  # it is told below
-            taken = DecodeGraphs(model, small, recorder, self._last_ids).num_bytes()
-        fitting = 2 * (free_bytes(small.device) - taken - reserve) // small.nbytes - 1
-        least = -(-model.params.max_seq_len // size)
-        fitting = max(least, model.parallel.all_reduce_min(fitting))
+        """Record the graphs, and allocate the KV cache beside them.
+
+        The memory of the graphs is measured first, with a KV cache of two pages.
+        """
+        model = self.model
+        size = self.page_size
+        small = model.new_kv_cache(2, size)
+        graph_bytes = 0
+        with contextlib.suppress(CaptureError):  # the error is reported below
+            graph_bytes = DecodeGraphs(model, small, recorder, self._last_ids).num_bytes()
+        fitting = 2 * (free_bytes(small.device) - graph_bytes - reserve) // small.nbytes - 1
+        min_pages = -(-model.params.max_seq_len // size)
+        fitting = max(min_pages, model.parallel.all_reduce_min(fitting))
         self.num_pages = min(self.num_pages, fitting)
         # One page more than the scheduler knows: a graph's unused rows write there.
         self.kv_cache = model.new_kv_cache(self.num_pages + 1, size)
@@ -90,10 +101,11 @@ class ModelRunner:
 
     @property
     def has_graphs(self) -> bool:
+        """Whether steps of single tokens are replayed as graphs."""
         return self._graphs is not None
 
     def _give_up_graphs(self, error: CaptureError) -> None:
-        """Ranks could not all know of it, so there the error goes on."""
+        """Go on without graphs; of several ranks, raise the error, as the others do not know it."""
         if not self.model.parallel.is_alone:
             raise error
         warnings.warn(f"steps run without graphs from now on: {error}", stacklevel=2)
@@ -201,9 +213,9 @@ class ModelRunner:
 
 
 class RunningStep:
-    """A step whose pass of the model has begun; `compute_rows` makes the results of its rows.
+    """A step whose pass of the model has begun; `compute_rows` computes the results of its rows.
 
-    Between the two the step before can be read, whose tokens some rows need to be sampled.
+    Between the two, the previous step can be read, whose tokens some rows need for sampling.
     """
 
     def __init__(self, runner: ModelRunner, step: Step) -> None:

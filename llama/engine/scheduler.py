@@ -1,4 +1,6 @@
-"""Which sequences run in the next step, and how many tokens of each: sequences in, a `Step` out.
+"""The scheduler: which sequences run in the next step, and how many tokens of each.
+
+In: waiting and running sequences. Out: a `Step`. It knows no torch: state is ints in lists.
 
 Continuous batching (Yu et al., 2022, Orca) without a prefill phase and a decode phase. A sequence
 has known tokens and computed tokens; each step hands out a budget of tokens so that the computed
@@ -6,8 +8,8 @@ ones catch up with the known ones. Chunked prefill, prefix reuse and preemption 
 that: a preempted sequence gives up its pages, and has its tokens to compute again.
 
 Scheduling is fair across calls. Waiting calls are admitted round-robin, and a call with nothing
-running takes a slot from the call that has the most. Ints in lists; no torch. Only the order of
-arrival and the calls decide, so that all ranks decide alike.
+running takes a slot from the call that has the most. Only the order of arrival and the calls
+decide, so that all ranks decide alike.
 """
 
 from collections import Counter

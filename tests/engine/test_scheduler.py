@@ -351,7 +351,7 @@ def test_what_can_never_run_is_refused():
     tried = engine(num_pages=2, page_size=4)
     with pytest.raises(ValueError, match="up to 9 tokens does not fit the KV cache of 8 tokens"):
         tried.add(sequence([1], 8))
-    with pytest.raises(ValueError, match="0 prompt tokens"):
+    with pytest.raises(ValueError, match="the prompt has 0 tokens: give 1 to 3"):
         tried.add(sequence([], 3))
     with pytest.raises(AssertionError, match="a token of each sequence"):
         engine(budget=3, max_batch_size=4)
