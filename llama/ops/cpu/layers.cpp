@@ -1,17 +1,17 @@
-// The layers of a model over one step's batch, in one parallel region: half layers, such as attention
-// and feed-forward, with their norms and residual sums. The ops are those that Python calls one by
-// one, see kernels.h, in the same order; so the bytes are the same.
+// Runs the layers of a model over the batch of one step, in one parallel region: half layers, such
+// as attention and the feed-forward block, with their norms and residual sums. It calls the same
+// operators as Python does, in the same order (see kernels.h), so the bytes are the same.
 //
-// llama/model/execution.py owns the tensors, makes the table of the half layers and checks the
-// shapes. Between half layers, ranks sum their parts of the result.
+// llama/model/execution.py owns the tensors, makes the table of half layers and checks the shapes.
+// Between half layers the ranks sum their parts of the result.
 #include "kernels.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr long SILU_STEP = 1024;  // numbers of a piece
+constexpr long SILU_STEP = 1024;  // elements that one work item computes
 
-// A row of the table: half a layer, x + second(body(first(norm(x)) + bias)). The kind is its body.
+// A row of the table: a half layer, x + second(body(first(norm(x)) + bias)). `kind` selects the body.
 struct Half {
   BodyKind kind;
   int64_t kv_plane;  // index of its keys and values in the KV cache, if the kind stores them
@@ -25,13 +25,13 @@ struct Sizes {
   long rows, dim, ffn, num_pages;
 };
 
-// What the ops between leave for the next, all of this step's rows.
+// The buffers between the operators of a half layer; each holds all rows of the step.
 struct Scratch {
   uint16_t *qkv, *queries, *attended, *gate_up, *gated;
   char *attention, *linear;
 };
 
-// Cuts a workspace into parts; counts the bytes where there is none yet.
+// Divides a workspace into buffers. With a null pointer it only counts the bytes.
 class Cutter {
  public:
   explicit Cutter(char* start) : start(start) {}
@@ -74,8 +74,8 @@ struct Call {
   float eps;
 };
 
-// The first product of a half layer: x, normalised -> out (rows, width), with the bias added. The
-// sum is rounded twice, as the ops round it.
+// Computes the first product of a half layer, of normalised x, into out (rows, width), and adds the
+// bias. The product is rounded to bf16 before the sum is, as in Python.
 void run_first(Worker& member, const Call& call, const Half& half, uint16_t* out, long width) {
   const long rows = call.sizes.rows;
   linear(member, {call.x, rows, half.norm, call.eps}, {half.first, width, call.sizes.dim},
@@ -119,14 +119,14 @@ void run_feed_forward(Worker& member, const Call& call, const Half& half) {
   linear(member, {s.gated, rows}, {half.second, dim, ffn}, call.out, s.linear);
 }
 
-// By BodyKind.
+// The bodies in the order of BodyKind.
 constexpr decltype(&run_attention) BODIES[] = {run_attention, run_feed_forward};
 
 }  // namespace
 
 extern "C" {
 
-// Bytes of workspace of layers_bf16.
+// Returns the bytes of workspace that layers_bf16 needs.
 long layers_workspace(const int64_t* query_starts, const int64_t* seq_lens, long rows,
                       long num_seqs, long dim, long heads, long kv_heads, long head_dim, long ffn,
                       long threads) {
@@ -138,10 +138,10 @@ long layers_workspace(const int64_t* query_starts, const int64_t* seq_lens, long
   return cutter.bytes();
 }
 
-// Half layers `first` to `last` of the table (rows of Half). x and out (T, E): a half's result is
-// added to x where out is x; else it is written to out, and there is one half. freqs_cis
-// (T, D/2, 2), kv_cache (L, 2, P, S, K) rows, slots (T), table (B, M), query_starts (B + 1),
-// seq_lens (B).
+// Runs the half layers from `first` up to, not including, `last` of the table (rows of Half). x and
+// out are (T, E). If out is x, each result is added to x; otherwise there is one half layer, whose
+// result is written to out. freqs_cis (T, D/2, 2), kv_cache (L, 2, P, S, K) rows, slots (T), table
+// (B, M), query_starts (B + 1), seq_lens (B).
 void layers_bf16(const int64_t* halves, uint16_t* x, uint16_t* out, const float* freqs_cis,
                  char* kv_cache, const int64_t* slots, const int64_t* table,
                  const int64_t* query_starts, const int64_t* seq_lens, char* workspace, long first,
