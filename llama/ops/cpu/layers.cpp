@@ -11,7 +11,7 @@ namespace {
 
 constexpr long SILU_STEP = 1024;  // elements that one work item computes
 
-// A row of the table: a half layer, x + second(body(first(norm(x)) + bias)). `kind` selects the body.
+// A row of the table: a half layer, x + second(body(first(norm(x)) + bias)). `kind` is its body.
 struct Half {
   BodyKind kind;
   int64_t kv_plane;  // index of its keys and values in the KV cache, if the kind stores them
