@@ -1,1 +1,4 @@
-"""One op a file: tensors in, tensors out, the plain torch body being the definition."""
+"""The operators of the model, one per file: tensors in, tensors out.
+
+The PyTorch body of an operator is its definition; kernels compute the same.
+"""

@@ -1,7 +1,7 @@
-"""The tokens of one step as the ops read them: where each lies, and what it may attend to.
+"""The tokens of one step as the operators read them: where each lies, and what it may attend to.
 
-In: lengths and pages of sequences, as plain numbers. Out: a `Batch` of tensors on the model's
-device. It knows nothing of requests, weights or scheduling.
+In: lengths and pages of sequences, as plain integers. Out: a `Batch` of tensors on the model's
+device. Requests, weights and scheduling must not be known here.
 
 Shapes: T tokens of the flat batch, B sequences, R rows that want logits, S slots per page, M pages
 per sequence.
@@ -25,7 +25,7 @@ from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext:
-    """What a product may know of the rows that it multiplies, beside their elements.
+    """The context of the rows that a product multiplies, beside their elements.
 
     It reaches every product of a model. What belongs to rows and must be known there, such as the
     adapter of each row, is a field of it.
@@ -47,19 +47,30 @@ class Batch(ForwardContext):
     For sequences of 5, 7 and 2 tokens of which 1, 1 and 2 are new, with S = 4 and pages [3, 0],
     [5, 1] and [2]: positions [4, 6, 0, 1], slots [0, 6, 8, 9], page_table [[3, 0], [5, 1], [2, 0]],
     query_starts [0, 1, 2, 4], seq_lens [5, 7, 2], and logit_rows [0, 1, 3] when all three want a
-    token. The tensors are int64 on the model's device. The two lists are on the host, so that an op
-    that needs these lengths there does not wait for the device.
+    token. The tensors are int64 on the model's device. The two lists are on the host, so that an
+    operator that needs these lengths there does not wait for the device.
+
+    Attributes:
+        positions: (T) The position of each token in its sequence.
+        slots: (T) Where the key and value of each token go: page * S + offset.
+        page_table: (B, M) The pages of each sequence; unused entries are 0.
+        query_starts: (B + 1) The first row of each sequence, then T.
+        seq_lens: (B) The number of tokens of each sequence, new ones included.
+        logit_rows: (R) The rows of the batch whose next token is asked for.
+        query_lens_cpu: (B) The number of new tokens of each sequence.
+        seq_lens_cpu: (B) The elements of `seq_lens`.
+        wants_all: Whether `logit_rows` are all rows in order, so that none must be selected.
     """
 
-    positions: Tensor  # (T) of each token in its sequence
-    slots: Tensor  # (T) where its key and value go: page * S + offset
-    page_table: Tensor  # (B, M), unused entries 0
-    query_starts: Tensor  # (B + 1) first row of each sequence, then T
-    seq_lens: Tensor  # (B) tokens in all, the new ones among them
-    logit_rows: Tensor  # (R) rows of the batch whose next token is asked for
-    query_lens_cpu: list[int]  # (B) new tokens
-    seq_lens_cpu: list[int]  # (B)
-    wants_all: bool = False  # logit_rows are all rows, in order: nothing is to be picked
+    positions: Tensor
+    slots: Tensor
+    page_table: Tensor
+    query_starts: Tensor
+    seq_lens: Tensor
+    logit_rows: Tensor
+    query_lens_cpu: list[int]
+    seq_lens_cpu: list[int]
+    wants_all: bool = False
 
     def with_kernels(self, kernels: KernelSet) -> "Batch":
         """Return this batch for a model that may run these kernels."""
@@ -67,7 +78,7 @@ class Batch(ForwardContext):
 
     @cached_property
     def num_decodes(self) -> int:
-        """How many sequences have a single new token: the first ones."""
+        """Return how many sequences have a single new token: the first ones."""
         return bisect_right(self.query_lens_cpu, 1)
 
     @classmethod
@@ -81,33 +92,74 @@ class Batch(ForwardContext):
         logit_rows: Seq[int],
         device: torch.device,
     ) -> tuple[Tensor, "Batch"]:
-        """The tokens (T) and the batch on `device`, sent there in one copy; on a CPU in none.
+        """Send a step to a device, in one copy; to a CPU in none.
 
-        starts, query_lens, pages: per sequence, the tokens computed so far, the number of new ones,
-        and the pages that it holds. tokens may be empty, where the caller has them on the device.
+        Args:
+            tokens: The new tokens; none where the caller has them on the device.
+            starts: The number of tokens of each sequence that were computed before.
+            query_lens: The number of new tokens of each sequence.
+            pages: The pages of each sequence.
+            page_size: S.
+            logit_rows: The rows of the batch whose next token is asked for.
+            device: The device.
+
+        Returns:
+            The tokens (T), and the batch.
         """
         assert len(pages) == len(starts) == len(query_lens), (len(pages), starts, query_lens)
         assert set(query_lens[: query_lens.count(1)]) <= {1}, "single-token sequences come first"
-        size, seq_lens = page_size, [*map(add, starts, query_lens)]
-        used = [-(-n // size) for n in seq_lens]
-        b, t, width = len(seq_lens), sum(query_lens), max(used)
+        seq_lens = [*map(add, starts, query_lens)]
+        used_pages = [-(-seq_len // page_size) for seq_len in seq_lens]
+        b = len(seq_lens)
+        t = sum(query_lens)
+        width = max(used_pages)
         sizes = [len(tokens), t, t, b * width, b + 1, b, len(logit_rows)]
-        numbers = array("q", tokens)  # plain Python: what is in no cache costs most in a step
+        # Plain Python is used, because code that is in no cache costs most in a step.
+        packed = array("q", tokens)
         for first, end in zip(starts, seq_lens, strict=True):
-            numbers.extend(range(first, end))
-        for held, first, end in zip(pages, starts, seq_lens, strict=True):
-            near = [page * size for page in held[first // size : -(-end // size)]]
-            slots = [slot for page in near for slot in range(page, page + size)]
-            numbers.extend(slots[first % size :][: end - first])
-        for held, count in zip(pages, used, strict=True):
-            numbers.extend(held[:count])
-            numbers.frombytes(bytes(8 * (width - count)))
+            packed.extend(range(first, end))
+        _append_slots(packed, starts, seq_lens, pages, page_size)
+        for seq_pages, count in zip(pages, used_pages, strict=True):
+            packed.extend(seq_pages[:count])
+            packed.frombytes(bytes(8 * (width - count)))
         for part in (accumulate(query_lens, initial=0), seq_lens, logit_rows):
-            numbers.extend(part)
-        buffer = pinned(np.frombuffer(numbers, np.int64), device)
-        # A copy to mps must not be asynchronous: the buffer may be freed before it is read
-        # (pytorch #189690).
-        there = buffer.to(device, non_blocking=device.type == "cuda")
-        ids, positions, places, table, query_starts, lengths, rows = there.split(sizes)
-        parts = positions, places, table.view(b, width), query_starts, lengths, rows
-        return ids, cls(*parts, [*query_lens], seq_lens, [*logit_rows] == [*range(t)])
+            packed.extend(part)
+        parts = _send(packed, device).split_with_sizes(sizes)
+        ids, positions, slots, table, query_starts, lengths, rows = parts
+        batch = cls(
+            positions=positions,
+            slots=slots,
+            page_table=table.view(b, width),
+            query_starts=query_starts,
+            seq_lens=lengths,
+            logit_rows=rows,
+            query_lens_cpu=[*query_lens],
+            seq_lens_cpu=seq_lens,
+            wants_all=[*logit_rows] == [*range(t)],
+        )
+        return ids, batch
+
+
+def _append_slots(
+    packed: "array[int]",
+    starts: Seq[int],
+    seq_lens: Seq[int],
+    pages: Seq[Seq[int]],
+    page_size: int,
+) -> None:
+    """Append the slots of the new tokens of all sequences."""
+    for seq_pages, first, end in zip(pages, starts, seq_lens, strict=True):
+        first_page = first // page_size
+        end_page = -(-end // page_size)
+        first_slots = [page * page_size for page in seq_pages[first_page:end_page]]
+        slots = [slot for start in first_slots for slot in range(start, start + page_size)]
+        offset = first % page_size
+        packed.extend(slots[offset:][: end - first])
+
+
+def _send(packed: "array[int]", device: torch.device) -> Tensor:
+    """Return integers as a tensor on a device, without waiting for it."""
+    buffer = pinned(np.frombuffer(packed, np.int64), device)
+    # A copy to mps must not be asynchronous: the buffer may be freed before it is read
+    # (pytorch #189690).
+    return buffer.to(device, non_blocking=device.type == "cuda")

@@ -1,8 +1,11 @@
-"""How the KV cache keeps keys and values: as they are, or in 8 bits.
+"""The formats of the KV cache: keys and values in the model's type, or in 8 bits.
 
-In: D numbers of a token and head, in the model's type. Out: bytes of a page, and the numbers again.
-A cache is one tensor (L, 2, P, S, K, W), whose type tells how a plane (P, S, K, W), the keys or the
-values of a layer, holds them; kernels.h has this for the CPU's kernels, which write the same bytes.
+In: D elements of a token and head, in the model's type. Out: bytes of a page, and the elements
+again. A cache is one tensor (L, 2, P, S, K, W). Its type says how a plane (P, S, K, W), the keys or
+the values of a layer, stores them. kernels.h has the same formats for the CPU kernels, which write
+the same bytes. Pages and their owners must not be known here.
+
+Shapes: L layers, P pages, S slots per page, K kv heads, D head dim, W elements of a stored row.
 """
 
 from dataclasses import dataclass
@@ -13,73 +16,131 @@ from torch import Tensor
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import MAX_HEAD_DIM, KvFormat
 
-LEAST_UNIT = 2.0**-100  # also of a row of zeros
-NATIVE = {torch.bfloat16: KvFormat.BF16.value, torch.int8: KvFormat.INT8.value}
+MIN_SCALE = 2.0**-100  # also the scale of a row of zeros
+NATIVE = {
+    torch.bfloat16: KvFormat.BF16.value,
+    torch.int8: KvFormat.INT8.value,
+}
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """A plane holds rows of D numbers in the model's type."""
+    """The plain format: a plane has rows of D elements in the model's type.
 
-    name: str | None = None  # that `kv_cache_dtype=` takes
+    Attributes:
+        name: The value of `kv_cache_dtype=` that asks for the format.
+    """
+
+    name: str | None = None
 
     def row(self, head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """W and the type of a row, where the model has heads of D numbers in `dtype`."""
+        """Return W and the type of a row.
+
+        Args:
+            head_dim: D.
+            dtype: The type of the model.
+        """
         return head_dim, dtype
 
     def store(self, plane: Tensor, slots: Tensor, x: Tensor) -> None:
-        """x (T, K, D) -> slots (T) of a plane, page * S + offset."""
-        plane.flatten(0, 1).index_copy_(0, slots, x)
+        """Write rows to a plane.
+
+        Args:
+            plane: The plane (P, S, K, W).
+            slots: The slots (T), page * S + offset.
+            x: The rows (T, K, D).
+        """
+        rows = plane.flatten(0, 1)
+        rows.index_copy_(0, slots, x)
 
     def load(self, plane: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-        """slots (...) of a plane -> (..., K, D) in the model's type."""
-        return plane.flatten(0, 1)[slots]
+        """Read rows of a plane.
+
+        Args:
+            plane: The plane (P, S, K, W).
+            slots: The slots (...), page * S + offset.
+            dtype: The type of the model.
+
+        Returns:
+            The rows (..., K, D) in the type of the model.
+        """
+        rows = plane.flatten(0, 1)
+        return rows[slots]
 
 
 class Int8Format(KVFormat):
-    """Whole numbers from -127 to 127, and for each token and head the unit that they count, a bf16.
+    """int8 elements from -127 to 127, with one bf16 scale per token and head.
 
-    The unit is the largest magnitude over 127, so that the bytes of a token depend on that token
-    alone. Of each page all numbers (S, K, D) come first, then the units (K, S): rows are read 16
-    and more bytes at a time, from places that these divide.
+    The scale is the largest magnitude over 127, so that the bytes of a token depend on that token
+    alone. A page has all elements (S, K, D) first, then the scales (K, S): kernels read rows 16 and
+    more bytes at a time, from addresses that are multiples of these.
     """
 
     def row(self, head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Return W and the type of a row: D elements and two bytes of its scale."""
         return head_dim + 2, torch.int8
 
     def store(self, plane: Tensor, slots: Tensor, x: Tensor) -> None:
-        numbers, units = _parts(plane)
-        at = slots // plane.shape[1], slots % plane.shape[1]
-        numbers[at], units[at] = counted(x)
+        """Quantize rows, and write them to a plane; see `KVFormat.store`."""
+        elements, scales = _parts(plane)
+        page_size = plane.shape[1]
+        indices = (slots // page_size, slots % page_size)
+        quantized, new_scales = quantize(x)
+        elements[indices] = quantized
+        scales[indices] = new_scales
 
     def load(self, plane: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-        at = slots // plane.shape[1], slots % plane.shape[1]
-        numbers, units = (part[at] for part in _parts(plane))
-        return (numbers * units.float()).to(dtype)
+        """Read rows of a plane; see `KVFormat.load`."""
+        page_size = plane.shape[1]
+        indices = (slots // page_size, slots % page_size)
+        elements, scales = _parts(plane)
+        rows = elements[indices] * scales[indices].float()
+        return rows.to(dtype)
 
 
-def counted(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (..., D) -> whole numbers (..., D) int8, and their units (..., 1) bf16."""
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows in int8.
+
+    Args:
+        x: The rows (..., D).
+
+    Returns:
+        The elements (..., D) int8, and their scales (..., 1) bf16.
+    """
     x = x.float()
-    units = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=LEAST_UNIT).bfloat16()
-    return (x / units).round().to(torch.int8), units
+    max_magnitude = x.abs().amax(-1, keepdim=True)
+    scales = max_magnitude / 127
+    scales = scales.clamp(min=MIN_SCALE).bfloat16()
+    elements = (x / scales).round()
+    return elements.to(torch.int8), scales
 
 
 def _parts(plane: Tensor) -> tuple[Tensor, Tensor]:
-    """Views (P, S, K, D) int8 and (P, S, K, 1) bf16 of a plane in 8 bits."""
+    """Return views (P, S, K, D) int8 and (P, S, K, 1) bf16 of a plane in 8 bits."""
     _, s, k, w = plane.shape
-    numbers, units = plane.flatten(1).split([s * k * (w - 2), s * k * 2], 1)
-    units = units.view(torch.bfloat16).unflatten(1, (k, s, 1))
-    return numbers.unflatten(1, (s, k, w - 2)), units.transpose(1, 2)
+    head_dim = w - 2
+    pages = plane.flatten(1)
+    sizes = (s * k * head_dim, s * k * 2)
+    elements, scale_bytes = pages.split_with_sizes(sizes, 1)
+    elements = torch.unflatten(elements, 1, (s, k, head_dim))
+    scales = scale_bytes.view(torch.bfloat16)
+    scales = torch.unflatten(scales, 1, (k, s, 1))
+    return elements, scales.transpose(1, 2)
 
 
 AS_COMPUTED = KVFormat()
-FORMATS = {None: AS_COMPUTED, "int8": Int8Format("int8")}
+FORMATS = {
+    None: AS_COMPUTED,
+    "int8": Int8Format("int8"),
+}
 
 
 def pick_kv_format(name: object, device: torch.device) -> KVFormat:
-    """What `kv_cache_dtype=` asks for; ValueError where there is no such format, or not for this
-    device."""
+    """Return the format that `kv_cache_dtype=` asks for.
+
+    Raises:
+        ValueError: There is no such format, or not for this device.
+    """
     if name is None or name == "auto":
         return AS_COMPUTED
     if name != "int8":
@@ -90,24 +151,54 @@ def pick_kv_format(name: object, device: torch.device) -> KVFormat:
 
 
 def format_of(kv_cache: Tensor) -> KVFormat:
+    """Return the format of a cache, or of a part of one."""
     return FORMATS["int8" if kv_cache.dtype is torch.int8 else None]
 
 
 def views_of(kv_cache: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What a GPU's kernels read: the cache, and of one in 8 bits its units, as words."""
-    return kv_cache, kv_cache.view(torch.int16) if kv_cache.dtype is torch.int8 else None
+    """Return what a GPU's kernels read: the cache, and its scales where it is in 8 bits.
+
+    The scales are a view of the whole cache as int16, in which kernels find them by index.
+    """
+    is_8_bits = kv_cache.dtype is torch.int8
+    return kv_cache, kv_cache.view(torch.int16) if is_8_bits else None
 
 
 def suits_gpu(heads: Tensor, kv_cache: Tensor) -> bool:
-    """Whether sizes and types are those of triton/attention.py: its tiles are powers of two."""
-    head_dim, is_8_bits = heads.shape[-1], kv_cache.dtype is torch.int8
-    has_size = 16 <= head_dim <= 256 and not head_dim & (head_dim - 1) and kv_cache.is_contiguous()
-    return has_size and (is_8_bits or kv_cache.dtype is heads.dtype)
+    """Return whether sizes and types are those of triton/attention.py.
+
+    Its tiles are powers of two.
+
+    Args:
+        heads: Heads (T, H, D).
+        kv_cache: The cache.
+    """
+    head_dim = heads.shape[-1]
+    if not 16 <= head_dim <= 256:
+        return False
+    if head_dim & (head_dim - 1):
+        return False
+    if not kv_cache.is_contiguous():
+        return False
+    return kv_cache.dtype is torch.int8 or kv_cache.dtype is heads.dtype
 
 
 def native_format(heads: Tensor, kv_cache: Tensor) -> int | None:
-    """What the CPU's kernels call the format of a cache; None where they do not take it, or heads
-    (T, H, D)."""
-    takes = native.has_kernel(heads) and heads.shape[-1] <= MAX_HEAD_DIM
-    is_there = kv_cache.device.type == "cpu" and kv_cache.is_contiguous()
-    return NATIVE.get(kv_cache.dtype) if takes and is_there else None
+    """Return the number of a cache's format in the CPU kernels.
+
+    Args:
+        heads: Heads (T, H, D).
+        kv_cache: The cache.
+
+    Returns:
+        The number; None where the kernels do not take the cache or the heads.
+    """
+    if not native.has_kernel(heads):
+        return None
+    if heads.shape[-1] > MAX_HEAD_DIM:
+        return None
+    if kv_cache.device.type != "cpu":
+        return None
+    if not kv_cache.is_contiguous():
+        return None
+    return NATIVE.get(kv_cache.dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 from helpers.batches import batch_of, in_8_bits
 from llama.ops.attention import paged_attention
 from llama.ops.cpu import native
-from llama.ops.kv_cache import counted
+from llama.ops.kv_cache import quantize
 from llama.ops.norm import rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
@@ -135,15 +135,15 @@ def test_a_store_in_8_bits(kernels, count, head_dim):
 
 def test_numbers_in_8_bits_are_off_by_half_a_unit():
     x = numbers(40, 3, 64) * torch.logspace(-25, 30, 40)[:, None, None].bfloat16()
-    whole, units = counted(x)
+    whole, units = quantize(x)
     found, largest = whole * units.double(), x.double().abs().amax(-1, keepdim=True)
     assert ((found - x.double()).abs() <= largest / 127 * 0.503).all()  # the scale is a bf16
-    again = counted(found.float())
+    again = quantize(found.float())
     assert torch.equal(again[0], whole) and torch.equal(again[1], units)
-    whole, units = counted(torch.zeros(2, 32))
+    whole, units = quantize(torch.zeros(2, 32))
     assert not whole.any() and units.isfinite().all()
     x[0, 0, 5] = float("nan")
-    assert counted(x)[1].isnan().nonzero().tolist() == [[0, 0, 0]]
+    assert quantize(x)[1].isnan().nonzero().tolist() == [[0, 0, 0]]
 
 
 def test_torch_bodies(no_kernels, device):

@@ -14,7 +14,7 @@ from helpers.kernels import KERNELS_RUN
 from helpers.race import exponential, split_mix, winners
 from llama.ops import sample as op
 from llama.ops.cpu import native
-from llama.ops.sample import UNIT, SamplingRow, sample_ids
+from llama.ops.sample import FIXED_ONE, SamplingRow, sample_ids
 
 # Sizes around the kernel's blocks of 256 tokens, and one with more blocks than most top_k.
 SIZES = (1, 2, 40, 255, 256, 257, 700, 5000)
@@ -26,8 +26,8 @@ def by_hand(probs: Tensor, rule: SamplingRow) -> list[tuple[int, int]]:
 
     `probs` (V) are relative to that of the likeliest token.
     """
-    weights = [int(p * UNIT) for p in probs.tolist()]
-    floor = max(1, math.ceil(rule.min_p * UNIT))
+    weights = [int(p * FIXED_ONE) for p in probs.tolist()]
+    floor = max(1, math.ceil(rule.min_p * FIXED_ONE))
     if rule.top_k > 0:
         floor = max(floor, sorted(weights, reverse=True)[: rule.top_k][-1])
     ordered = sorted((-w, i) for i, w in enumerate(weights) if w >= floor)

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama.ops.kv_cache import LEAST_UNIT, views_of
+from llama.ops.kv_cache import MIN_SCALE, views_of
 from llama.ops.triton.kernels import launcher
 
-_MIN_SCALE = tl.constexpr(LEAST_UNIT)
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
 _ROUND = tl.constexpr(1.5 * 2**23)  # added to a float32 below 2**22, it leaves a whole number
 SILU_BLOCK = 1024  # elements of a row per program
 ROPE_HEADS = 8  # heads of a token per program
