@@ -1,9 +1,9 @@
 // Products of bf16 in a CPU's tiles (AMX: Sapphire Rapids and later): up to 32 rows of x, times a
 // packed weight block of 32 outputs, onto float32 sums. On two cores of a Xeon, 512 rows take 38 ms
-// for a weight (16384, 2048). Weights of 4 to 8 bits are widened to bf16 before. A few rows of x have
-// a faster way to the same bits: nibbles that look up numbers row by row, the others in vectors.
-// linear.cpp asks tiles_work(), and then has multiply_all() do whole products; it knows nothing of
-// tiles.
+// for a weight (16384, 2048). Weights of 4 to 8 bits are widened to bf16 before. A few rows of x
+// have a faster way to the same bits: nibbles that look up numbers row by row, the others in
+// vectors. linear.cpp asks tiles_work(), and then has multiply_all() do whole products; it knows
+// nothing of tiles.
 //
 // A tile is 16 rows of 64 bytes. One instruction adds to C (16 rows of x, 16 outputs) the product
 // of A (16 rows of x, 32 k) and B (16 pairs of k, 16 outputs, 2): B is half of a weight block in
@@ -197,8 +197,7 @@ inline bool product_is_right() {
 inline bool tiles_work() {
   constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static std::atomic<int> answer{-1};               // threads that come here at once all find it
-  if (answer < 0)
-    answer = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0 && product_is_right();
+  if (answer < 0) answer = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0 && product_is_right();
   return answer;
 }
 
@@ -215,9 +214,7 @@ struct PackedX {
         depth(tiles > 2 || weight.format != ElementFormat::BF16 ? TILE_K_BLOCK : k) {}
   long k_blocks() const { return (k + depth - 1) / depth; }
   long count_k(long begin) const { return std::min(k - begin, depth); }
-  long at(long tile, long begin) const {
-    return (begin * tiles + tile * count_k(begin)) * height;
-  }
+  long at(long tile, long begin) const { return (begin * tiles + tile * count_k(begin)) * height; }
   long pieces() const { return tiles * k_blocks(); }
   void pack(const uint16_t* x, char* to, long piece) const {
     const long tile = piece / k_blocks(), row = tile * TILE_ROWS;
@@ -248,8 +245,10 @@ void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Parts
       const long count_k = packed_x.count_k(begin), steps = count_k / TILE_K;
       const char* weights = at(block, begin);
       const char* next = at(0, begin + packed_x.depth);
-      if (is_alone) next = weights + (is_near ? PREFETCH_BYTES<Bf16> : K_BLOCK * K_BYTES<Kind>);
-      else if (block + 1 < blocks) next = at(block + 1, begin);
+      if (is_alone)
+        next = weights + (is_near ? PREFETCH_BYTES<Bf16> : K_BLOCK * K_BYTES<Kind>);
+      else if (block + 1 < blocks)
+        next = at(block + 1, begin);
       if constexpr (!IS_BF16<Kind>) {
         widen_block<Kind>(weight, Parameters(weight, first_block + block), weights, wide, begin,
                           count_k, is_single ? next : nullptr, is_near);
@@ -257,10 +256,10 @@ void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Parts
       }
       for (long b = from; b < to; b++, next += fetched * steps) {
         const long tile = row_blocks.first(b);
-        (row_blocks.size(b) == 2 ? multiply<2> : multiply<1>)(
-            x + packed_x.at(tile, begin), height, height * count_k,
-            {weights, next, steps, fetched, is_near},
-            totals + (block * rows + (tile - first) * height) * N_BLOCK, begin == 0);
+        const auto run = row_blocks.size(b) == 2 ? multiply<2> : multiply<1>;
+        float* sums = totals + (block * rows + (tile - first) * height) * N_BLOCK;
+        run(x + packed_x.at(tile, begin), height, height * count_k,
+            {weights, next, steps, fetched, is_near}, sums, begin == 0);
       }
     }
 }
@@ -321,9 +320,9 @@ void multiply_all(Worker& member, const PackedX& x, Packed packed, const Weight&
   if (is_configured) _tile_release();
 }
 
-// One to a few rows of x as floats, (K, rows), for weights of few bytes: their products are bound by
-// memory, which vectors read ahead of better than tiles. The sums are those of the tiles to the bit:
-// within a step one over the even k, one over the odd, and both are added to what was before.
+// One to a few rows of x as floats, (K, rows), for weights of few bytes: their products are bound
+// by memory, which vectors read ahead of better than tiles. The sums are those of the tiles to the
+// bit: within a step one over the even k, one over the odd, and both are added to what was before.
 constexpr int FEW_ROWS = 4;
 
 struct FewRows {
@@ -392,8 +391,8 @@ template <class Kind, class Packed>
 void multiply_all(Worker& member, const FewRows& x, Packed packed, const Weight& weight,
                   const Outputs& out) {
   constexpr std::make_integer_sequence<int, FEW_ROWS> ROWS;
-  const auto run = has_groups(weight) ? pick_few<Kind, true>(x.m, ROWS)
-                                      : pick_few<Kind, false>(x.m, ROWS);
+  const auto run =
+      has_groups(weight) ? pick_few<Kind, true>(x.m, ROWS) : pick_few<Kind, false>(x.m, ROWS);
   alignas(64) float sums[FEW_ROWS * N_BLOCK];
   const auto compute = [&](long block) {
     const float* rows = (const float*)packed();
@@ -405,10 +404,10 @@ void multiply_all(Worker& member, const FewRows& x, Packed packed, const Weight&
   member.run(weight.n / N_BLOCK, compute, write_out);
 }
 
-// Nibbles in groups, for up to 16 rows of x. For each row of the weight, its 16 numbers are made once
-// a group, and all codes of the group look their number up: half the instructions of widen_as(). The
-// numbers of a row lie side by side then, so the tiles take the weight as A, and x as B. The sums are
-// the same: of the same products, in the same order.
+// Nibbles in groups, for up to 16 rows of x. For each row of the weight, its 16 numbers are made
+// once a group, and all codes of the group look their number up: half the instructions of
+// widen_as(). The numbers of a row lie side by side then, so the tiles take the weight as A, and x
+// as B. The sums are the same: of the same products, in the same order.
 struct RowsAsPairs {
   long m, k;
   long pieces() const { return 1; }

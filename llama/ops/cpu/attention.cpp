@@ -1,9 +1,9 @@
 // Attention over a paged KV cache (PagedAttention, Kwon et al., 2023) as in Flash-Decoding: the
 // context is split, each part is done with the online softmax of FlashAttention (Dao et al., 2022),
 // and the parts are merged. bf16 in and out; float32 scores, softmax and sums. The body of
-// avx512_bf16 rounds what it multiplies values with to bf16, as FlashAttention does, which takes 0.79
-// of the time for a prompt of 2,048. On one Zen 4 core, 4 layers at batch 8 and context 512 take 2.7
-// ms; torch took 18.2 of a step of 42.2.
+// avx512_bf16 rounds what it multiplies values with to bf16, as FlashAttention does, which takes
+// 0.79 of the time for a prompt of 2,048. On one Zen 4 core, 4 layers at batch 8 and context 512
+// take 2.7 ms; torch took 18.2 of a step of 42.2.
 //
 // attention.py owns the tensors, checks the shapes and has the legend of their letters. The rows of
 // a sequence and a kv head are its queries times the G heads that share the kv head, row = query *
@@ -224,8 +224,7 @@ template <int... R> Score pick_score(long rows, std::integer_sequence<int, R...>
   return ALL[rows - 1];
 }
 
-template <class Row, int... R>
-Weigh pick_weigh(long rows, std::integer_sequence<int, R...>) {
+template <class Row, int... R> Weigh pick_weigh(long rows, std::integer_sequence<int, R...>) {
   static constexpr Weigh ALL[] = {weigh<Row, R + 1>...};
   return ALL[rows - 1];
 }
@@ -268,8 +267,7 @@ void attend_to(const Call& call, const Block& block, const Pair* queries, long s
   for (long key = 0; key < count; key += KEYS) {
     Words keys_t[MAX_HEAD_DIM];
     transpose_keys<Row>(call.keys, offsets + key, count - key, dim, keys_t);
-    if (Row::HAS_UNIT)
-      load_units(call.keys, unit_offsets, key, std::min(key + KEYS, count), units);
+    if (Row::HAS_UNIT) load_units(call.keys, unit_offsets, key, std::min(key + KEYS, count), units);
     fetch(call.keys, offsets, key + PREFETCH_KEYS, count, row_bytes);
     fetch(call.values, offsets, key, count, row_bytes);
     for (long tile = 0; tile < tiles.count; tile++) {
@@ -358,7 +356,8 @@ void compute_item(const Call& call, const Item& item, float* sums) {
   const Block& block = item.block;
   Pair queries[M_BLOCK * MAX_HEAD_DIM / 2];
   pack_rows(call, block, queries);
-  const auto attend_to = call.kv_format == KvFormat::INT8 ? ::attend_to<Int8Row> : ::attend_to<Bf16Row>;
+  const auto attend_to =
+      call.kv_format == KvFormat::INT8 ? ::attend_to<Int8Row> : ::attend_to<Bf16Row>;
   if (item.split >= 0) return attend_to(call, block, queries, item.split, sums);
   alignas(64) float next[MAX_SUMS];
   clear(sums, block.rows, call.dim);
@@ -458,11 +457,11 @@ void paged_attention_bf16(const uint16_t* queries, const char* kv_pages, const i
                           float scale, int threads) {
   const long row_bytes = kv_row_bytes(dim, (KvFormat)kv_format);
   const char* values = kv_pages + num_pages * page_size * kv_heads * row_bytes;
-  const Attention call = {queries,   kv_pages, values,     out,       table, query_starts,
-                          seq_lens,  workspace, num_seqs,  pages_each, page_size, heads,
-                          kv_heads,  dim,      scale,     (KvFormat)kv_format};
+  const Attention call = {queries,  kv_pages,     values,    out,
+                          table,    query_starts, seq_lens,  workspace,
+                          num_seqs, pages_each,   page_size, heads,
+                          kv_heads, dim,          scale,     (KvFormat)kv_format};
   const double work = plan_attention(call);
-  run_team(work > MIN_PARALLEL_WORK ? threads : 1,
-           [&](Worker& member) { attend(member, call); });
+  run_team(work > MIN_PARALLEL_WORK ? threads : 1, [&](Worker& member) { attend(member, call); });
 }
 }

@@ -19,15 +19,14 @@ Floats evens_of(Floats a, Floats b, std::integer_sequence<uint32_t, I...>) {
   return __builtin_shuffle(a, b, Words{(2 * I)...});
 }
 
-template <uint32_t... I>
-Floats odds_of(Floats a, Floats b, std::integer_sequence<uint32_t, I...>) {
+template <uint32_t... I> Floats odds_of(Floats a, Floats b, std::integer_sequence<uint32_t, I...>) {
   return __builtin_shuffle(a, b, Words{(2 * I + 1)...});
 }
 
 // Rotates the pairs of `count` heads of one token by their cosine and sine. Not inlined: all
 // callers must round alike.
-__attribute__((noinline)) void apply_rope(const uint16_t* heads, const float* freqs_cis, uint16_t* out, long count,
-                long dim) {
+__attribute__((noinline)) void apply_rope(const uint16_t* heads, const float* freqs_cis,
+                                          uint16_t* out, long count, long dim) {
   for (long i = 0; i < dim; i += STEP) {
     const Floats left = load<Floats>(freqs_cis + i), right = load<Floats>(freqs_cis + i + LANES);
     const Floats cosine = evens_of(left, right, Lanes()), sine = odds_of(left, right, Lanes());
@@ -38,7 +37,6 @@ __attribute__((noinline)) void apply_rope(const uint16_t* heads, const float* fr
     }
   }
 }
-
 
 // D bf16 -> whole numbers from -127 to 127, and the unit that they count, a bf16. The largest
 // magnitude is found among bits, where NaN is above all.
@@ -181,8 +179,7 @@ void rope_and_store_bf16(const uint16_t* qkv, const float* freqs_cis, char* page
   const long width = heads * dim, all = width + 2 * kv_heads * dim;
 #pragma omp parallel for num_threads(threads) if (rows * all >= MIN_PARALLEL_WORK)
   for (long row = 0; row < rows; row++)
-    rope_and_store(qkv + row * all, freqs_cis + row * dim, pages, slots[row],
-                   queries + row * width,
+    rope_and_store(qkv + row * all, freqs_cis + row * dim, pages, slots[row], queries + row * width,
                    {heads, kv_heads, dim, num_pages, page_size, (KvFormat)kv_format});
 }
 }

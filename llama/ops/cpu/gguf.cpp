@@ -11,8 +11,7 @@
 namespace {
 
 // `fields` of gguf_blocks.py: from `bytes` bytes, put over what the codes have, `up` bits higher.
-template <int BITS, int RUN>
-void fields(const uint8_t* from, int bytes, uint8_t* to, int up = 0) {
+template <int BITS, int RUN> void fields(const uint8_t* from, int bytes, uint8_t* to, int up = 0) {
   for (const uint8_t* end = from + bytes; from < end; from += RUN)
     for (int shift = 0; shift < 8; shift += BITS, to += RUN) {
       uint8_t some[RUN];  // nothing else points to it, so that all are made at once
@@ -21,12 +20,14 @@ void fields(const uint8_t* from, int bytes, uint8_t* to, int up = 0) {
     }
 }
 
-// What the groups of a block have: the scale of each is a whole number times the first unit, a float16,
-// and its offset one times the second.
+// What the groups of a block have: the scale of each is a whole number times the first unit, a
+// float16, and its offset one times the second.
 struct Lines {
   uint16_t units[2] = {};
   int8_t numbers[2][16] = {};
-  float of(int which, int group) const { return _cvtsh_ss(units[which]) * (float)numbers[which][group]; }
+  float of(int which, int group) const {
+    return _cvtsh_ss(units[which]) * (float)numbers[which][group];
+  }
 };
 
 // A kind: the weights of a block, its bytes, its groups, and whether these have offsets. Codes and
@@ -149,8 +150,9 @@ struct Source {
   }
 };
 
-// A packed weight (n, k) of one of ElementFormat: nibbles, or bytes, which are numbers[code], or six
-// bits, which are what these are above `first`; of groups of `group` k, with `per_group` parameters.
+// A packed weight (n, k) of one of ElementFormat: nibbles, or bytes, which are numbers[code], or
+// six bits, which are what these are above `first`; of groups of `group` k, with `per_group`
+// parameters.
 struct Target {
   char *values, *parameters;
   const float* numbers;
@@ -164,11 +166,11 @@ inline bool is_finite(const Lines& lines) {
   return (lines.units[0] & 0x7c00) != 0x7c00 && (lines.units[1] & 0x7c00) != 0x7c00;
 }
 
-// The parameters of 32 rows and `count` k, from k = `begin` on: float16 where a block is one group, or
-// eight groups as whole numbers of the block's unit (see Parameters in packed_weight.h).
+// The parameters of 32 rows and `count` k, from k = `begin` on: float16 where a block is one group,
+// or eight groups as whole numbers of the block's unit (see Parameters in packed_weight.h).
 template <class Kind>
-void pack_lines(const Lines (*lines)[STEP / Kind::weights], const Target& to, long block, long begin,
-                long count) {
+void pack_lines(const Lines (*lines)[STEP / Kind::weights], const Target& to, long block,
+                long begin, long count) {
   constexpr long OWN = Kind::weights / Kind::groups;  // k of a group of the file
   const long width = to.per_group * N_BLOCK, first = (block * to.k + begin) / to.group;
   for (long g = 0; g < count / to.group; g++) {
@@ -191,7 +193,8 @@ void pack_lines(const Lines (*lines)[STEP / Kind::weights], const Target& to, lo
 // Codes in place -> what stands for them in a byte, or in six bits.
 inline void look_up(uint8_t* codes, long count, const Target& to, long last) {
   const bool follow = to.numbers[last] - to.numbers[0] == last;
-  const int zero = to.format == ElementFormat::SIX_BITS ? (int)to.first : 0, first = (int)to.numbers[0] - zero;
+  const int zero = to.format == ElementFormat::SIX_BITS ? (int)to.first : 0,
+            first = (int)to.numbers[0] - zero;
   if (follow)
     for (long i = 0; i < count; i++) codes[i] += first;
   else
@@ -199,7 +202,8 @@ inline void look_up(uint8_t* codes, long count, const Target& to, long last) {
 }
 
 // 32 rows of a packed weight, of blocks that lie row after row.
-template <class Kind> PackState pack_rows_of(const uint8_t* blocks, const Target& to, long block, long last) {
+template <class Kind>
+PackState pack_rows_of(const uint8_t* blocks, const Target& to, long block, long last) {
   PackState state = PackState::PACKED;
   for (long begin = 0; begin < to.k; begin += STEP) {
     const long count = std::min(STEP, to.k - begin);
@@ -276,9 +280,8 @@ extern "C" {
 // The number of a type, by which the functions below take it; -1 where there is none of this name.
 long gguf_type(const char* name) {
   const auto* end = std::end(TYPES);
-  const auto* found = std::find_if(TYPES, end, [&](const GgufType& type) {
-    return std::strcmp(type.name, name) == 0;
-  });
+  const auto* found = std::find_if(
+      TYPES, end, [&](const GgufType& type) { return std::strcmp(type.name, name) == 0; });
   return found == end ? -1 : found - TYPES;
 }
 
@@ -295,7 +298,8 @@ void unpack_gguf(const uint8_t* blocks, uint8_t* codes, float* scales, float* of
 void pack_gguf(char* values, char* parameters, const float* numbers, int64_t* state, long file,
                long offset, long stride, long n, long k, long group, long per_group, long type,
                long codes, long format, long first, int threads) {
-  const Target to = {values, parameters, numbers, (ElementFormat)format, first, k, group, per_group};
+  const Target to = {values, parameters, numbers, (ElementFormat)format,
+                     first,  k,          group,   per_group};
   *state = (int64_t)TYPES[type].pack({(int)file, offset, stride}, to, n, codes - 1, threads);
 }
 }

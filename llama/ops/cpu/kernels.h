@@ -37,15 +37,15 @@ struct Matrix {
   const float* table;             // 16 numbers, for nibbles; the first of 64, for six bits
   ElementFormat format;
   ScaleFormat scale_format;
-  int64_t per_group;  // parameters of a group: a scale, or a scale and an offset
-  int64_t group;      // how many neighbouring k share them
+  int64_t per_group;   // parameters of a group: a scale, or a scale and an offset
+  int64_t group;       // how many neighbouring k share them
   int64_t is_rotated;  // rows go through hadamard() first
   // What is added to the weight: down (rank, k), then up (n, rank), bf16 in blocks. The rank is a
   // multiple of 32, and 0 where there is none.
-  const uint16_t* adaptor;
+  const uint16_t* adapter;
   int64_t rank;
-  // Blocks of 32 rows lie `stride` bytes apart. A rank's share of several matrices in one lies in up
-  // to three places: from block `first` on, so many blocks that are not its own lie between.
+  // Blocks of 32 rows lie `stride` bytes apart. A rank's share of several matrices in one lies in
+  // up to three places: from block `first` on, so many blocks that are not its own lie between.
   int64_t stride;
   struct Gap {
     int64_t first, blocks;
@@ -72,7 +72,7 @@ struct Rows {
   float eps = 0;
 };
 
-// Where the outputs go: (m, n). Of an adaptor, `up`, and what `down` gave (m, rank).
+// Where the outputs go: (m, n). Of an adapter, `up`, and what `down` gave (m, rank).
 struct Outputs {
   enum Kind { BF16, FLOAT32, ADDED };  // ADDED: rounded to bf16, then added to the bf16 there
   void* data;
@@ -88,9 +88,9 @@ void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace)
 
 // attention.cpp; the legend of the letters is in attention.py.
 struct Attention {
-  const uint16_t* queries;     // (T, H, D)
-  const char *keys, *values;   // P pages each
-  uint16_t* out;               // (T, H, D)
+  const uint16_t* queries;    // (T, H, D)
+  const char *keys, *values;  // P pages each
+  uint16_t* out;              // (T, H, D)
   const int64_t *table, *query_starts, *seq_lens;
   char* workspace;
   long num_seqs, pages_each, page_size, heads, kv_heads, dim;

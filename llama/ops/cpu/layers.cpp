@@ -159,8 +159,8 @@ void layers_bf16(const int64_t* halves, uint16_t* x, uint16_t* out, const float*
   a.queries = scratch.queries, a.out = scratch.attended, a.workspace = scratch.attention;
   plan_attention(a);
   const Outputs outputs = {out, out == x ? Outputs::ADDED : Outputs::BF16};
-  const Call call = {(const Half*)halves, x, outputs, freqs_cis, kv_cache, slots, a, sizes,
-                     scratch, eps};
+  const Call call = {
+      (const Half*)halves, x, outputs, freqs_cis, kv_cache, slots, a, sizes, scratch, eps};
   run_team(threads, [&](Worker& member) {
     for (const Half* half = call.halves + first; half < call.halves + last; half++)
       BODIES[(long)half->kind](member, call, *half);

@@ -149,8 +149,12 @@ struct PackedPairs {
   long m, k, group;
   Parts row_blocks, m_blocks, k_blocks;
   PackedPairs(long m, const Weight& weight)
-      : m(m), k(weight.k), group(weight.per_group > 1 ? weight.group : 0), row_blocks(m, ROWS),
-        m_blocks(row_blocks.count, M_BLOCK / ROWS), k_blocks(k / 2, K_BLOCK / 2) {}
+      : m(m),
+        k(weight.k),
+        group(weight.per_group > 1 ? weight.group : 0),
+        row_blocks(m, ROWS),
+        m_blocks(row_blocks.count, M_BLOCK / ROWS),
+        k_blocks(k / 2, K_BLOCK / 2) {}
 
   long pieces() const { return row_blocks.count * k_blocks.count; }
   void pack(const uint16_t* x, char* to, long piece) const {
@@ -190,12 +194,13 @@ void add_long_group(float* sums, const float* scales, const float* x_sums, long 
   }
 }
 
-// Row blocks `from` to `to` of x, times one weight block -> their rows of 32 sums, which it returns.
-// Several row blocks have the numbers unpacked once: the same numbers, so the same sums. Part by
-// part: of whole groups, or of one that is longer, which is added to the totals when it is complete.
+// Row blocks `from` to `to` of x, times one weight block -> their rows of 32 sums, which it
+// returns. Several row blocks have the numbers unpacked once: the same numbers, so the same sums.
+// Part by part: of whole groups, or of one that is longer, which is added to the totals when it is
+// complete.
 template <class Kind>
 float* block_sums(const PackedPairs& x, const char* packed, long from, long to,
-                        const Weight& weight, long block, float (*memory)[M_BLOCK * N_BLOCK]) {
+                  const Weight& weight, long block, float (*memory)[M_BLOCK * N_BLOCK]) {
   alignas(64) uint16_t wide[IS_BF16<Kind> ? 1 : K_BLOCK * N_BLOCK];
   alignas(64) float scales[IS_BF16<Kind> ? 1 : K_BLOCK / MIN_GROUP * 2 * N_BLOCK];
   const long first_row = x.row_blocks.first(from), row_blocks = to - from, k = weight.k;
@@ -347,12 +352,21 @@ long linear_bytes(long m, long k, long threads) {
 
 void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace) {
   if (weight.rank) {
-    const Matrix down = {(const char*)weight.adaptor, nullptr, nullptr, ElementFormat::BF16, ScaleFormat::FLOAT32, 0,
-                         weight.k, weight.is_rotated, nullptr, 0, weight.k * K_BYTES<Bf16>};
+    const Matrix down = {(const char*)weight.adapter,
+                         nullptr,
+                         nullptr,
+                         ElementFormat::BF16,
+                         ScaleFormat::FLOAT32,
+                         0,
+                         weight.k,
+                         weight.is_rotated,
+                         nullptr,
+                         0,
+                         weight.k * K_BYTES<Bf16>};
     float* middle = (float*)workspace;
     workspace += x.count * MAX_RANK * sizeof(float);
     linear(member, x, {down, weight.rank, weight.k}, {middle, Outputs::FLOAT32}, workspace);
-    out.up = weight.adaptor + weight.rank * weight.k, out.middle = middle, out.rank = weight.rank;
+    out.up = weight.adapter + weight.rank * weight.k, out.middle = middle, out.rank = weight.rank;
   }
   constexpr decltype(&linear_of<Bf16>) RUN[] = EACH_FORMAT(linear_of);
   RUN[(int64_t)weight.format](member, x, weight, out, workspace);
@@ -363,7 +377,7 @@ extern "C" {
 // Bytes of workspace for linear_packed.
 long linear_workspace(long m, long k, long threads) { return linear_bytes(m, k, threads); }
 
-// Rows `ids` (t) of a weight that has no adaptor -> out (t, k) bf16; whether all ids are in [0, n).
+// Rows `ids` (t) of a weight that has no adapter -> out (t, k) bf16; whether all ids are in [0, n).
 long weight_rows(const int64_t* ids, const int64_t* matrix, uint16_t* out, long t, long n, long k,
                  long threads) {
   constexpr decltype(&unpack_row<Bf16>) RUN[] = EACH_FORMAT(unpack_row);

@@ -46,8 +46,8 @@ float quantize(const uint16_t* row, int8_t* to, long k) {
   return scale;
 }
 
-// The search for 16 numbers, evenly apart, that stand for the 32 numbers of a group: LANES groups at
-// once, of as many rows.
+// The search for 16 numbers, evenly apart, that stand for the 32 numbers of a group: LANES groups
+// at once, of as many rows.
 constexpr long GROUP = 32;
 constexpr int WIDTHS = 21;  // that are tried: their steps differ by 0.1
 
@@ -112,9 +112,9 @@ inline void load_group(const uint16_t* rows, long k, long count_k, Floats* x) {
     for (long i = 0; i < GROUP; i++) x[i][lane] = widen(rows[lane * count_k + k + i]);
 }
 
-// What 8 numbers are whole numbers of, from -128 to 127; 0 where no float16 is that. The largest is a
-// negative one of them: Q6_K has -128 there, of a scale below 0 where the product is above. Of several
-// units the smallest is taken.
+// What 8 numbers are whole numbers of, from -128 to 127; 0 where no float16 is that. The largest is
+// a negative one of them: Q6_K has -128 there, of a scale below 0 where the product is above. Of
+// several units the smallest is taken.
 inline Floats common_unit(const Floats* numbers) {
   Floats largest = {}, unit = {};
   Ints open = Ints{} - 1;  // the lanes that have none yet
@@ -227,9 +227,9 @@ void pack_bytes(const uint8_t* codes, char* values, long n, long k, int threads)
   pack_codes<Int8>(codes, values, n, k, threads);
 }
 
-// weight (n, k) -> words and parameters, packed: groups of 32 with a scale and an offset in float16;
-// or, where k is a multiple of 256, in eight bits each, times a float16 for each 8 groups. Returns the
-// same as pack_bf16.
+// weight (n, k) -> words and parameters, packed: groups of 32 with a scale and an offset in
+// float16; or, where k is a multiple of 256, in eight bits each, times a float16 for each 8 groups.
+// Returns the same as pack_bf16.
 long pack_int4(const uint16_t* weight, uint32_t* words, char* parameters, long n, long k,
                long threads) {
   const long groups = k % (8 * GROUP) ? 1 : 8;

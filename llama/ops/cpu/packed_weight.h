@@ -22,7 +22,7 @@
 // the sum of the group's x: no weight is rounded. With tiles it is, to bf16, if there is more than
 // one scale a row.
 //
-// x may be rotated before, and an adaptor's product added to the sums after: see kernels.h.
+// x may be rotated before, and an adapter's product added to the sums after: see kernels.h.
 #pragma once
 #include <type_traits>
 
@@ -33,15 +33,16 @@ namespace {
 
 constexpr long K_BLOCK = 1024;  // k of a pass over x: 64 KiB of a weight block, which L2 holds
 constexpr long M_BLOCK = 256;   // rows of x, about, that share one pass over a weight block
-// Up to 4 rows are bound by memory: they prefetch bf16 4 KiB ahead into L1 (one Zen 4 core, M = 1: 29
-// GB/s, without 24; into L2 25). Other kinds take more instructions a byte, which wait for lines on
-// their way to L1: these prefetch 16 KiB ahead into L2 (Q4_0 23.5 GB/s, 4 KiB ahead into L1 18). More
-// rows prefetch the next K block into L2 (M = 8: 25 GB/s, without 21).
+// Up to 4 rows are bound by memory: they prefetch bf16 4 KiB ahead into L1 (one Zen 4 core, M = 1:
+// 29 GB/s, without 24; into L2 25). Other kinds take more instructions a byte, which wait for lines
+// on their way to L1: these prefetch 16 KiB ahead into L2 (Q4_0 23.5 GB/s, 4 KiB ahead into L1 18).
+// More rows prefetch the next K block into L2 (M = 8: 25 GB/s, without 21).
 constexpr int L1_PREFETCH_ROWS = 4;
 
-// What the kinds of numbers differ in. A step is the PAIRS of neighbouring k that lie together, with
-// STEP bytes for all 32 rows, ROW_BYTES from one row to the next. `load` takes LANES rows of a step
-// from where they begin, and `pairs` makes one of the pairs of these. All numbers of a kind are bf16.
+// What the kinds of numbers differ in. A step is the PAIRS of neighbouring k that lie together,
+// with STEP bytes for all 32 rows, ROW_BYTES from one row to the next. `load` takes LANES rows of a
+// step from where they begin, and `pairs` makes one of the pairs of these. All numbers of a kind
+// are bf16.
 struct InMemory {
   struct Step {
     const char* at;
@@ -147,9 +148,7 @@ struct Nibbles {
   Floats number(Words words, int shift) const {
     return (Floats)_mm512_permutexvar_ps((__m512i)(words >> shift), table);
   }
-  Pairs pairs(Step words, int j) const {
-    return {number(words, 4 * j), number(words, 16 + 4 * j)};
-  }
+  Pairs pairs(Step words, int j) const { return {number(words, 4 * j), number(words, 16 + 4 * j)}; }
 #else
   __m256i lower, upper;  // bytes of the numbers as bf16, the 16 twice
   explicit Nibbles(const float* numbers) {
@@ -177,7 +176,8 @@ struct SixBits {
   static constexpr ElementFormat FORMAT = ElementFormat::SIX_BITS;
   static constexpr long PAIRS = 8, ROW_BYTES = 4, STEP = 3 * N_BLOCK * ROW_BYTES;
   struct Step {
-    Words words[4];  // two pairs each; the last is made of the upper four bits of the others' halves
+    Words
+        words[4];  // two pairs each; the last is made of the upper four bits of the others' halves
   };
   static Step load(const char* w) {
     Step step;
@@ -249,14 +249,15 @@ struct Parameters {
     const long numbers = count * N_BLOCK;
     group_bytes = format == ScaleFormat::FLOAT32   ? 4 * numbers
                   : format == ScaleFormat::FLOAT16 ? 2 * numbers
-                                            : numbers + numbers / 4;
+                                                   : numbers + numbers / 4;
     data = weight.parameters + weight.place(block) * (weight.k / weight.group) * group_bytes;
   }
 
-  // Fetches those of some groups into L2: one Zen 4 core reads Q4_0 at 25.5 GB/s with it, 20.5 without
-  // (M = 1). Behind the last group of a block come those of the next block.
+  // Fetches those of some groups into L2: one Zen 4 core reads Q4_0 at 25.5 GB/s with it, 20.5
+  // without (M = 1). Behind the last group of a block come those of the next block.
   void prefetch(long first, long last) const {
-    for (const char *line = data + first * group_bytes; line < data + last * group_bytes; line += 64)
+    for (const char* line = data + first * group_bytes; line < data + last * group_bytes;
+         line += 64)
       __builtin_prefetch(line, 0, 2);
   }
 
@@ -267,7 +268,8 @@ struct Parameters {
   }
 
  private:
-  template <int COUNT> static void unpack_as(const Parameters& from, long first, long last, float* to) {
+  template <int COUNT>
+  static void unpack_as(const Parameters& from, long first, long last, float* to) {
     constexpr int WIDTH = COUNT * N_BLOCK, VECTORS = WIDTH / LANES;  // of a group
     const auto each = [&](long first, long last, auto number) {
       for (long group = first; group < last; group++, to += 2 * N_BLOCK)
@@ -315,8 +317,8 @@ void write_as(void* data, long n, const float* sums, long from, long to, long co
     }
 }
 
-// Adds what an adaptor gives for rows `from` to `to` and 32 columns, one product after another.
-inline void add_adaptor(const Outputs& out, float* sums, long from, long to, long column) {
+// Adds what an adapter gives for rows `from` to `to` and 32 columns, one product after another.
+inline void add_adapter(const Outputs& out, float* sums, long from, long to, long column) {
   const uint16_t* up = out.up + column * out.rank;
   for (const float* middle = out.middle + from * out.rank; from < to; from++, middle += out.rank)
     for (long i = 0; i < N_BLOCK; i += LANES, sums += LANES) {
@@ -331,7 +333,7 @@ inline void add_adaptor(const Outputs& out, float* sums, long from, long to, lon
 }
 
 inline void write(const Outputs& out, long n, float* sums, long from, long to, long column) {
-  if (out.rank) add_adaptor(out, sums, from, to, column);
+  if (out.rank) add_adapter(out, sums, from, to, column);
   const auto run = out.kind == Outputs::BF16      ? write_as<Outputs::BF16>
                    : out.kind == Outputs::FLOAT32 ? write_as<Outputs::FLOAT32>
                                                   : write_as<Outputs::ADDED>;

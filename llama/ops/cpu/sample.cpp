@@ -4,8 +4,8 @@
 // and owns the tensors. For 32 rows of 128,256 tokens with top_p it takes 5.8 ms where torch takes
 // 26; 30 where all tokens are equally likely, and torch takes 664.
 //
-// A row is read whole once, for the sum and the maximum of each block of 256 tokens. Filters and the
-// race then read only the blocks that hold a candidate.
+// A row is read whole once, for the sum and the maximum of each block of 256 tokens. Filters and
+// the race then read only the blocks that hold a candidate.
 #include <omp.h>
 
 #include <algorithm>
@@ -233,7 +233,8 @@ float largest_of(const float* x, long count) {
     largest = v > largest ? v : largest, odd |= v != v;
   }
   float top = -INFINITE;
-  for (int lane = 0; lane < LANES; lane++) top = larger(top, odd[lane] ? NOT_A_NUMBER : largest[lane]);
+  for (int lane = 0; lane < LANES; lane++)
+    top = larger(top, odd[lane] ? NOT_A_NUMBER : largest[lane]);
   for (; i < count; i++) top = larger(top, x[i]);
   return top;
 }
@@ -282,9 +283,12 @@ void sample_ids(const float* probs, const SamplingRow* rows, long* ids, long* wo
     const SamplingRow& row = rows[r];
     const long total = sum_blocks(p, v, own);
     const bool is_filtered = row.floor || row.top_k || row.top_p < 1L << 62;
-    if (total == 0) ids[r] = 0;  // NaN everywhere
-    else if (is_filtered) ids[r] = sample_from_kept(p, v, row, total, own);
-    else ids[r] = sample_from_all(p, v, row.uniform, own.maxima);
+    if (total == 0)
+      ids[r] = 0;  // NaN everywhere
+    else if (is_filtered)
+      ids[r] = sample_from_kept(p, v, row, total, own);
+    else
+      ids[r] = sample_from_all(p, v, row.uniform, own.maxima);
   }
 }
 

@@ -3,9 +3,10 @@
 //
 // A channel has, for each rank, a count of the turns that the rank has come to, and two buffers.
 // A rank writes its part into a buffer, then raises its count (release); the others wait for the
-// count (acquire), then read. A rank writes turn k only when all others have come to turn k - 1, and
-// so have read turn k - 2, which lay in the same buffer: one wait per message is enough. Sums are
-// in float32, in the order of the ranks, by the same code on each: all ranks hold the same bits.
+// count (acquire), then read. A rank writes turn k only when all others have come to turn k - 1,
+// and so have read turn k - 2, which lay in the same buffer: one wait per message is enough. Sums
+// are in float32, in the order of the ranks, by the same code on each: all ranks hold the same
+// bits.
 //
 // ranks/shared_memory.py owns the memory, and decides how long to wait: each function returns
 // PENDING after at most 100 ms, and goes on where it was when it is called again with its ticket.
@@ -25,9 +26,9 @@ namespace {
 
 enum Kind { ALL_REDUCE = 1, ALL_GATHER, BROADCAST };
 
-constexpr long SLICE_NS = 100'000'000;   // the longest sleep before Python looks at the peers
+constexpr long SLICE_NS = 100'000'000;    // the longest sleep before Python looks at the peers
 constexpr long MIN_SHARED_SUM = 1 << 15;  // bytes: below, each rank sums all of it
-constexpr long BLOCK = 512;  // numbers that are summed at once, in the first cache
+constexpr long BLOCK = 512;               // numbers that are summed at once, in the first cache
 
 // A number that others wait for. It wraps: only differences count.
 struct Count {
@@ -55,9 +56,7 @@ struct Channel {
   long length, has_more;   // of the message received
 
   Place& place(long r) const { return reinterpret_cast<Place*>(base)[r]; }
-  char* buffer(long r) const {
-    return base + ranks * sizeof(Place) + (2 * r + half) * size;
-  }
+  char* buffer(long r) const { return base + ranks * sizeof(Place) + (2 * r + half) * size; }
 };
 
 bool reached(const Count& count, uint32_t target) {
@@ -75,7 +74,8 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
 }
 
 // Sleeping ranks are woken only if there are any. The fence orders the new value before the look at
-// `sleepers`, as a sleeper counts itself before it looks at the value: one of the two sees the other.
+// `sleepers`, as a sleeper counts itself before it looks at the value: one of the two sees the
+// other.
 void raise(Count& count, uint32_t value) {
   count.value.store(value, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -272,7 +272,8 @@ ChannelState broadcast_chunk(Channel* c, const Call& call, long bytes) {
 
 ChannelState run_chunk(Channel* c, const Call& call, long bytes) {
   if (c->stage == 0) {
-    if (!wait_for_all(c, c->turn)) return ChannelState::PENDING;  // they have read what lay in this buffer
+    if (!wait_for_all(c, c->turn))
+      return ChannelState::PENDING;  // they have read what lay in this buffer
     if (call.kind != BROADCAST || c->rank == 0) {
       std::memcpy(c->buffer(c->rank), call.x + c->offset, bytes);
     }
@@ -328,8 +329,7 @@ long shared_all_reduce(long* channel, char* x, long bytes, long type, long ticke
 }
 
 // x (rows, row_bytes) of each rank becomes out (rows, ranks * row_bytes).
-long shared_all_gather(
-    long* channel, char* x, char* out, long bytes, long row_bytes, long ticket) {
+long shared_all_gather(long* channel, char* x, char* out, long bytes, long row_bytes, long ticket) {
   const Call call = {ALL_GATHER, SumType::NONE, x, out, bytes, row_bytes};
   return (long)run((Channel*)channel, call, ticket);
 }
@@ -346,13 +346,13 @@ long shared_send(long* ring, char* message, long bytes, long has_more) {
   const long needed = 8 + ((bytes + 7) & -8);
   c->awaited = (uint32_t)(c->turn + needed - c->size);
   for (long r = 1; r < c->ranks; r++) {
-    if (!wait_for(c->place(r + 1).arrived, c->awaited, c->spin_ns)) return (long)ChannelState::PENDING;
+    if (!wait_for(c->place(r + 1).arrived, c->awaited, c->spin_ns))
+      return (long)ChannelState::PENDING;
   }
   const uint32_t header[2] = {(uint32_t)bytes, (uint32_t)has_more};
   each_part(c, c->turn, 8, [&](char* at, long, long n) { std::memcpy(at, header, n); });
-  each_part(c, c->turn + 8, bytes, [&](char* at, long from, long n) {
-    std::memcpy(at, message + from, n);
-  });
+  each_part(c, c->turn + 8, bytes,
+            [&](char* at, long from, long n) { std::memcpy(at, message + from, n); });
   c->turn = (uint32_t)(c->turn + needed);
   raise(c->place(0).arrived, c->turn);
   return (long)ChannelState::DONE;
@@ -365,9 +365,8 @@ long shared_receive(long* ring, char* message) {
   if (!wait_for(c->place(0).arrived, c->awaited, c->spin_ns)) return (long)ChannelState::PENDING;
   uint32_t header[2];
   each_part(c, c->turn, 8, [&](char* at, long, long n) { std::memcpy(header, at, n); });
-  each_part(c, c->turn + 8, header[0], [&](char* at, long from, long n) {
-    std::memcpy(message + from, at, n);
-  });
+  each_part(c, c->turn + 8, header[0],
+            [&](char* at, long from, long n) { std::memcpy(message + from, at, n); });
   c->length = header[0];
   c->has_more = header[1];
   c->turn = (uint32_t)(c->turn + 8 + ((header[0] + 7) & -8));

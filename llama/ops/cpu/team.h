@@ -9,9 +9,9 @@
 //
 // Each thread begins with a range of neighbouring pieces, which suits the hardware's prefetchers. A
 // thread without work takes all pieces of one that has not come to the phase, else half of
-// another's rest (work stealing; Blumofe and Leiserson, 1999). The last piece of a range it computes
-// a second time, if its owner does not come soon (as the backup tasks of MapReduce; Dean and
-// Ghemawat, 2004). Then it sleeps.
+// another's rest (work stealing; Blumofe and Leiserson, 1999). The last piece of a range it
+// computes a second time, if its owner does not come soon (as the backup tasks of MapReduce; Dean
+// and Ghemawat, 2004). Then it sleeps.
 #pragma once
 #include <immintrin.h>
 #include <linux/futex.h>
@@ -25,8 +25,8 @@
 #include <cstdint>
 
 constexpr long MAX_THREADS = 256;
-constexpr int PAUSES = 400;        // before a piece is done twice: 20 us of a Xeon at 3 GHz
-constexpr int ROUNDS = 3;          // of so many pauses, before a thread sleeps
+constexpr int PAUSES = 400;  // before a piece is done twice: 20 us of a Xeon at 3 GHz
+constexpr int ROUNDS = 3;    // of so many pauses, before a thread sleeps
 #ifndef TEAM_MAX_PIECES
 #define TEAM_MAX_PIECES ((1 << 24) - 1)  // as many as a Range counts
 #endif
@@ -83,11 +83,11 @@ class Worker {
 
   // compute(piece) may write only what this thread alone reads; write(piece) follows, on one thread
   // for each piece. Returns when all pieces are written.
-  template <class Compute, class Write>
-  void run(long pieces, Compute compute, Write write) {
+  template <class Compute, class Write> void run(long pieces, Compute compute, Write write) {
     for (long first = 0; first < pieces; first += MAX_PIECES)
-      run_phase(std::min(pieces - first, MAX_PIECES), [&](long piece) { compute(first + piece); },
-                [&](long piece) { write(first + piece); });
+      run_phase(
+          std::min(pieces - first, MAX_PIECES), [&](long piece) { compute(first + piece); },
+          [&](long piece) { write(first + piece); });
   }
 
   // The same with pieces of which each is written by who takes it, and never twice: small ones.
@@ -96,8 +96,7 @@ class Worker {
   }
 
  private:
-  template <class Compute, class Write>
-  void run_phase(long pieces, Compute compute, Write write) {
+  template <class Compute, class Write> void run_phase(long pieces, Compute compute, Write write) {
     phase++;
     for (int idle = 0; !is_over();) {
       Range next;
@@ -160,16 +159,14 @@ class Worker {
     return is_late;
   }
 
-  // Not an empty range: all may be done then, and others in the next phase, where this member's word
-  // must not say again that its part is to be had. Until an open one is done nobody goes on.
+  // Not an empty range: all may be done then, and others in the next phase, where this member's
+  // word must not say again that its part is to be had. Until an open one is done nobody goes on.
   bool publish(Range range) {
     if (is_open(range)) team.ranges[index].store(range);
     return is_open(range);
   }
 
-  bool is_open(Range range) const {
-    return range.phase == (uint16_t)phase && range.size() > 0;
-  }
+  bool is_open(Range range) const { return range.phase == (uint16_t)phase && range.size() > 0; }
 
   // Whether this thread may write the first piece of the owner's range, whose end may have moved.
   bool take(long owner, Range range) {
@@ -186,7 +183,8 @@ class Worker {
     team.completed.store(phase, std::memory_order_release);
     std::atomic_thread_fence(std::memory_order_seq_cst);  // before the look at the sleepers
     if (team.sleepers.load(std::memory_order_relaxed))
-      syscall(SYS_futex, &team.completed, FUTEX_WAKE_PRIVATE, (int)MAX_THREADS, nullptr, nullptr, 0);
+      syscall(SYS_futex, &team.completed, FUTEX_WAKE_PRIVATE, (int)MAX_THREADS, nullptr, nullptr,
+              0);
   }
 
   void wait(int* idle) {

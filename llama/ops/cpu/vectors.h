@@ -96,8 +96,8 @@ inline void store_int8(char* to, Floats v) {
   for (int i = 0; i < LANES; i++) to[i] = (char)whole[i];
 }
 
-// One rounding, and the same wherever it is inlined: of `sum += a * b` the compiler may round either
-// product where it knows that the sum is another one.
+// One rounding, and the same wherever it is inlined: of `sum += a * b` the compiler may round
+// either product where it knows that the sum is another one.
 inline void add_product(Floats& sum, Floats a, Floats b) {
 #if defined(__AVX512F__)
   sum = (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
