@@ -1,7 +1,10 @@
 """Beam search (Graves, 2012), with the scores and the stopping rules of transformers.
 
-In each round, every beam is a request for one token; the prefix cache keeps its past, so a round
-computes at most one page per beam.
+In each round, every beam is a request for one token. The prefix cache stores the keys and values of
+its earlier tokens, so a round computes at most one page per beam.
+
+In: checked requests, and the engine that runs them. Out: the best beams of each prompt. This module
+knows nothing of the model.
 """
 
 import math
@@ -16,10 +19,17 @@ from llama.sampling_params import SamplingParams
 
 @dataclass
 class BeamParams:
-    """Names and meanings of transformers' generate; scores are sum(logprobs) / length ** penalty.
+    """Parameters of beam search, with the names and meanings of transformers' `generate`.
 
-    early_stopping: True ends with beam_width finished beams; False when the best running beam
-    cannot pass the worst finished one at its present length; "never" at any length."""
+    The score of a beam is sum(logprobs) / length ** length_penalty.
+
+    Attributes:
+        beam_width: The number of beams.
+        length_penalty: The exponent of the length; larger values favour longer answers.
+        early_stopping: When a search ends. True: as soon as `beam_width` beams have finished.
+            False: when the best running beam cannot exceed the worst finished one at its current
+            length. "never": when it cannot at any length.
+    """
 
     beam_width: int = 4
     length_penalty: float = 1.0
@@ -34,67 +44,85 @@ class BeamParams:
 
 @dataclass(frozen=True)
 class Beam:
-    """A continuation; `logprob` is the sum over its tokens, a final stop token included."""
+    """One continuation of a prompt."""
 
     tokens: list[int]
-    logprob: float
+    logprob: float  # sum over the tokens, including a final stop token
     score: float = -math.inf
     finish_reason: str | None = None
 
 
 @dataclass
 class _Search:
-    """One prompt's beams. `length` counts generated tokens, stop tokens too, as the scores do."""
+    """The beams of one prompt."""
 
     prompt: list[int]
-    limit: int  # generated tokens at most
+    limit: int  # largest number of generated tokens
     stop_ids: frozenset[int]
     params: BeamParams
     running: list[Beam] = field(default_factory=lambda: [Beam([], 0.0)])
     finished: list[Beam] = field(default_factory=list)
-    length: int = 0
+    length: int = 0  # generated tokens, including stop tokens, as in the scores
 
     @property
-    def kept(self) -> int:
-        """Candidates a round: enough that beam_width are left if every stop token is among them."""
-        return max(2, 1 + len(self.stop_ids)) * self.params.beam_width
+    def num_candidates(self) -> int:
+        """Return the number of candidates of a round.
+
+        It leaves at least beam_width candidates even if all stop tokens are among them.
+        """
+        candidates_per_beam = max(2, 1 + len(self.stop_ids))
+        return candidates_per_beam * self.params.beam_width
 
     def advance(self, likeliest: list[list[tuple[int, float]]]) -> None:
-        """One round: for each running beam, the ids that may follow and their log-probabilities."""
+        """Extend the running beams by one token.
+
+        Args:
+            likeliest: The likeliest next ids of each running beam, with their log-probabilities.
+        """
         width = self.params.beam_width
         self.length += 1
-        candidates = [
-            Beam(beam.tokens + [token], beam.logprob + logprob)
-            for beam, follow in zip(self.running, likeliest, strict=True)
-            for token, logprob in follow
-        ]
-        candidates = sorted(candidates, key=lambda beam: -beam.logprob)[: self.kept]
-        ended = [self._finished(beam) for beam in candidates[:width] if self._is_over(beam)]
-        self.finished = sorted(self.finished + ended, key=lambda beam: -beam.score)[:width]
-        self.running = [beam for beam in candidates if not self._is_over(beam)][:width]
+        candidates = []
+        for beam, next_tokens in zip(self.running, likeliest, strict=True):
+            for token, logprob in next_tokens:
+                candidates.append(Beam([*beam.tokens, token], beam.logprob + logprob))
+        candidates.sort(key=lambda beam: -beam.logprob)
+        running = []
+        for rank, beam in enumerate(candidates[: self.num_candidates]):
+            if not self._is_complete(beam):
+                running.append(beam)
+            elif rank < width:
+                self.finished.append(self._finish(beam))
+        self.finished.sort(key=lambda beam: -beam.score)
+        self.finished = self.finished[:width]
+        self.running = running[:width]
 
-    def _is_over(self, beam: Beam) -> bool:
+    def _is_complete(self, beam: Beam) -> bool:
         return beam.tokens[-1] in self.stop_ids or len(beam.tokens) == self.limit
 
-    def _finished(self, beam: Beam) -> Beam:
-        is_stop = beam.tokens[-1] in self.stop_ids
-        tokens, reason = (beam.tokens[:-1], "stop") if is_stop else (beam.tokens, "length")
-        return Beam(tokens, beam.logprob, self._score(beam.logprob, self.length), reason)
+    def _finish(self, beam: Beam) -> Beam:
+        """Return a complete beam with its score and without its stop token."""
+        score = self._score(beam.logprob, self.length)
+        if beam.tokens[-1] in self.stop_ids:
+            return Beam(beam.tokens[:-1], beam.logprob, score, "stop")
+        return Beam(beam.tokens, beam.logprob, score, "length")
 
     def _score(self, logprob: float, length: int) -> float:
-        return logprob / length**self.params.length_penalty
+        normalizer: float = length**self.params.length_penalty
+        return logprob / normalizer
 
     def may_improve(self) -> bool:
-        """Whether a running beam can still come among the best."""
+        """Return whether a running beam can still become one of the best beams."""
         if not self.running or self.limit == 0:
             return False
         if len(self.finished) < self.params.beam_width:
             return True
         if self.params.early_stopping not in (False, "never"):
             return False
-        grows = self.params.early_stopping == "never" and self.params.length_penalty > 0
-        reach = self.limit if grows else self.length
-        return self._score(self.running[0].logprob, reach) > self.finished[-1].score
+        length = self.length
+        if self.params.early_stopping == "never" and self.params.length_penalty > 0:
+            length = self.limit  # the score grows with the length
+        best_score = self._score(self.running[0].logprob, length)
+        return best_score > self.finished[-1].score
 
 
 def beam_search(
@@ -104,29 +132,50 @@ def beam_search(
     length_penalty: float,
     early_stopping: bool | str,
 ) -> list[list[Beam]]:
-    """The up to beam_width best continuations of each prompt, best first; see `BeamParams`.
-    requests: consumed and checked where an error on one rank becomes an error on every rank."""
+    """Return up to `beam_width` continuations of each prompt, the best first.
+
+    Args:
+        engine: The engine that computes the beams.
+        requests: One request per prompt. They are consumed where an error on one rank is raised on
+            every rank.
+        beam_width: See `BeamParams`.
+        length_penalty: See `BeamParams`.
+        early_stopping: See `BeamParams`.
+    """
     with engine.agree("the prompts or parameters") as must_match:
         params = BeamParams(beam_width, length_penalty, early_stopping)
-        asked = list(requests)
-        must_match += [params, [request.fingerprint() for request in asked]]
+        checked = list(requests)
+        must_match += [params, [request.fingerprint() for request in checked]]
     searches = []
-    for seq in (request.answers[0].sequence for request in asked):
+    for request in checked:
+        seq = request.answers[0].sequence
         limit = seq.spec.max_len - seq.num_prompt
         searches.append(_Search(seq.tokens, limit, seq.spec.stop_ids, params))
     while unfinished := [search for search in searches if search.may_improve()]:
-        starts = [search.prompt + beam.tokens for search in unfinished for beam in search.running]
-        kept = max(search.kept for search in unfinished)
-        # Nothing is drawn. With a seed, these calls take no numbers from those that draw.
-        one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=kept, seed=0)
-        outputs = iter(engine.run(engine.prepare("", start, one) for start in starts))
-        for search in unfinished:
-            search.advance([_likeliest(next(outputs)) for _ in search.running])
+        _advance(engine, unfinished)
     return [search.finished for search in searches]
 
 
+def _advance(engine: LLMEngine, searches: list[_Search]) -> None:
+    """Run one round of the searches in one call of the engine."""
+    num_candidates = max(search.num_candidates for search in searches)
+    # Nothing is sampled. The fixed seed keeps these calls from advancing the count of calls without
+    # a seed, from which the seeds of other calls are derived.
+    params = SamplingParams(
+        max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=num_candidates, seed=0
+    )
+    prompts = [search.prompt + beam.tokens for search in searches for beam in search.running]
+    outputs = iter(engine.run(engine.prepare("", prompt, params) for prompt in prompts))
+    for search in searches:
+        search.advance([_likeliest(next(outputs)) for _ in search.running])
+
+
 def _likeliest(output: RequestOutput) -> list[tuple[int, float]]:
-    """The ids that may follow a beam, with their log-probabilities; ValueError if none may."""
+    """Return the likeliest next ids of a beam with their log-probabilities.
+
+    Raises:
+        ValueError: No token can follow the beam.
+    """
     (answer,) = output.outputs
     if not answer.logprobs:
         raise ValueError(output.error)

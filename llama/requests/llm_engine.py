@@ -1,14 +1,19 @@
-"""The one door to the engine: requests with text in, their outputs out, for any number of threads.
+"""The entry point to the engine: requests with text in, their outputs out, from any thread.
 
-`run` waits for all of its requests, `stream` yields their outputs as they come; `add_request` and
-`step` are for those who know vLLM. There is no thread of its own: of the threads that wait, one
-runs the model for all, and the others sleep until they have what they wait for. (A thread that owns
-the engine would cost each token of a stream two changes of threads: 4 to 15 % of the demo model's
-processor time.) Requests come and go between two steps, and Ctrl-C takes effect there.
+`run` waits for all of its requests, `stream` yields their outputs as they are computed, and
+`add_request` and `step` follow vLLM. The engine has no thread of its own: one of the waiting
+threads runs the model for all requests, and the others sleep until their outputs are ready. (A
+dedicated engine thread would cost two thread switches per streamed token, measured as 4 to 15 % of
+the demo model's processor time.) Requests are added and removed between two steps, and Ctrl-C takes
+effect there.
 
-Under torchrun there are two ways. Every rank makes the same calls in the same order, from one
-thread: requests are compared across the ranks when they are submitted, and never in a step. Or
-rank 0 leads (`lead`): it alone is called, from any thread.
+Under torchrun there are two modes. Either every rank makes the same calls in the same order from
+one thread: then requests are compared across the ranks when they are submitted, but not in each
+step. Or rank 0 leads (`lead`): then only rank 0 is called, from any thread.
+
+This module knows nothing of HTTP, chat templates, or how the core schedules and computes a step.
+The file has over 400 lines because one lock protects all of this state: what must happen under the
+lock is easier to check in one class.
 """
 
 import contextlib
@@ -30,17 +35,17 @@ from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
-_LONGEST_SLEEP_S = 1.0  # then a thread looks whether anybody still runs the model
+_MAX_SLEEP_S = 1.0  # after which a thread checks whether another one still runs the model
 
 
 @dataclass(eq=False)
 class LLMEngine:
-    """Requests of one model; `core` computes them. seed: from which those of calls follow."""
+    """The requests of one model, which an `EngineCore` computes."""
 
     core: EngineCore
     tokenizer: Tokenizer
-    max_seq_len: int
-    seed: int
+    max_seq_len: int  # largest number of tokens of a sequence, prompt and answer together
+    seed: int  # seed that the seeds of requests without one are derived from
 
     def __post_init__(self) -> None:
         self.parallel = self.core.runner.model.parallel
@@ -48,27 +53,38 @@ class LLMEngine:
         self.prepare = Preparer(self.tokenizer, self.max_seq_len, self.grammars).prepare
         self._ranks = RankCalls(self.core, self.parallel, self.has_unfinished_requests)
         self.agree = self._ranks.agree
-        # For all below; not held while the model runs. One thread may take it again: a stream that
-        # nobody reads any more is closed wherever Python finds it.
+        # Protects all fields below; it is released while the model runs. It is reentrant because
+        # the garbage collector may close an abandoned stream while this thread owns the lock.
         self._lock = threading.RLock()
-        self._requests: dict[Request, None] = {}  # until their last output is taken
+        self._requests: dict[Request, None] = {}  # kept until the last output is taken
         self._names: dict[str, Request] = {}
-        self._due: dict[Request, None] = {}  # what `step` will report
-        # By the sequences that are queued or in the core.
+        self._due: dict[Request, None] = {}  # requests that `step` reports next
+        # The request and the answer of each sequence that is queued or in the core.
         self._owner: dict[SequenceState, tuple[Request, Answer]] = {}
-        self._added: dict[SequenceState, None] = {}  # for the core, at the next step
-        self._removed: list[SequenceState] = []
+        self._added: dict[SequenceState, None] = {}  # sequences to add at the next step
+        self._removed: list[SequenceState] = []  # sequences to remove at the next step
         self._num_calls = 0  # calls that have queued requests
-        self._waiters: dict[threading.Lock, Callable[[], bool]] = {}  # a bell, and when it rings
-        self._stepper: int | None = None  # the thread that runs the model now
+        # For each sleeping thread, the lock that wakes it and the condition that it waits for.
+        self._waiters: dict[threading.Lock, Callable[[], bool]] = {}
+        self._stepper: int | None = None  # identifier of the thread that runs the model
         self._num_steps = 0
         self._is_closed = False
 
     def add_request(
         self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None
     ) -> None:
-        """Queue a prompt, as text or ids; `step` returns its outputs. ValueError or TypeError,
-        before anything is queued: an id in use, a bad prompt, ranks with different requests."""
+        """Queue a request; `step` returns its outputs.
+
+        Args:
+            request_id: A name that no unfinished request has.
+            prompt: Text or token ids.
+            params: The sampling parameters; None for the defaults.
+
+        Raises:
+            ValueError: The id is in use, a value cannot be used, or the requests of the ranks
+                differ. Nothing has been queued.
+            TypeError: A value has the wrong type. Nothing has been queued.
+        """
 
         def prepared() -> Iterator[Request]:
             if request_id == "":
@@ -78,20 +94,23 @@ class LLMEngine:
         self.submit(prepared())
 
     def submit(self, requests: Iterable[Request]) -> list[Request]:
-        """Compare the requests across the ranks, and queue them; `step` returns their outputs."""
+        """Compare the requests across the ranks and queue them.
+
+        `step` returns the outputs of the requests that have no listener.
+        """
         compared = self._compare(requests)
         for request in compared:
             if request.listener is None:
                 request.listener = functools.partial(self._due.setdefault, request)
         try:
             self._queue(compared)
-        except BaseException:  # an id in use, or an interrupt: nothing stays half queued
+        except BaseException:  # an id in use or an interrupt: no request may stay queued
             self.discard(compared)
             raise
         return compared
 
     def run(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """The last output of each request, in their order; whatever ends this early aborts them."""
+        """Return the last output of each request, in their order; an exception aborts them all."""
         compared = self._compare(requests)
         with self._discarding(compared):
             self._queue(compared)
@@ -99,19 +118,26 @@ class LLMEngine:
             return [self.take_output(request) for request in compared]
 
     def stream(self, requests: Iterable[Request]) -> Generator[RequestOutput, None, None]:
-        """The outputs of the requests as they come. Leaving the loop aborts what is not finished.
-        The requests are compared now, and queued when the first output is asked for."""
+        """Yield the outputs of the requests as they are computed.
+
+        The requests are compared across the ranks in this call, and queued when the first output is
+        requested. Closing the generator aborts the unfinished requests.
+        """
         return self._stream(self._compare(requests))
 
     def step(self) -> list[RequestOutput]:
-        """New outputs of the added requests; if there are none, run the model once first. With
-        best_of > n, only the last. If the model fails, what was in it ends, and its exception is
-        raised."""
-        began = self._num_steps
+        """Return new outputs of the added requests; if there are none, run the model once first.
+
+        A request with best_of > n has only its last output. If the model fails, its exception is
+        raised and the requests that it was computing end.
+        """
+        first_step = self._num_steps
+
+        def is_ready() -> bool:
+            return self._num_steps > first_step or not self._requests or bool(self._due)
+
         try:
-            self.wait_until(
-                lambda: self._num_steps > began or not self._requests or bool(self._due)
-            )
+            self.wait_until(is_ready)
         finally:
             with self._lock:
                 failed = [request for request in self._due if request.exception is not None]
@@ -121,21 +147,24 @@ class LLMEngine:
             return [self.take_output(request) for request in failed or list(self._due)]
 
     def wait_until(self, is_ready: Callable[[], bool]) -> None:
-        """Run the model, or sleep while another thread runs it, until `is_ready()`, which is called
-        within the engine's lock: it must be quick and must not call the engine."""
+        """Run the model, or sleep while another thread runs it, until `is_ready()` is true.
+
+        `is_ready` is called under the engine's lock: it must be fast and must not call the engine.
+        """
         bell = threading.Lock()
         try:
             while not self._run_model(is_ready, bell):
                 if bell in self._waiters:
-                    bell.acquire(timeout=_LONGEST_SLEEP_S)
+                    bell.acquire(timeout=_MAX_SLEEP_S)
         finally:
             with self._lock:
                 self._waiters.pop(bell, None)
-                if self._stepper is None and self._waiters:  # this thread leaves: it hands over
+                if self._stepper is None and self._waiters:
+                    # This thread leaves: another one must run the model now.
                     self._ring(list(self._waiters)[:1])
 
     def take_output(self, request: Request) -> RequestOutput:
-        """The output now due. That of a finished request is the last: it is forgotten then."""
+        """Return the current output of a request; a finished request is removed."""
         with self._lock:
             self._due.pop(request, None)
             if request.finished:
@@ -143,7 +172,11 @@ class LLMEngine:
             return request.take_output()
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request, free its pages, and return what it came to; None if there is none."""
+        """End a request, free its pages and return its last output.
+
+        Returns:
+            None if there is no unfinished request with this id.
+        """
         request = self._names.get(request_id)
         if request is None:
             return None
@@ -151,7 +184,7 @@ class LLMEngine:
         return self.take_output(request)
 
     def abort(self, request: Request) -> None:
-        """End a request, between two steps: finish_reason "abort", where it had not finished."""
+        """End a request between two steps; unfinished answers get finish_reason "abort"."""
         with DeferredInterrupt(), self._lock:
             if not request.finished:
                 request.end("abort")
@@ -162,13 +195,22 @@ class LLMEngine:
             self._wake_ready()
 
     def lead(self, work: Callable[[], _T]) -> _T | None:
-        """Rank 0 does the work, and its result is returned there; the other ranks follow its steps.
+        """Call `work` on rank 0 while the other ranks repeat its steps.
 
-        Every rank makes this call. Within the work, rank 0 may call from any number of threads, and
-        an asyncio loop. The others return None when it has ended, and keep nothing of it:
-        unfinished requests are aborted. An exception of the work is a RankError on the others; an
-        interrupt, or an exit, is an interrupt there. RuntimeError where requests are unfinished.
-        RankError, on the rank that it names, where one would compute something else.
+        Every rank makes this call. Within `work`, rank 0 may call the engine from any number of
+        threads and from an asyncio event loop. When the work ends, unfinished requests are aborted.
+        An exception of the work is raised on rank 0 and as a RankError on the other ranks; an
+        interrupt or an exit is raised there as an interrupt.
+
+        Args:
+            work: A function without arguments.
+
+        Returns:
+            The result of the work on rank 0, None on the other ranks.
+
+        Raises:
+            RuntimeError: Requests are unfinished.
+            RankError: A rank would compute another step than rank 0; the message names the rank.
         """
         if self.parallel.is_alone or self.is_led:
             return work()
@@ -176,32 +218,35 @@ class LLMEngine:
 
     @property
     def is_led(self) -> bool:
-        """Whether rank 0 takes all requests, and the other ranks follow."""
+        """Return whether rank 0 takes all requests and the other ranks follow."""
         return self._ranks.is_led
 
     def find(self, request_id: str) -> Request | None:
-        """The unfinished request of that name."""
+        """Return the unfinished request with this id, or None."""
         return self._names.get(request_id)
 
     def has_unfinished_requests(self) -> bool:
+        """Return whether a request is unfinished or its last output has not been taken."""
         return bool(self._requests)
 
     @property
     def num_unfinished_requests(self) -> int:
+        """Return the number of requests whose last output has not been taken."""
         return len(self._requests)
 
     def close(self) -> None:
-        """Abort all requests; what is submitted afterwards is a RuntimeError."""
+        """Abort all requests; submitting another one raises a RuntimeError."""
         self._is_closed = True
         with DeferredInterrupt(), self._lock:
             for request in list(self._requests):
                 self.abort(request)
 
     def discard_all(self) -> None:
+        """Abort and remove all requests."""
         self.discard(list(self._requests))
 
     def discard(self, requests: Iterable[Request]) -> None:
-        """Abort what is not finished, and keep nothing of the rest."""
+        """Abort the unfinished requests, and remove all of them."""
         with DeferredInterrupt(), self._lock:
             for request in requests:
                 self.abort(request)
@@ -209,7 +254,7 @@ class LLMEngine:
 
     @contextlib.contextmanager
     def _discarding(self, requests: list[Request]) -> Iterator[None]:
-        """Whatever ends the block, the engine keeps none of the requests after it."""
+        """Remove the requests at the end of the block, even if an exception ends it."""
         try:
             yield
         finally:
@@ -232,7 +277,11 @@ class LLMEngine:
                     yield output
 
     def _compare(self, requests: Iterable[Request]) -> list[Request]:
-        """The requests, with seeds; an error on every rank, and no number taken, if they differ."""
+        """Compare the requests across the ranks and return them with seeds.
+
+        If they differ, an error is raised on every rank, and the count of calls without a seed does
+        not change.
+        """
         with self._ranks.one_caller(), self.agree("the prompts or parameters") as must_match:
             if self._is_closed:
                 raise RuntimeError("this engine is closed: build another one")
@@ -240,19 +289,24 @@ class LLMEngine:
             must_match += [request.fingerprint() for request in compared]
         if any(request.seed is None for request in compared):
             seed = derived_seed(self.seed, self._ranks.take_number(), of="call")
-            for place, request in enumerate(compared):
+            for index, request in enumerate(compared):
                 if request.seed is None:
-                    request.set_seed(derived_seed(seed, place))
+                    request.set_seed(derived_seed(seed, index))
         return compared
 
     def _queue(self, requests: list[Request]) -> None:
+        """Add the requests to the engine; their sequences enter the core at the next step."""
         with DeferredInterrupt(), self._lock:
             named = [request.request_id for request in requests if request.request_id]
             for name in named:
                 if name in self._names or named.count(name) > 1:
-                    words = "is in use by a request not yet finished"
-                    raise ValueError(f"request_id={brief(name)} {words}")
-            self._names |= {r.request_id: r for r in requests if r.request_id}
+                    raise ValueError(
+                        f"request_id={brief(name)} is in use by a request not yet finished: choose "
+                        "another id"
+                    )
+            self._names |= {
+                request.request_id: request for request in requests if request.request_id
+            }
             self._requests |= dict.fromkeys(requests)
             self._num_calls += 1
             for request in requests:
@@ -262,13 +316,14 @@ class LLMEngine:
                     self._added[answer.sequence] = None
 
     def _forget(self, request: Request) -> None:
+        """Remove a request that has ended."""
         self._requests.pop(request, None)
         self._due.pop(request, None)
         if self._names.get(request.request_id) is request:
             del self._names[request.request_id]
 
     def _release(self, seq: SequenceState) -> None:
-        """Take a sequence from the core, at the next moment when no step runs."""
+        """Remove a sequence from the core as soon as no step is running."""
         if self._owner.pop(seq, None) is None:
             return
         if seq in self._added:
@@ -277,15 +332,20 @@ class LLMEngine:
             self._removed.append(seq)
 
     def _run_model(self, is_ready: Callable[[], bool], bell: threading.Lock) -> bool:
-        """Run the model until ready: true. False where another thread runs it: then `bell` rings
-        when this one is ready, or has to run it; or after an interrupt that raised nothing."""
+        """Run the model until `is_ready()`, unless another thread runs it.
+
+        Returns:
+            True if `is_ready()`. False if another thread runs the model: then `bell` is released
+            when this thread is ready or has to run the model. Also False after an interrupt.
+        """
         with DeferredInterrupt() as interrupts:
             while not interrupts:
                 with self._lock:
                     if is_ready():
                         return True
                     if self._stepper not in (None, threading.get_ident()):
-                        bell.acquire(blocking=False)  # it may have rung since the last sleep
+                        # The lock may have been released since the last sleep.
+                        bell.acquire(blocking=False)
                         self._waiters[bell] = is_ready
                         return False
                     self._stepper = threading.get_ident()
@@ -293,13 +353,13 @@ class LLMEngine:
         return False
 
     def _step(self) -> None:
-        """Run the model once for all requests. The lock is not held while it runs."""
+        """Run the model once for all requests; the lock is released while it runs."""
         try:
             with self._lock:
                 added, removed = self._take_pending()
-            moved = self._ranks.step(added, removed)
+            changed = self._ranks.step(added, removed)
             with self._lock:
-                for seq in moved:
+                for seq in changed:
                     self._read(seq)
         except BaseException as error:
             with self._lock:
@@ -313,7 +373,7 @@ class LLMEngine:
                 self._wake_ready()
 
     def _take_pending(self) -> tuple[list[SequenceState], list[SequenceState]]:
-        """Return what was queued and what was removed since the last step."""
+        """Return the sequences that were queued and removed since the last step."""
         added = list(self._added)
         removed = self._removed
         self._added = {}
@@ -321,26 +381,30 @@ class LLMEngine:
         return added, removed
 
     def _apply_removed(self) -> None:
-        """Free the pages of what ended; where rank 0 leads, the next step does, on every rank."""
+        """Free the pages of removed sequences.
+
+        While rank 0 leads, nothing is done here: the next step frees them on every rank.
+        """
         if not self.is_led:
             for seq in self._removed:
                 self.core.finish(seq, "abort")
             self._removed.clear()
 
     def _read(self, seq: SequenceState) -> None:
-        """Make text of a sequence's new tokens; one that was aborted meanwhile has no owner."""
-        if seq in self._owner:
-            request, answer = self._owner[seq]
-            answer.read()
-            if answer.finish_reason is not None:
-                self._release(seq)
-            request.note_output()
+        """Decode the new tokens of a sequence and announce the output of its request."""
+        if seq not in self._owner:  # aborted during the step
+            return
+        request, answer = self._owner[seq]
+        answer.read()
+        if answer.finish_reason is not None:
+            self._release(seq)
+        request.note_output()
 
     def _fail(self, error: BaseException) -> None:
-        """End the requests that were in a step which failed, with its exception.
+        """End the requests of a failed step with its exception.
 
-        Requests whose sequences have all never run go on waiting. Where rank 0 leads, no step can
-        follow, and all requests end.
+        Requests whose sequences have not started yet stay queued, except while rank 0 leads: then
+        no step can follow, and all requests end.
         """
         if self.is_led:
             self.core.clear("error")
@@ -349,7 +413,7 @@ class LLMEngine:
             self.core.break_off("error")
         waiting = {*self.core.scheduler.live(), *self._added}
         failed = {request: None for seq, (request, _) in self._owner.items() if seq not in waiting}
-        if not isinstance(error, Exception):  # SystemExit, say: it must not end those who wait
+        if not isinstance(error, Exception):  # SystemExit, for example, must not end other threads
             error = RuntimeError(f"the step was ended by {type(error).__name__}: {error}")
         for request in failed:
             for answer in request.answers:
@@ -361,9 +425,11 @@ class LLMEngine:
             request.end("error")
 
     def _wake_ready(self) -> None:
+        """Wake the sleeping threads whose condition is true."""
         self._ring([bell for bell, is_ready in self._waiters.items() if is_ready()])
 
     def _ring(self, bells: list[threading.Lock]) -> None:
+        """Wake the threads that sleep on these locks."""
         for bell in bells:
             del self._waiters[bell]
             bell.release()

@@ -1,12 +1,12 @@
-"""From a prompt and its parameters to a checked `Request`, before anything is queued.
+"""Construction of a checked `Request` from a prompt and its parameters.
 
-In: text or ids, and SamplingParams. Out: a request with one sequence per answer, or a TypeError or
-ValueError that names what is wrong. It touches no state, so any thread may call it at any time.
+In: text or token ids, and SamplingParams. Out: a request with one sequence per answer, or a
+TypeError or ValueError that names the value at fault. Nothing is queued and no shared state is
+changed, so any thread may call it at any time.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from llama.checks import FieldError, brief, index_of
 from llama.engine.request import SequenceSpec
@@ -17,27 +17,33 @@ from llama.requests.request import Answer, Request, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
-# The fields of both that the engine takes as they are. It gets bad words and the prediction as
-# tokens, and the seed when the request is submitted.
-_SHARED_FIELDS = {f.name for f in fields(SequenceSpec)} & {
-    f.name for f in fields(SamplingParams)
-} - {"bad_words", "prediction", "seed"}
+_SPEC_FIELDS = {field.name for field in fields(SequenceSpec)}
+_PARAMS_FIELDS = {field.name for field in fields(SamplingParams)}
+# Fields that are copied unchanged. Bad words and the prediction are tokenized first, and the seed
+# is set when the request is submitted.
+_SHARED_FIELDS = _SPEC_FIELDS & _PARAMS_FIELDS - {"bad_words", "prediction", "seed"}
 
 
 class ContextLengthError(FieldError):
-    """The prompt, or prompt and max_tokens together, have `count` tokens, where `most` can be."""
+    """A prompt, or a prompt and max_tokens together, that exceed the context length.
 
-    def __init__(self, field: str, message: str, count: int = 0, most: int = 0) -> None:
+    Attributes:
+        count: The number of tokens that were requested.
+        max_count: The largest number of tokens that is allowed.
+    """
+
+    def __init__(self, field: str, message: str, count: int = 0, max_count: int = 0) -> None:
         super().__init__(field, message)
-        self.count, self.most = count, most
+        self.count = count
+        self.max_count = max_count
 
 
 @dataclass(frozen=True)
 class Preparer:
-    """Makes the requests of one model: its tokenizer, and the longest sequence that it takes."""
+    """A factory of the requests of one model."""
 
     tokenizer: Tokenizer
-    max_seq_len: int
+    max_seq_len: int  # largest number of tokens of a sequence, prompt and answer together
     grammars: GrammarCompiler
 
     def prepare(
@@ -49,14 +55,23 @@ class Preparer:
         index: int | None = None,
         must_fit: bool = False,
     ) -> Request:
-        """Check a request and make its sequences; nothing is queued, no state is touched.
+        """Check a request and create its sequences without queueing them.
 
-        request_id: empty for one without a name; its outputs have `index`, its place in the
-        caller's list. prompt: text (begin_of_text is put before it) or token ids, also as an array
-        or a tensor. params: a seed is that of the list's first prompt, from which those of the
-        others are derived; without, it is made when the request is submitted. must_fit: max_tokens
-        without room are an error; else the answer ends with the context. TypeError or ValueError
-        says what is wrong, ContextLengthError that the request is too long.
+        Args:
+            request_id: The name of the request; empty for a request without a name.
+            prompt: Text, which begin_of_text is prepended to, or token ids as a list, a tuple, an
+                array or a tensor.
+            params: The sampling parameters. `params.seed` is the seed of the first prompt of a
+                list; the seeds of the others are derived from it. Without a seed, one is derived
+                when the request is submitted.
+            index: The position of the prompt in the caller's list, if there is a list.
+            must_fit: Whether `max_tokens` beyond the context length is an error. If not, the
+                answer ends at the context length.
+
+        Raises:
+            TypeError: A value has the wrong type.
+            ValueError: A value cannot be used.
+            ContextLengthError: The request exceeds the context length.
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id={brief(request_id)} must be a string")
@@ -67,24 +82,26 @@ class Preparer:
         name = "the prompt" if index is None else f"prompt {index}"
         ids = _token_ids(name, ids, self.max_seq_len, self.tokenizer.n_words)
         params.check_vocab(self.tokenizer.n_words)
-        context, wish = self.max_seq_len, self.max_seq_len
+        max_len = self.max_seq_len
         if params.max_tokens is not None:
-            wish = len(ids) + params.max_tokens
-        if must_fit and wish > context:
-            words = f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} are more than "
-            words += f"the context of {context} tokens: ask for fewer"
-            raise ContextLengthError("max_tokens", words, wish, context)
-        answers = self._answers(ids, params, min(wish, context))
+            max_len = len(ids) + params.max_tokens
+        if must_fit and max_len > self.max_seq_len:
+            message = (
+                f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} are more than the "
+                f"context of {self.max_seq_len} tokens: ask for fewer"
+            )
+            raise ContextLengthError("max_tokens", message, max_len, self.max_seq_len)
+        answers = self._answers(ids, params, min(max_len, self.max_seq_len))
         request = Request(request_id, text, params, answers, index or 0)
         if params.seed is not None:
             request.set_seed(derived_seed(params.seed, request.index))
         return request
 
-    def _answers(self, ids: list[int], params: SamplingParams, longest: int) -> list[Answer]:
-        """Return the answers of a request, each with a sequence of at most `longest` tokens."""
-        spec = self._spec(ids, params, longest)
+    def _answers(self, ids: list[int], params: SamplingParams, max_len: int) -> list[Answer]:
+        """Return the answers of a request, each with a sequence of at most `max_len` tokens."""
+        spec = self._spec(ids, params, max_len)
         response_format = params.structured_output
-        assert not isinstance(response_format, Mapping)  # `SamplingParams` has converted it
+        assert not isinstance(response_format, Mapping)  # SamplingParams converts mappings
         answers = []
         for _ in range(params.best_of or params.n):
             constraint = None
@@ -94,51 +111,70 @@ class Preparer:
             skip = params.skip_special_tokens
             detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip)
             answers.append(Answer(SequenceState(spec, constraint), params, detokenizer, stops))
-            spec = replace(spec, prompt_logprobs=None)  # the first sequence scores for all
+            # The prompt is the same for all sequences: only the first one scores it.
+            spec = replace(spec, prompt_logprobs=None)
         return answers
 
-    def _spec(self, ids: list[int], params: SamplingParams, longest: int) -> SequenceSpec:
-        """Return what the engine gets to know of a request."""
-        # Bad words are banned at the start of a text, and after a space.
-        spellings = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
-        bad_words = [self.tokenizer.encode(text, bos=False, eos=False) for text in spellings]
+    def _spec(self, ids: list[int], params: SamplingParams, max_len: int) -> SequenceSpec:
+        """Return the specification of the request's sequences for the engine."""
+        banned = []
+        for word in params.bad_words:
+            # A word is banned both at the start of a text and after a space.
+            for text in (word, " " + word.lstrip()):
+                ids_of_word = self.tokenizer.encode(text, bos=False, eos=False)
+                banned.append(tuple(ids_of_word))
         shared = {name: getattr(params, name) for name in _SHARED_FIELDS}
         if params.best_of is not None and params.logprobs is None:
-            shared["logprobs"] = 0  # to choose by
+            shared["logprobs"] = 0  # the best answers are selected by their log-probabilities
         model_stops = () if params.ignore_eos else self.tokenizer.stop_tokens
         prediction = self.tokenizer.encode(params.prediction, bos=False, eos=False)
         return SequenceSpec(
             tokens=tuple(ids),
-            max_len=longest,
+            max_len=max_len,
             stop_ids=frozenset(params.stop_token_ids) | frozenset(model_stops),
             is_constrained=params.structured_output is not None,
             prediction=tuple(prediction),
-            bad_words=tuple(map(tuple, bad_words)),
+            bad_words=tuple(banned),
             **shared,
         )
 
 
 def _token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> list[int]:
-    """The prompt, a list, tuple, array or tensor of 1 to max_seq_len ids, as a list of ints.
-    TypeError or ValueError names the prompt, and says what is allowed."""
-    if hasattr(prompt, "tolist"):  # of numpy and torch
+    """Check a prompt of token ids and return it as a list of ints.
+
+    Args:
+        name: The name of the prompt in errors.
+        prompt: A list, tuple, array or tensor of 1 to `max_seq_len` ids.
+        max_seq_len: The largest number of tokens.
+        n_vocab: The size of the vocabulary.
+
+    Raises:
+        TypeError: The prompt is not a list of token ids.
+        ValueError: The prompt is empty or too long, or contains something other than token ids.
+    """
+    if hasattr(prompt, "tolist"):  # an array of NumPy or a tensor of PyTorch
         prompt = prompt.tolist()
     if not isinstance(prompt, list | tuple):
         raise not_ids(name, prompt)
     if not prompt:
         raise ValueError(f"{name} has 0 tokens: give at least one, such as begin_of_text")
     if len(prompt) > max_seq_len:
-        words = f"{name} has {len(prompt)} tokens, but max_seq_len is {max_seq_len}: shorten the "
-        words += "prompt, or build with a larger max_seq_len"
-        raise ContextLengthError("prompt", words, len(prompt), max_seq_len)
-    ids: Any = [token if type(token) is int else index_of(token) for token in prompt]
-    for token, given in zip(ids, prompt, strict=True):
+        message = (
+            f"{name} has {len(prompt)} tokens, but max_seq_len is {max_seq_len}: shorten the "
+            "prompt, or build with a larger max_seq_len"
+        )
+        raise ContextLengthError("prompt", message, len(prompt), max_seq_len)
+    ids: list[int] = []
+    for element in prompt:
+        token = element if type(element) is int else index_of(element)
         if token is None or not 0 <= token < n_vocab:
-            raise ValueError(f"{name} holds {brief(given)}: token ids are 0 to {n_vocab - 1}")
+            raise ValueError(f"{name} holds {brief(element)}: token ids are 0 to {n_vocab - 1}")
+        ids.append(token)
     return ids
 
 
 def not_ids(name: str, prompt: object) -> TypeError:
+    """Return the error for a prompt that is not a list of token ids."""
     return TypeError(
         f"{name} must be a list of token ids, got {type(prompt).__name__}: encode text with "
         "tokenizer.encode, or call text_completion"

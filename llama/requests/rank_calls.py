@@ -1,7 +1,10 @@
-"""The calls of several ranks: the same on each, from one thread; or rank 0's alone, which leads.
+"""Coordination of the calls of several ranks.
 
-In: the core of a rank, and its peers. Out: a step that all ranks make; an error where a second
-thread of a rank would bring their orders apart; and `lead`. It knows nothing of requests.
+There are two modes. Either every rank makes the same calls in the same order from one thread, or
+rank 0 leads and the other ranks repeat its steps.
+
+In: the core of a rank, and its peers. Out: a step that all ranks make, `lead`, and an error if a
+second thread of a rank could change the order of its calls. This module knows nothing of requests.
 """
 
 import contextlib
@@ -15,41 +18,60 @@ from llama.engine.sequence import SequenceState
 from llama.ranks.collectives import ModelParallel
 
 _T = TypeVar("_T")
-_END = "the work that rank 0 leads"
+_END_OF_WORK = "the work that rank 0 leads"  # what the ranks agree on at the end of `lead`
 
 
 class RankCalls:
-    """How the ranks of one model call their engines. One process alone is always in step."""
+    """The order in which the ranks of one model call their engines.
+
+    A process without peers needs no coordination: then every method does only its local part.
+    """
 
     def __init__(
         self, core: EngineCore, parallel: ModelParallel, has_requests: Callable[[], bool]
     ) -> None:
-        self.core, self.parallel, self._has_requests = core, parallel, has_requests
+        """Prepare the coordination of one rank.
+
+        Args:
+            core: The engine core of this rank.
+            parallel: The group of ranks that share the model.
+            has_requests: Returns whether the engine has unfinished requests.
+        """
+        self.core = core
+        self.parallel = parallel
+        self._has_requests = has_requests
         self.is_led = False  # rank 0 takes all requests; the other ranks follow
         self._leader: Leader | None = None  # on rank 0, while it leads
-        self._num_calls = 0  # of those that gave no seed: equal on all ranks
+        self._num_calls = 0  # calls without a seed so far; equal on all ranks
         self._lock = threading.Lock()
-        self._caller: int | None = None  # a thread
+        self._caller: int | None = None  # identifier of the thread that makes the calls
         self._is_calling = False
 
     def step(self, added: list[SequenceState], removed: list[SequenceState]) -> list[SequenceState]:
-        """`EngineCore.step`, made by every rank."""
+        """Run `EngineCore.step` on every rank, and return the sequences that changed."""
         with self.parallel.step():
             return (self._leader or self.core).step(added, removed)
 
     def agree(self, what: str) -> contextlib.AbstractContextManager[list[object]]:
-        """`ModelParallel.agree` where every rank makes the call; nothing where rank 0 leads."""
-        return contextlib.nullcontext([]) if self.is_led else self.parallel.agree(what)
+        """Return `ModelParallel.agree(what)`, or a context without effect while rank 0 leads."""
+        if self.is_led:
+            return contextlib.nullcontext([])
+        return self.parallel.agree(what)
 
     def take_number(self) -> int:
-        """That of a call without a seed."""
+        """Return the number of the next call without a seed; its seeds are derived from it."""
         with self._lock:
-            number, self._num_calls = self._num_calls, self._num_calls + 1
+            number = self._num_calls
+            self._num_calls += 1
             return number
 
     @contextlib.contextmanager
     def one_caller(self) -> Iterator[None]:
-        """One thread of each rank makes all calls, unless rank 0 leads: RuntimeError in others."""
+        """Ensure that one thread of each rank makes all calls, unless rank 0 leads.
+
+        Raises:
+            RuntimeError: Another thread of this rank has unfinished requests.
+        """
         if self.parallel.is_alone or self.is_led:
             yield
             return
@@ -57,9 +79,11 @@ class RankCalls:
             if not self._has_requests() and not self._is_calling:
                 self._caller = threading.get_ident()
             if self._caller != threading.get_ident():
-                remedy = f"with model_parallel_size={self.parallel.size}, make all calls from one "
-                remedy += "thread, or within `lead`"
-                raise RuntimeError(f"another thread of this rank has unfinished requests: {remedy}")
+                raise RuntimeError(
+                    "another thread of this rank has unfinished requests: with "
+                    f"model_parallel_size={self.parallel.size}, make all calls from one thread, or "
+                    "within `lead`"
+                )
             self._is_calling = True
         try:
             yield
@@ -67,7 +91,12 @@ class RankCalls:
             self._is_calling = False
 
     def lead(self, work: Callable[[], _T], discard_all: Callable[[], None]) -> _T | None:
-        """`LLMEngine.lead`, for more than one rank."""
+        """Run the work on rank 0 while the other ranks follow; see `LLMEngine.lead`.
+
+        Args:
+            work: The function that rank 0 calls.
+            discard_all: Aborts and forgets every request of rank 0 when the work has ended.
+        """
         with self.parallel.agree("the ranks that call lead"):
             if self._has_requests():
                 raise RuntimeError("finish or abort all requests before rank 0 leads")
@@ -78,12 +107,16 @@ class RankCalls:
                 return self._lead(self._leader, work, discard_all)
             self._num_calls = Follower(self.core, self.parallel).follow()
         finally:
-            self._leader, self.is_led = None, False
-        with self.parallel.agree(_END):
+            self._leader = None
+            self.is_led = False
+        with self.parallel.agree(_END_OF_WORK):
             return None
 
     def _lead(self, leader: Leader, work: Callable[[], _T], discard_all: Callable[[], None]) -> _T:
-        """The result of the work; what ends it is told to the other ranks, unless a step failed."""
+        """Return the result of the work, and raise its exception on every rank.
+
+        If a step has failed, the other ranks have failed with it and are not informed again.
+        """
         failure: BaseException | None = None
         try:
             result = work()
@@ -94,7 +127,7 @@ class RankCalls:
         leader.close(self._num_calls, interrupted=is_interrupt)
         if failure is not None and leader.has_failed:
             raise failure
-        with self.parallel.agree(_END):
+        with self.parallel.agree(_END_OF_WORK):
             if failure is not None:
                 raise failure
             return result

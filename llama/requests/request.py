@@ -1,7 +1,8 @@
-"""One request with text, and what it has come to: sequences below it, outputs of it.
+"""A request with text, its answers, and the outputs that report them.
 
-In: the tokens that its sequences got. Out: `RequestOutput`, cheap to make at any length: an output
-remembers how far the answers had come, and builds a text or a list only when that is read.
+In: the tokens that the engine appends to the sequences of a request. Out: `RequestOutput`. An
+output records only the lengths of the answers, and builds a text or a list when it is read, so that
+its cost does not grow with the answer. This module does not know how requests are scheduled.
 """
 
 import hashlib
@@ -17,43 +18,53 @@ NO_TOKEN = (
     "there was no token to choose: logit_bias, bad_words, min_tokens and structured_output ban the "
     "whole vocabulary, or the model's logits hold NaN or infinity"
 )
-FORM_STOPPED = "structured_output is too large to go on with ({why}): ask for a simpler form"
+FORMAT_STOPPED = "structured_output is too large to go on with ({why}): ask for a simpler format"
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one request. Answers do not depend on the last two, which do not compare."""
+    """Token counts of one request.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        completion_tokens: Tokens of all answers.
+        cached_tokens: Prompt tokens that the prefix cache provided.
+        draft_tokens: Tokens that speculative decoding drafted. The two counts of speculative
+            decoding are excluded from comparisons, because answers do not depend on them.
+        accepted_tokens: Draft tokens that were accepted.
+    """
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # of the prompt, computed for an earlier request
-    draft_tokens: int = field(default=0, compare=False)  # guesses of the next token
-    accepted_tokens: int = field(default=0, compare=False)  # those that were right
+    cached_tokens: int
+    draft_tokens: int = field(default=0, compare=False)
+    accepted_tokens: int = field(default=0, compare=False)
 
     @property
     def total_tokens(self) -> int:
+        """Return the number of tokens of the prompt and the answers."""
         return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(eq=False)
 class Answer:
-    """A sequence and its text. Text is emitted once no stop string can begin in it any more."""
+    """A sequence and its text. Text is emitted as soon as it cannot be part of a stop string."""
 
     sequence: SequenceState
     params: SamplingParams
     detokenizer: Detokenizer
     stops: StopStrings
-    pieces: list[str] = field(default_factory=list)  # of text, in order
-    num_read: int = 0  # output tokens that are decoded
-    num_taken: int = 0  # pieces that an output has carried
-    first_token_ts: float = 0.0  # when its first token was read, by time.monotonic; 0: not yet
-    last_token_ts: float = 0.0
+    pieces: list[str] = field(default_factory=list)  # emitted text, in order
+    num_read: int = 0  # output tokens decoded so far
+    num_taken: int = 0  # pieces reported by earlier outputs
+    first_token_ts: float = 0.0  # time.monotonic() at the first token; 0 before it
+    last_token_ts: float = 0.0  # time.monotonic() at the latest token
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None  # None, "stop", "length", "abort" or "error"
-    stop_reason: str | int | None = None  # the string or the id that stopped it
+    stop_reason: str | int | None = None  # stop string or stop token id
 
     def read(self) -> None:
-        """Decode the new tokens; a stop string ends the answer, whose text ends before it."""
+        """Decode the new tokens of the sequence and search their text for stop strings."""
         seq = self.sequence
         if self.num_read < seq.num_output:
             self.last_token_ts = time.monotonic()
@@ -73,9 +84,11 @@ class Answer:
         if self.stop_reason is not None:
             self.finish_reason = "stop"
         elif seq.finished:
-            self.finish_reason, self.stop_reason = seq.finish_reason, seq.stop_id
+            self.finish_reason = seq.finish_reason
+            self.stop_reason = seq.stop_id
 
     def _push(self, text: str, may_stop: bool) -> None:
+        """Append text; with `may_stop`, search it for stop strings first."""
         if may_stop:
             text, self.stop_reason = self.stops.push(text)
         if text:
@@ -83,10 +96,16 @@ class Answer:
 
 
 class CompletionOutput:
-    """One answer so far. index: its place among those of the request. new_text: what came since the
-    request's last output. token_ids: without a stop token. logprobs: one dict per token, id ->
-    log-probability, of the token itself and of the likeliest. finish_reason, stop_reason: as of
-    `Answer`. decode_s: seconds from its first token to its latest."""
+    """One answer of a request at the time of an output.
+
+    Attributes:
+        index: The index of the answer within the request.
+        finish_reason: None, "stop", "length", "abort" or "error".
+        stop_reason: The stop string or the stop token id that ended the answer, if one did.
+        cumulative_logprob: The sum of the log-probabilities of the tokens; None if they were not
+            requested.
+        decode_s: Seconds from the first token to the latest.
+    """
 
     def __init__(self, index: int, answer: Answer) -> None:
         self.index = index
@@ -98,34 +117,43 @@ class CompletionOutput:
         self._answer = answer
         self.decode_s = answer.last_token_ts - answer.first_token_ts
         self._num_tokens = answer.num_read
-        self._taken, answer.num_taken = answer.num_taken, len(answer.pieces)
+        self._num_earlier_pieces = answer.num_taken
         self._num_pieces = len(answer.pieces)
+        answer.num_taken = self._num_pieces
 
     @property
     def text(self) -> str:
+        """Return the whole text of the answer."""
         return "".join(self._answer.pieces[: self._num_pieces])
 
     @property
     def new_text(self) -> str:
-        return "".join(self._answer.pieces[self._taken : self._num_pieces])
+        """Return the text since the previous output of the request."""
+        return "".join(self._answer.pieces[self._num_earlier_pieces : self._num_pieces])
 
     @property
     def token_ids(self) -> list[int]:
+        """Return the token ids of the answer, without a stop token."""
         seq = self._answer.sequence
         return seq.tokens[seq.num_prompt : seq.num_prompt + self._num_tokens]
 
     def num_predicted(self) -> tuple[int, int]:
-        """Of the tokens of the request's prediction, those that came, and those that did not."""
-        from llama.engine.lookup import count_predicted  # and torch: clients do without
+        """Return how many tokens of the request's prediction were accepted and rejected."""
+        # Imported here because the module imports torch, which clients of a server do not need.
+        from llama.engine.lookup import count_predicted
 
         return count_predicted(self._answer.sequence.spec.prediction, self.token_ids)
 
     @property
     def logprobs(self) -> list[dict[int, float]] | None:
+        """Return one dict per token, from ids to log-probabilities; None if not requested.
+
+        Each dict has the token itself first, followed by the likeliest tokens.
+        """
         return self.logprobs_of(self.token_ids)
 
     def logprobs_of(self, ids: list[int]) -> list[dict[int, float]] | None:
-        """`logprobs` of its token_ids, or of these with the id that stopped it."""
+        """Return `logprobs` for `ids`: its `token_ids`, with or without the stop token."""
         if self._answer.params.logprobs is None:
             return None
         seq = self._answer.sequence
@@ -140,10 +168,18 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """All answers of one request so far; `finished` is true of the last output. index: its place in
-    the caller's list, where it has no request_id. error: why an answer ended with finish_reason
-    "error"; error_field: the parameter at fault, if one was. prompt_logprobs: one dict per prompt
-    token; the first is None: nothing comes before it."""
+    """All answers of one request at the time of an output.
+
+    Attributes:
+        request_id: The name of the request; empty if it has none.
+        index: The position of a request without a name in the caller's list.
+        prompt: The text of the prompt; None if token ids were given.
+        finished: Whether this is the last output of the request.
+        outputs: The answers.
+        error: The reason why an answer has the finish_reason "error", if one has.
+        error_field: The parameter that caused the error, if one did.
+        usage: The token counts.
+    """
 
     def __init__(self, request: "Request") -> None:
         self.request_id = request.request_id
@@ -161,7 +197,7 @@ class RequestOutput:
             if answer.finish_reason == "error" and self.error_field is None:
                 self.error = NO_TOKEN
                 if seq.constraint is not None and seq.constraint.failure:
-                    self.error = FORM_STOPPED.format(why=seq.constraint.failure)
+                    self.error = FORMAT_STOPPED.format(why=seq.constraint.failure)
                     self.error_field = "structured_output"
         self.usage = Usage(
             prompt_tokens=self._first.num_prompt,
@@ -173,10 +209,15 @@ class RequestOutput:
 
     @property
     def prompt_token_ids(self) -> list[int]:
+        """Return the token ids of the prompt."""
         return self._first.tokens[: self._first.num_prompt]
 
     @property
     def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
+        """Return one dict per prompt token, as in `CompletionOutput.logprobs`.
+
+        The first is None, because no token precedes the first one.
+        """
         seq = self._first
         if seq.spec.prompt_logprobs is None:
             return None
@@ -192,9 +233,21 @@ class RequestOutput:
 
 @dataclass(eq=False)
 class Request:
-    """A checked request with its sequences, from `Preparer.prepare`. listener: called when it has
-    an output, within the engine's lock: it must be quick and must not call the engine. Where
-    `submit` finds none, it is that of `LLMEngine.step`."""
+    """A checked request with its sequences, created by `Preparer.prepare`.
+
+    Attributes:
+        request_id: The name of the request; empty if it has none.
+        prompt: The text of the prompt; None if token ids were given.
+        params: The sampling parameters.
+        answers: The sequences with their text.
+        index: The position of the request in the caller's list.
+        listener: Called when the request has an output. The engine holds its lock meanwhile, so
+            the function must be fast and must not call the engine. If it is None,
+            `LLMEngine.submit` sets it, and `LLMEngine.step` reports the outputs.
+        has_output: Whether an output can be taken.
+        exception: The exception of the failed step that ended the request.
+        seed: The seed of the first answer; None until it is set with `set_seed`.
+    """
 
     request_id: str
     prompt: str | None
@@ -203,56 +256,61 @@ class Request:
     index: int = 0
     listener: Callable[[], object] | None = None
     has_output: bool = False
-    exception: BaseException | None = None  # of the step that failed for all
-    seed: int | None = None  # given with it, or derived when it is submitted; see `set_seed`
+    exception: BaseException | None = None
+    seed: int | None = None
 
     @property
     def finished(self) -> bool:
+        """Return whether all answers have ended."""
         return None not in [answer.finish_reason for answer in self.answers]
 
     @property
     def is_best_of(self) -> bool:
-        """More answers are generated than returned: only the end tells which."""
+        """Return whether more answers are generated than returned.
+
+        The returned ones are known only when all have ended.
+        """
         return len(self.answers) > self.params.n
 
     def returned_answers(self) -> list[Answer]:
+        """Return the answers to report: all of them, or the `n` best of `best_of`."""
         if not self.is_best_of:
             return self.answers
         best = sorted(self.answers, key=lambda answer: -answer.cumulative_logprob)
         return best[: self.params.n]
 
     def fingerprint(self) -> tuple[object, ...]:
-        """What must be the same on every rank."""
+        """Return the data that must be equal on every rank."""
         first = self.answers[0].sequence
         return self.request_id, first.tokens, first.spec.max_len, self.seed, self.params
 
     def set_seed(self, seed: int) -> None:
-        """Its first answer draws from this seed itself, the others from seeds derived from it."""
+        """Set the seed of the first answer, and of the others the seeds derived from it."""
         self.seed = seed
-        for place, answer in enumerate(self.answers):
+        for number, answer in enumerate(self.answers):
             seq = answer.sequence
-            seq.spec = replace(seq.spec, seed=derived_seed(seed, place))
+            seq.spec = replace(seq.spec, seed=derived_seed(seed, number))
 
     def set_call(self, call: int) -> None:
-        """Set the number of the call that it belongs to, when it is queued."""
+        """Set the number of the call that queues the request; scheduling is fair across calls."""
         for answer in self.answers:
             answer.sequence.spec = replace(answer.sequence.spec, call=call)
 
     def note_output(self) -> None:
-        """An answer has new tokens or has ended."""
+        """Record that an answer has new tokens or has ended, and call the listener."""
         if self.finished or not self.is_best_of:
             self.has_output = True
             if self.listener is not None:
                 self.listener()
 
     def end(self, reason: str) -> None:
-        """End every answer that goes on."""
+        """End all unfinished answers with this finish_reason."""
         for answer in self.answers:
             answer.finish_reason = answer.finish_reason or reason
         self.note_output()
 
     def take_output(self) -> RequestOutput:
-        """The output now due; an exception of the step that failed is raised instead."""
+        """Return the current output, or raise the exception of the step that failed."""
         if self.exception is not None:
             raise self.exception
         self.has_output = False
@@ -260,16 +318,24 @@ class Request:
 
 
 def derived_seed(seed: int, number: int, *, of: str = "place") -> int:
-    """`seed` itself for number 0, else one far from it: 63 bits of a SHA-256. number: the place of
-    a prompt in its call, of an answer in its request; or of="call", of a call without a seed."""
+    """Return `seed` itself for number 0, else 63 bits of a SHA-256 hash of seed and number.
+
+    Args:
+        seed: The seed that others are derived from.
+        number: The index of a prompt in its call or of an answer in its request, or the number of a
+            call without a seed.
+        of: "place" for an index, "call" for a call. The texts are hashed: another text would
+            change the answers of every seed.
+    """
     if number == 0:
         return seed
-    return int.from_bytes(hashlib.sha256(f"{seed} {of} {number}".encode()).digest()[:8]) >> 1
+    digest = hashlib.sha256(f"{seed} {of} {number}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1
 
 
 def _dicts(
-    tokens: Iterable[int], own: Iterable[float], tops: Iterable[list[tuple[int, float]]]
+    tokens: Iterable[int], logprobs: Iterable[float], tops: Iterable[list[tuple[int, float]]]
 ) -> Iterator[dict[int, float]]:
-    """The token's own entry first, then the likeliest; the shortest list ends it."""
-    for token, logprob, top in zip(tokens, own, tops, strict=False):
+    """Yield a dict per token: its own entry, then the likeliest; the shortest input ends them."""
+    for token, logprob, top in zip(tokens, logprobs, tops, strict=False):
         yield {token: logprob, **dict(top)}

@@ -328,4 +328,4 @@ def _context_error(error: ContextLengthError, fields: ErrorFields) -> ApiError:
         return ApiError(400, message, param=name, code="context_length_exceeded")
     if fields.too_long is None:
         return ApiError(400, message, param=fields.prompt)
-    return ApiError(400, fields.too_long.format(count=error.count, max_count=error.most))
+    return ApiError(400, fields.too_long.format(count=error.count, max_count=error.max_count))

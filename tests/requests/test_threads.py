@@ -136,7 +136,7 @@ def test_threads_wake_one_another(first, shared_llama, engine, monkeypatch):
     model over; a long first one wakes the other as soon as its answer is there. No thread wakes up
     by itself: the limit of a sleep is longer than the test may take.
     """
-    monkeypatch.setattr("llama.requests.llm_engine._LONGEST_SLEEP_S", 3600.0)
+    monkeypatch.setattr("llama.requests.llm_engine._MAX_SLEEP_S", 3600.0)
     prompts = prompts_of([5, 6], seed=53)
     generate = shared_llama.generate
     jobs = {
