@@ -1,8 +1,12 @@
-"""The tokens that constrained sequences may get next, found in a thread while the model runs; or
-at once, where steps overlap: the model's next step has begun then, and nothing else is to do.
+"""Token masks: exclude from the logits the tokens that a constraint does not allow.
 
-In: sequences with a `Constraint`; where a step verifies drafts, one for each row. Out: logits in
-which every other token is -inf. Shapes: B rows; C of them constrained; V vocabulary.
+In: sequences with a `Constraint`; if a step verifies drafts, one for each row. Out: logits in which
+every excluded token is -inf.
+
+Constraints run in a thread while the model computes the step. With async scheduling they run at
+once instead: the next step of the model is under way by then, and the host has nothing else to do.
+
+Shapes: B rows; C of them constrained; V vocabulary; W = ceil(V / 32) integers of a row's bits.
 """
 
 import math
@@ -17,52 +21,85 @@ from torch import Tensor
 from llama.engine.sequence import SequenceState
 from llama.ops.sample import on_device_of
 
-# Of each value of 8 bits: 8 bytes, 1 where a bit is clear. A GPU is sent bits, not bytes.
+# For each value of 8 bits, 8 bytes that are 1 where a bit is clear. The device gets bits, which are
+# an eighth of the bytes to send.
 _EXCLUDED = np.unpackbits(~np.arange(256, dtype=np.uint8), bitorder="little").view(np.int64)
-TokenMask = Callable[[Tensor], Tensor]  # logits (B, V) -> a copy, -inf for what rows exclude
+TokenMask = Callable[[Tensor], Tensor]  # logits (B, V) -> a copy with -inf for excluded tokens
 
 
-def _masked(rows: list[int], bits: Callable[[], np.ndarray], logits: Tensor) -> Tensor:
-    octets = on_device_of(logits, bits().view(np.uint8)).int()
-    excluded = on_device_of(logits, _EXCLUDED)[octets].view(torch.bool)[:, : logits.shape[1]]
-    there = on_device_of(logits, rows)
-    return logits.index_copy(0, there, logits[there].masked_fill_(excluded, -math.inf))
+def _mask_logits(rows: list[int], bits: Callable[[], np.ndarray], logits: Tensor) -> Tensor:
+    """Return a copy of logits (B, V) with -inf for what the bits (C, W) of `rows` exclude."""
+    n_vocab = logits.shape[1]
+    octets = bits().view(np.uint8)
+    octet_indices = on_device_of(logits, octets).int()
+    table = on_device_of(logits, _EXCLUDED)
+    excluded = table[octet_indices].view(torch.bool)
+    excluded = excluded[:, :n_vocab]
+    indices = on_device_of(logits, rows)
+    masked = logits[indices].masked_fill_(excluded, -math.inf)
+    return logits.index_copy(0, indices, masked)
 
 
 class TokenMasks:
-    """Asks constraints, one step after the other. `n_vocab` is V."""
+    """Makes the token masks of one step after the other, for `n_vocab` tokens."""
 
     def __init__(self, n_vocab: int) -> None:
-        self._words = -(-n_vocab // 32)
-        self._pool: ThreadPoolExecutor | None = None  # made for the first that needs it
+        self._row_size = -(-n_vocab // 32)  # W
+        self._pool: ThreadPoolExecutor | None = None  # made when it is first needed
 
     def start(
         self, sequences: Sequence[SequenceState], *, at_once: bool = False
     ) -> TokenMask | None:
-        """Start to find what the sequences may get next; None where nothing constrains them here:
-        a rank that follows has no constraint, and takes rank 0's ids."""
+        """Start to compute the tokens that the sequences allow next.
+
+        Args:
+            sequences: The sequence of each row.
+            at_once: Whether the mask itself computes them, rather than a thread.
+
+        Returns:
+            The mask, or None if nothing constrains the rows on this rank. Only rank 0 may have the
+            constraints; the other ranks then receive its ids.
+        """
         rows = [row for row, seq in enumerate(sequences) if seq.constraint is not None]
         if not rows:
             return None
-        asked = [sequences[row] for row in rows]
+        constrained = [sequences[row] for row in rows]
         if at_once:
-            return partial(_masked, rows, partial(self._fill, asked))
+            fill = partial(self._fill, constrained)
+            return partial(_mask_logits, rows, fill)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="llama-constraints")
-        return partial(_masked, rows, self._pool.submit(self._fill, asked).result)
+        future = self._pool.submit(self._fill, constrained)
+        return partial(_mask_logits, rows, future.result)
 
-    def _fill(self, asked: list[SequenceState]) -> np.ndarray:
-        """(C, words) int32. A constraint that fails allows nothing: only its own sequence ends."""
-        bits, at, last = np.empty((len(asked), self._words), np.int32), 0, len(asked) - 1
-        for end, seq in enumerate(asked):
-            if end < last and asked[end + 1].constraint is seq.constraint:
-                continue  # one sequence has several rows, each with a draft more
-            tokens, known = asked[at].tokens, seq.num_prompt
-            try:
-                assert seq.constraint is not None
-                drafts = seq.tokens[len(tokens) :]
-                seq.constraint.fill_allowed(tokens, known, drafts, bits[at : end + 1])
-            except Exception:  # a bug in it must not end the step of the others
-                bits[at : end + 1].fill(0)
-            at = end + 1
+    def _fill(self, constrained: list[SequenceState]) -> np.ndarray:
+        """Return the bits of the tokens that each row allows, (C, W) int32.
+
+        Consecutive rows with the same constraint are those of one sequence, each with one draft
+        more than the row before it. They are computed together.
+        """
+        num_rows = len(constrained)
+        bits = np.empty((num_rows, self._row_size), np.int32)
+        first = 0
+        last = num_rows - 1
+        for row, seq in enumerate(constrained):
+            if row < last and constrained[row + 1].constraint is seq.constraint:
+                continue
+            end = row + 1
+            _fill_rows(constrained[first], seq, bits[first:end])
+            first = end
         return bits
+
+
+def _fill_rows(first: SequenceState, last: SequenceState, bits: np.ndarray) -> None:
+    """Set the bits of the rows of one sequence, given it without drafts and with all of them.
+
+    A constraint that fails allows no token: a fault in it ends its own sequence only, and not the
+    step of the others.
+    """
+    try:
+        assert last.constraint is not None
+        drafts = last.tokens[len(first.tokens) :]
+        last.constraint.fill_allowed(first.tokens, last.num_prompt, drafts, bits)
+    except Exception:
+        bits.fill(0)

@@ -1,144 +1,210 @@
-"""A draft model: a small model that guesses what a large one will choose, over the same pages.
+"""A draft model: a small model that proposes tokens for a large one, over the same pages.
 
-In: sequences whose tokens are all known. Out: for each the ids that the small model chooses next,
-with the sequence's own seed, positions and parameters: where both models find a token likely, both
-choose it. How many follows from what a pass costs and from how many were right.
+In: sequences all of whose tokens are known. Out: for each, the ids that the small model samples
+next with the seed, positions and parameters of the sequence. Both models sample the same token
+where both find it likely. The number of drafts follows from the cost of a pass and from how many
+drafts were right.
 
-Its keys and values lie in a cache of its own, of the same pages and slots as the large model's. It
-computes a text when it first guesses for it, then what was added; a page that is found by its hash
-is computed again only if the small model has not had it.
+The small model has a KV cache of its own, with the same pages and slots as the large model's. It
+computes a text when it first drafts for it, and later only new tokens. A page that is found by its
+hash is computed again only if the small model has not computed it before.
 """
 
 import time
 from copy import copy
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate
 
 from llama.engine.rows import SAMPLE, VERIFY, Scheduled, Step
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import SequenceState
-from llama.engine.speculative import Drafter, Guess
+from llama.engine.speculative import Drafter, DraftState
 
-_FIRST_RATE = 0.7  # of guesses that are right, before any was seen
-_NEAR = 16  # tokens that the first pass computes beside the last one; more come before it
-_AT_ONCE = 2048  # tokens of one pass
-_TRY_EVERY = 64  # steps, where guesses do not pay
+_FIRST_RATE = 0.7  # share of right drafts before any measurement
+_MAX_DRAFT_PASS = 16  # new tokens in the first pass that drafts; more are computed before it
+_MAX_CATCH_UP = 2048  # tokens computed per pass that catches up with a text
+_RETRY_STEPS = 64  # steps without drafts after which drafts are tried again at any cost
 
 
 @dataclass
-class SequenceDraft(Guess):
-    """What the small model knows of a sequence: how many tokens of it are in the cache, and in
-    which pages. The kind of a guess is its depth."""
+class SequenceDraft(DraftState):
+    """The state of one sequence in the draft model; the kind of a draft token is its depth.
+
+    Attributes:
+        pages: The list of pages that `num_computed` refers to. The sequence has another list after
+            it was preempted.
+        num_computed: The number of leading tokens whose keys and values are in the cache.
+        num_shared: The number of leading pages whose hashes are known, so that other sequences can
+            use them.
+    """
 
     pages: object = None
     num_computed: int = 0
-    num_kept: int = 0  # pages that other sequences can use
+    num_shared: int = 0
 
 
 class ModelDrafter(Drafter):
-    """Drafts of a model, whose runner has a cache of the scheduler's pages, in which it finds room.
-    On several ranks each has its share of the model."""
+    """A drafter that samples drafts from a model.
 
-    def __init__(self, most: int, runner: ModelRunner, scheduler: Scheduler) -> None:
-        super().__init__(most, runner.model.parallel, [_FIRST_RATE] * most)
+    The runner of the model has a cache for all pages of the scheduler, which reserves the slots of
+    drafts. On several ranks each has its share of the model.
+    """
+
+    def __init__(self, max_drafts: int, runner: ModelRunner, scheduler: Scheduler) -> None:
+        super().__init__(max_drafts, runner.model.parallel, [_FIRST_RATE] * max_drafts)
         assert runner.num_pages >= scheduler.pool.num_pages
-        runner.async_scheduling = False  # a guess follows the one before it
-        self._runner, self._reserve = runner, scheduler.reserve
-        self._hashes: dict[int, bytes] = {}  # of pages that this model has computed whole
-        self._num_idle = 0  # steps in which nothing was guessed
+        runner.async_scheduling = False  # each draft token depends on the one before it
+        self._runner = runner
+        self._reserve = scheduler.reserve
+        self._hashes: dict[int, bytes] = {}  # hashes of the pages this model has filled, by page
+        self._num_idle = 0  # steps since the last draft
 
-    def _draft(self, guesses: list[SequenceDraft], seconds: float) -> list[list[int]]:
-        for draft in guesses:  # what was computed of tokens that did not come is computed again
-            right = draft.num_known + self.note(draft)
-            draft.num_computed, draft.ids = min(draft.num_computed, right), []
-        rates = [x.rates[: max(x.seq.spec.max_len - len(x.seq.tokens) - 1, 0)] for x in guesses]
-        least = 2 if self._num_idle >= _TRY_EVERY else 0
-        lengths = self.told_by_rank_zero(self.choose(rates, seconds, least))
+    def _draft(self, states: list[SequenceDraft], seconds: float) -> list[list[int]]:
+        for state in states:
+            # Tokens computed for drafts that were wrong are computed again.
+            num_before = state.num_known
+            num_valid = num_before + self.note(state)
+            state.num_computed = min(state.num_computed, num_valid)
+            state.ids = []
+        rates = [_usable_rates(state) for state in states]
+        min_drafts = 2 if self._num_idle >= _RETRY_STEPS else 0
+        chosen = self.choose(rates, seconds, min_drafts)
+        lengths = self.from_rank_zero(chosen)
         self._num_idle = 0 if any(lengths) else self._num_idle + 1
-        lengths = [self._reserve(x.seq, n) for x, n in zip(guesses, lengths, strict=True)]
-        self._guess(guesses, lengths)
-        ruled = [x for x in guesses if x.seq.spec.is_constrained and x.ids]
-        if ruled:  # the constraint may be rank 0's alone
-            allowed = self.told_by_rank_zero([self._allowed(x.seq, x.ids) for x in ruled])
-            for draft, ids in zip(ruled, allowed, strict=True):
-                draft.num_computed, draft.ids = min(draft.num_computed, draft.num_known), ids
-        return [draft.ids for draft in guesses]
+        reserved = [
+            self._reserve(state.seq, length) for state, length in zip(states, lengths, strict=True)
+        ]
+        self._sample_drafts(states, reserved)
+        constrained = [state for state in states if state.seq.spec.is_constrained and state.ids]
+        if constrained:
+            self._apply_constraints(constrained)
+        return [state.ids for state in states]
 
     def _begin(self, seq: SequenceState) -> SequenceDraft:
-        self._guesses = {seq: x for seq, x in self._guesses.items() if not seq.finished}
-        self._guesses[seq] = draft = SequenceDraft(seq, [*self.rates], kinds=range(self.most))
-        return draft
+        self._states = {known: state for known, state in self._states.items() if not known.finished}
+        state = SequenceDraft(seq, [*self.rates], kinds=range(self.max_drafts))
+        self._states[seq] = state
+        return state
 
-    def _allowed(self, seq: SequenceState, ids: list[int]) -> list[int]:
-        """What a constraint makes of ids that were chosen."""
-        rule = seq.constraint
-        return ids if rule is None else rule.draft(seq.output, ids)[0][: self.most]
+    def _apply_constraints(self, states: list[SequenceDraft]) -> None:
+        """Replace drafts by what the constraints make of them; these may be on rank 0 only."""
+        allowed = [self._allowed(state) for state in states]
+        allowed = self.from_rank_zero(allowed)
+        for state, ids in zip(states, allowed, strict=True):
+            state.num_computed = min(state.num_computed, state.num_known)
+            state.ids = ids
 
-    def _guess(self, drafts: list[SequenceDraft], lengths: list[int]) -> None:
-        """Choose so many ids for each."""
-        for draft, length in zip(drafts, lengths, strict=True):
+    def _allowed(self, state: SequenceDraft) -> list[int]:
+        """Return the draft that a constraint makes of a sampled one."""
+        constraint = state.seq.constraint
+        if constraint is None:
+            return state.ids
+        ids, _ = constraint.draft(state.seq.output, state.ids)
+        return ids[: self.max_drafts]
+
+    def _sample_drafts(self, states: list[SequenceDraft], lengths: list[int]) -> None:
+        """Sample a draft of the given length for each state, and measure the cost of a pass."""
+        for state, length in zip(states, lengths, strict=True):
             if length:
-                self._catch_up(draft)
-        ready = time.perf_counter()
-        for depth in range(max(lengths)):
-            asked = [x for x, length in zip(drafts, lengths, strict=True) if length > depth]
-            asked.sort(key=lambda x: len(x.seq.tokens) + depth - x.num_computed > 1)
-            for draft, token in zip(asked, self._run(asked), strict=True):
-                draft.ids.append(token)
-        if any(lengths):
-            cost, seconds = self._last[0], (time.perf_counter() - ready) / max(lengths)
-            cost.a_pass += (seconds - cost.a_pass) * (0.1 if cost.a_pass else 1)
+                self._catch_up(state)
+        start = time.perf_counter()
+        num_passes = max(lengths)
+        for depth in range(num_passes):
+            active = [
+                state for state, length in zip(states, lengths, strict=True) if length > depth
+            ]
+            active.sort(key=lambda state: _num_new(state) > 1)  # single tokens come first
+            tokens = self._run(active)
+            for state, token in zip(active, tokens, strict=True):
+                state.ids.append(token)
+        if num_passes:
+            cost = self._last_cost
+            seconds = (time.perf_counter() - start) / num_passes
+            weight = 0.1 if cost.pass_seconds else 1
+            cost.pass_seconds += (seconds - cost.pass_seconds) * weight
 
-    def _catch_up(self, draft: SequenceDraft) -> None:
-        """Find out what of a sequence is in the cache, and compute the rest but for its end."""
-        seq, size = draft.seq, self._runner.page_size
-        if draft.pages is not seq.pages:  # new, or preempted since
-            held = (self._hashes.get(page) for page in seq.pages)
-            pairs = zip(held, seq.page_hashes, strict=False)
-            draft.num_kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            draft.pages, draft.num_computed = seq.pages, draft.num_kept * size
-        draft.num_computed = min(draft.num_computed, len(seq.tokens) - 1)
-        while len(seq.tokens) - draft.num_computed > _NEAR:
-            end = min(draft.num_computed + _AT_ONCE, len(seq.tokens) - 1)
-            self._run([draft], end)
-        for i in range(draft.num_kept, min(draft.num_computed // size, len(seq.page_hashes))):
-            self._hashes[seq.pages[i]] = seq.page_hashes[i]
-            draft.num_kept = i + 1
+    def _catch_up(self, state: SequenceDraft) -> None:
+        """Find the tokens of a sequence that are in the cache, and compute all but the last few."""
+        seq = state.seq
+        page_size = self._runner.page_size
+        if state.pages is not seq.pages:  # a new sequence, or one that was preempted
+            state.num_shared = self._num_filled_pages(seq)
+            state.pages = seq.pages
+            state.num_computed = state.num_shared * page_size
+        max_computed = len(seq.tokens) - 1
+        state.num_computed = min(state.num_computed, max_computed)
+        while len(seq.tokens) - state.num_computed > _MAX_DRAFT_PASS:
+            end = min(state.num_computed + _MAX_CATCH_UP, max_computed)
+            self._run([state], end)
+        num_full = state.num_computed // page_size
+        num_full = min(num_full, len(seq.page_hashes))
+        for i in range(state.num_shared, num_full):
+            page = seq.pages[i]
+            self._hashes[page] = seq.page_hashes[i]
+            state.num_shared = i + 1
 
-    def _run(self, drafts: list[SequenceDraft], end: int | None = None) -> list[int]:
+    def _num_filled_pages(self, seq: SequenceState) -> int:
+        """Return how many leading pages of a sequence hold keys and values of this model."""
+        num_filled = 0
+        for page, page_hash in zip(seq.pages, seq.page_hashes, strict=False):
+            if self._hashes.get(page) != page_hash:
+                break
+            num_filled += 1
+        return num_filled
+
+    def _run(self, states: list[SequenceDraft], end: int | None = None) -> list[int]:
         """Compute the tokens of texts and drafts that the cache lacks, up to position `end`.
 
-        Those with a single token come first. With graphs each token is a row, as where drafts are
-        verified; only longer texts are not.
+        States with a single such token come first. With graphs each token is a row, as when drafts
+        are verified, unless a text has more than `_MAX_DRAFT_PASS` of them.
 
         Returns:
-            The token that the model samples behind each.
+            The token that the model samples behind each text.
         """
-        items = list[Scheduled]()
-        has_rows = self._runner.has_graphs
-        for draft in drafts:
-            text = [*draft.seq.tokens, *draft.ids][:end]
-            start = draft.num_computed
-            self._forget_pages(draft.seq, start, len(text))
-            draft.num_computed = len(text)
-            view = copy(draft.seq)
-            view.tokens = text
-            view.constraint = None  # it is where the sequence is, and not the drafts
-            items.append(Scheduled(view, start, len(text) - start))
-            has_rows = has_rows and len(text) - start <= _NEAR
-        if has_rows:
+        items = [self._scheduled(state, end) for state in states]
+        is_short = all(item.count <= _MAX_DRAFT_PASS for item in items)
+        kind = VERIFY if self._runner.has_graphs and is_short else SAMPLE
+        if kind is VERIFY:
             for item in items:
                 tokens = item.sequence.tokens
-                item.sequence.tokens = tokens[: item.start + 1]
-                item.drafts = tokens[item.start + 1 :]
-        kind = VERIFY if has_rows else SAMPLE
+                first_end = item.start + 1
+                item.sequence.tokens = tokens[:first_end]
+                item.drafts = tokens[first_end:]
         rows = kind.rows(items)
-        ids = self._runner.run(Step(items, {kind: rows}))[kind].ids
-        return [max(ids[end - 1], 0) for end in accumulate(map(len, rows.offsets))]
+        results = self._runner.run(Step(items, {kind: rows}))
+        ids = results[kind].ids
+        row_ends = accumulate(map(len, rows.offsets))
+        return [max(ids[row_end - 1], 0) for row_end in row_ends]
+
+    def _scheduled(self, state: SequenceDraft, end: int | None) -> Scheduled:
+        """Return the tokens of one text that `_run` computes, and count them as computed."""
+        tokens = [*state.seq.tokens, *state.ids][:end]
+        start = state.num_computed
+        self._forget_pages(state.seq, start, len(tokens))
+        state.num_computed = len(tokens)
+        view = copy(state.seq)
+        view.tokens = tokens
+        view.constraint = None  # its state follows the sequence, and not the drafts
+        return Scheduled(view, start, len(tokens) - start)
 
     def _forget_pages(self, seq: SequenceState, start: int, end: int) -> None:
-        """Forget what the pages of these positions hold, which is about to be overwritten."""
-        size = self._runner.page_size
-        for page in seq.pages[start // size : -(-end // size)]:
+        """Forget the hashes of the pages of these positions, which are about to be overwritten."""
+        page_size = self._runner.page_size
+        end_page = -(-end // page_size)
+        for page in seq.pages[start // page_size : end_page]:
             self._hashes.pop(page, None)
+
+
+def _usable_rates(state: SequenceDraft) -> list[float]:
+    """Return the rates of as many drafts as fit before the sequence reaches its maximum length."""
+    seq = state.seq
+    max_drafts = seq.spec.max_len - len(seq.tokens) - 1
+    return state.rates[: max(max_drafts, 0)]
+
+
+def _num_new(state: SequenceDraft) -> int:
+    """Return how many tokens of the text and its draft are not in the cache."""
+    num_known = len(state.seq.tokens)
+    num_drafts = len(state.ids)
+    return num_known + num_drafts - state.num_computed

@@ -1,64 +1,84 @@
-"""Look-up: where the end of a text occurred before, what followed there is guessed to follow again.
+"""Drafts by look-up: what followed an earlier occurrence of a text's end is proposed again.
 
-In: sequences. Out: drafts, which cost no pass of any model (Saxena, 2023, prompt look-up decoding;
-Oliaro et al., 2024, suffix decoding, for what other requests had). So do the tokens that a
-constraint forces.
+In: sequences. Out: drafts, which need no pass of any model (Saxena, 2023, prompt look-up decoding;
+Oliaro et al., 2024, suffix decoding, for the texts of other requests). The tokens that a constraint
+forces are drafts as well.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llama.engine.sequence import SequenceState
-from llama.engine.speculative import Drafter, Guess
+from llama.engine.speculative import Drafter, DraftState
 from llama.ranks.collectives import ModelParallel
 
-_PLACES = 16  # where a token occurred, the latest ones, that are compared
-_LONGEST = 16  # tokens of them that are compared
-_SHARED = 4  # tokens by which texts of other requests are found
-_KEPT = 1 << 16  # tokens of such texts, twice: 30 MB
-_PREDICTED = 8  # a prediction begins as what follows a match of so many
-_FORCED = 6  # of a constraint; 1 to 5 are matches of 1, 2, 4, 8 and 16 tokens
-_FIRST_RATES = (0.0, 0.2, 0.35, 0.5, 0.7, 0.8, 0.9)  # of each kind, before any was seen
+_MAX_CANDIDATES = 16  # latest occurrences that are compared with the end of a text
+_MAX_MATCH = 16  # tokens compared per occurrence
+_SHARED_RUN = 4  # tokens by which occurrences in texts of other requests are indexed
+_MAX_STORED = 1 << 16  # tokens after which a text of other requests is full; two need 30 MB
+_PREDICTION_MATCH = 8  # a prediction begins like the continuation of a match of this length
+# Kinds of draft tokens: 1 to 5 follow matches of 1, 2, 4, 8 and 16 tokens.
+_FORCED = 6  # the kind of tokens that a constraint forces
+_FIRST_RATES = (0.0, 0.2, 0.35, 0.5, 0.7, 0.8, 0.9)  # rates of each kind before any measurement
 
 
 class Text:
-    """Ids, of which more can come, and where each run of so many tokens in it ended, the latest
-    place first."""
+    """Token ids to which more can be appended, indexed by runs of `run` tokens.
+
+    The index finds the positions at which a run ended, the latest one first.
+    """
 
     def __init__(self, run: int) -> None:
         self.ids: list[int] = []
         self._run = run
-        self._last: dict[int, int] = {}  # by the hash of a run
+        # The position where a run ended last, by its hash; and for each position, the one before it
+        # where the same run ended.
+        self._last: dict[int, int] = {}
         self._before: list[int] = []
 
     def append(self, token: int) -> None:
+        """Append a token, and index the run that ends with it."""
         self.ids.append(token)
         run = hash(tuple(self.ids[-self._run :]))
         self._before.append(self._last.get(run, -1))
         self._last[run] = len(self.ids) - 1
 
     def find(self, text: list[int]) -> tuple[int, int]:
-        """The place behind the longest match with the end of a text, which may be this one, and how
-        long that is; 0 if there is none. Only the latest places are compared."""
-        ids, found, longest = self.ids, -1, 0
+        """Find the longest match with the end of a text, which may be `ids` itself.
+
+        Only the latest occurrences are compared.
+
+        Returns:
+            The position behind the match, and the length of the match, which is 0 if there is none.
+        """
+        ids = self.ids
+        source = -1
+        match_length = 0
         run = hash(tuple(text[-self._run :]))
-        place = self._before[-1] if text is ids else self._last.get(run, -1)
-        for _ in range(_PLACES):
-            if place < 0 or longest == _LONGEST:
+        end = self._before[-1] if text is ids else self._last.get(run, -1)
+        for _ in range(_MAX_CANDIDATES):
+            if end < 0 or match_length == _MAX_MATCH:
                 break
-            length, most = 0, min(_LONGEST, place + 1, len(text))
-            while length < most and ids[place - length] == text[-1 - length]:
+            length = 0
+            max_length = min(_MAX_MATCH, end + 1, len(text))
+            while length < max_length and ids[end - length] == text[-1 - length]:
                 length += 1
-            if length > longest:
-                found, longest = place + 1, length
-            place = self._before[place]
-        return found, longest
+            if length > match_length:
+                source = end + 1
+                match_length = length
+            end = self._before[end]
+        return source, match_length
 
 
 class Lookup(Text):
-    """A prompt and what came behind it, and where the end of that occurred in it before, or in
-    others. As long as the guess of the place that was found comes true, the next guess is what
-    follows there. prediction: what will come, as far as one can tell."""
+    """A text that finds an earlier occurrence of its end, in itself or in other texts.
+
+    As long as new tokens are those that follow the occurrence, the next draft continues there.
+
+    Attributes:
+        source: The position of the token that is expected next, or -1 if no occurrence is known.
+        length: The number of tokens before `source` that equal the end of this text.
+    """
 
     def __init__(
         self,
@@ -67,97 +87,147 @@ class Lookup(Text):
         others: Sequence[Text] = (),
     ) -> None:
         super().__init__(1)
-        self.length = 0  # tokens before the source that are those at the end of the text
-        self.source = -1  # the place of the token that is expected next; -1: there is none
-        self._among, self._others = self.ids, others  # _among: where that place is
+        self.length = 0
+        self.source = -1
+        self._source_ids = self.ids  # the ids of the text that `source` is a position of
+        self._others = others
         self.extend([*prompt, *prediction])
         if prediction:
-            self._among, self.source, self.length = self.ids, len(prompt), _PREDICTED
+            self._source_ids = self.ids
+            self.source = len(prompt)
+            self.length = _PREDICTION_MATCH
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens, and find where their end occurred."""
+        """Append tokens, and find an occurrence of their end if they were not the expected ones."""
         for token in tokens:
-            is_right = self.source >= 0 and self._among[self.source] == token
-            self.source, self.length = (self.source + 1, self.length + 1) if is_right else (-1, 0)
+            if self.source >= 0 and self._source_ids[self.source] == token:
+                self.source += 1
+                self.length += 1
+            else:
+                self.source = -1
+                self.length = 0
             self.append(token)
-        for text in (self, *self._others) if self.source < 0 and self.ids else ():
+        if self.source >= 0 or not self.ids:
+            return
+        for text in (self, *self._others):
             source, length = text.find(self.ids)
             if length > self.length:
-                self._among, self.source, self.length = text.ids, source, length
+                self._source_ids = text.ids
+                self.source = source
+                self.length = length
 
-    def guess(self, most: int) -> list[int]:
-        """What followed; where that reaches the end of the text, it repeats itself."""
+    def draft(self, max_tokens: int) -> list[int]:
+        """Return the tokens that followed the occurrence.
+
+        A draft that reaches the end of the text repeats itself; one from another request's text
+        ends where that text ended, which -1 marks.
+        """
         if self.source < 0:
             return []
-        guess = (self._among[self.source : self.source + most] * most)[:most]
-        return guess[: guess.index(-1)] if -1 in guess else guess  # where another text ended
+        followed = self._source_ids[self.source : self.source + max_tokens]
+        draft = (followed * max_tokens)[:max_tokens]
+        if -1 in draft:
+            return draft[: draft.index(-1)]
+        return draft
 
 
 def count_predicted(prediction: Sequence[int], output: list[int]) -> tuple[int, int]:
-    """How many tokens of a prediction an output had where look-up expected them; and the rest."""
-    lookup, came = Lookup(prediction=prediction), set[int]()
+    """Count the tokens of a prediction that look-up expected and the output had, and the others."""
+    lookup = Lookup(prediction=prediction)
+    predicted = set[int]()
     for token in output:
-        place = lookup.source
-        if 0 <= place < len(prediction) and lookup.ids[place] == token:
-            came.add(place)
+        source = lookup.source
+        if 0 <= source < len(prediction) and lookup.ids[source] == token:
+            predicted.add(source)
         lookup.extend([token])
-    return len(came), len(prediction) - len(came)
+    return len(predicted), len(prediction) - len(predicted)
 
 
 @dataclass
-class _State(Guess):
-    """lookup: made when it can gain. num_idle: steps in which the sequence got no draft."""
+class _LookupState(DraftState):
+    """The state of one sequence.
+
+    Attributes:
+        lookup: The text of the sequence, made at the first step that may use it.
+        num_idle: The number of steps since the sequence last got a draft.
+    """
 
     lookup: Lookup | None = None
     num_idle: int = 0
 
 
 class Speculator(Drafter):
-    """Drafts from what a sequence has, and what its constraint forces.
+    """A drafter that looks drafts up in a sequence, and proposes what its constraint forces.
 
-    is_shared: what requests had that have ended is looked up, too; of that two texts are kept, and
-    where one is full, the older one goes.
+    With `is_shared`, finished sequences are searched as well. Two texts of these are stored; when
+    the newer one is full, the older one is dropped.
     """
 
-    def __init__(self, most: int, parallel: ModelParallel, *, is_shared: bool = False) -> None:
-        super().__init__(most, parallel, _FIRST_RATES)
-        self._ended = [Text(_SHARED), Text(_SHARED)] if is_shared else []
+    def __init__(
+        self, max_drafts: int, parallel: ModelParallel, *, is_shared: bool = False
+    ) -> None:
+        super().__init__(max_drafts, parallel, _FIRST_RATES)
+        self._ended_texts: list[Text] = []
+        if is_shared:
+            self._ended_texts += [Text(_SHARED_RUN), Text(_SHARED_RUN)]
 
-    def _draft(self, guesses: list[_State], seconds: float) -> list[list[int]]:
+    def _draft(self, states: list[_LookupState], seconds: float) -> list[list[int]]:
         drafts = list[list[int]]()
         if self.parallel.is_leader:
-            rates = [self._look(state) for state in guesses]
-            for state, length in zip(guesses, self.choose(rates, seconds), strict=True):
+            rates = [self._look_up(state) for state in states]
+            lengths = self.choose(rates, seconds)
+            for state, length in zip(states, lengths, strict=True):
                 state.num_idle = 0 if length else state.num_idle + 1
                 drafts.append(state.ids[:length])
-        return self.told_by_rank_zero(drafts)
+        return self.from_rank_zero(drafts)
 
-    def _begin(self, seq: SequenceState) -> _State:
-        """Of those that have ended, the texts may be kept."""
-        for ended in [x for x in self._guesses if x.finished]:
-            del self._guesses[ended]
-            if self._ended and len(self._ended[0].ids) > _KEPT:
-                self._ended[:] = Text(_SHARED), self._ended[0]
-            for token in [*ended.tokens[-_KEPT:], -1] if self._ended else ():
-                self._ended[0].append(token)
-        self._guesses[seq] = state = _State(seq, [*self.rates], seq.num_prompt)
+    def _begin(self, seq: SequenceState) -> _LookupState:
+        for ended in [known for known in self._states if known.finished]:
+            del self._states[ended]
+            if self._ended_texts:
+                self._store(ended)
+        state = _LookupState(seq, [*self.rates], seq.num_prompt)
+        self._states[seq] = state
         return state
 
-    def _look(self, state: _State) -> list[float]:
-        """Guess what comes next -> how likely each token of it is right."""
-        seq, new = state.seq, state.seq.tokens[state.num_known :]
-        is_idle = len(new) < min(state.num_idle // 8, 8) and seq.constraint is None
+    def _store(self, ended: SequenceState) -> None:
+        """Append the tokens of a finished sequence to the newer shared text.
+
+        The list is changed in place, because the look-ups of running sequences refer to it.
+        """
+        newer = self._ended_texts[0]
+        if len(newer.ids) > _MAX_STORED:
+            self._ended_texts[:] = [Text(_SHARED_RUN), newer]
+            newer = self._ended_texts[0]
+        for token in [*ended.tokens[-_MAX_STORED:], -1]:
+            newer.append(token)
+
+    def _look_up(self, state: _LookupState) -> list[float]:
+        """Set the draft of a sequence, and return the rate of each of its tokens.
+
+        A sequence that got no draft for long is looked at only after several new tokens.
+        """
+        seq = state.seq
+        new_tokens = seq.tokens[state.num_known :]
+        is_idle = len(new_tokens) < min(state.num_idle // 8, 8) and seq.constraint is None
         if is_idle or len(seq.tokens) + 1 >= seq.spec.max_len:
             return []
-        if (lookup := state.lookup) is None:
+        lookup = state.lookup
+        if lookup is None:
             prompt = seq.tokens[: seq.num_prompt]
-            lookup = state.lookup = Lookup(prompt, seq.spec.prediction, self._ended)
+            lookup = Lookup(prompt, seq.spec.prediction, self._ended_texts)
+            state.lookup = lookup
         self.note(state)
-        lookup.extend(new)
-        ids, length, is_forced = lookup.guess(self.most), lookup.length, False
+        lookup.extend(new_tokens)
+        ids = lookup.draft(self.max_drafts)
+        is_forced = False
         if seq.constraint is not None:
             ids, is_forced = seq.constraint.draft(seq.output, ids)
-        state.ids = ids[: self.most]
-        lengths = [min(length + depth, _LONGEST) for depth in range(len(state.ids))]
-        state.kinds = [_FORCED if is_forced else x.bit_length() for x in lengths]
+        state.ids = ids[: self.max_drafts]
+        depths = range(len(state.ids))
+        if is_forced:
+            state.kinds = [_FORCED for _ in depths]
+        else:
+            matches = [min(lookup.length + depth, _MAX_MATCH) for depth in depths]
+            state.kinds = [match.bit_length() for match in matches]
         return [state.rates[kind] for kind in state.kinds]

@@ -1,10 +1,11 @@
-"""Logits processors: what changes logits before a draw, by what a sequence asks and what it had.
+"""Logits processors: change logits before sampling as each sequence asks, given its tokens.
 
-In: logits and sequences. Out: logits with logit_bias, bans and penalties. What a sequence had is
-counted on the device, token by token as it is drawn, so that the host neither looks at every token
-in every step nor must know the last one.
+In: logits and sequences. Out: logits with biases, bans and penalties applied.
 
-Shapes: B rows, one a sequence; P of them with penalties; V vocabulary; N rows of counts.
+The tokens that penalties depend on are counted on the device as they are sampled. So the host need
+not go through all tokens in every step, nor know the latest one.
+
+Shapes: B rows, one per sequence; P of them with penalties; V vocabulary; N slots of counts.
 """
 
 import math
@@ -17,157 +18,250 @@ from torch import Tensor
 from llama.engine.sequence import SequenceState
 from llama.ops.sample import SamplingRow, on_device_of
 
-_IN_PROMPT = 1 << 30  # in a count: the prompt has the token; what is below counts the output's
+_IN_PROMPT = 1 << 30  # the bit of a count for tokens of the prompt; lower bits count the output
+_Rows = list[tuple[int, SequenceState]]
 
 
 class LogitsProcessors:
-    """Of one engine: what its sequences ask for is looked at when one comes, goes, or moves."""
+    """The logits processors of one engine.
+
+    What the sequences ask for is looked at only when a sequence comes, goes or changes its row.
+
+    Attributes:
+        rows: How each row of the last step is sampled; None if greedily.
+        seeds: The seed of each row.
+        positions: The position of each row's next token.
+        logprobs: The largest number of likeliest tokens that a row asks for, or None if no row asks
+            for log-probabilities.
+    """
 
     def __init__(self) -> None:
-        self.rows: list[SamplingRow | None] = []  # of the last step: how each is drawn,
+        self.rows: list[SamplingRow | None] = []
         self.seeds: list[int] = []
         self.positions: list[int] = []
-        self.logprobs: int | None = None  # and the most that one asks for
+        self.logprobs: int | None = None
         self._sequences: list[SequenceState] = []
-        self._banning: list[tuple[int, SequenceState]] = []  # those with long bad words,
-        self._biasing: list[tuple[int, SequenceState]] = []  # with a bias or a ban,
-        self._counting: list[tuple[int, SequenceState]] = []  # and with penalties;
-        self._indices = self._at = self._one = torch.empty(0)  # they, their places, and a 1
-        self._settings: tuple[Tensor, ...] = ()  # the penalties (P, 1) of each kind
+        self._banning: _Rows = []  # rows with bad words of several tokens
+        # Rows with a bias or a ban: whether each was below `min_tokens` when the amounts were sent
+        # to the device, and the rows, tokens and values of these amounts.
+        self._biasing: _Rows = []
+        self._below_min: list[bool] = []
+        self._biases: tuple[Tensor, Tensor, Tensor] | None = None
+        # Rows with penalties: how many tokens of each are counted, the slot of counts that each
+        # sequence has, and on the device the rows (P), the slots (P) and the penalties (P, 1).
+        self._penalized: _Rows = []
+        self._num_counted: list[int] = []
+        self._slots: dict[SequenceState, int] = {}
+        self._penalized_rows = torch.empty(0)
+        self._penalized_slots = torch.empty(0)
+        self._penalties: tuple[Tensor, ...] = ()
         self._counts: Tensor | None = None  # (N, V) int32
-        self._places: dict[SequenceState, int] = {}  # the row of it that a sequence has,
-        self._known: list[int] = []  # and how many tokens of those with penalties are counted there
-        self._short: list[bool] = []  # which of those with a bias were when it was sent
-        self._cells: tuple[Tensor, Tensor, Tensor] | None = None  # rows, tokens, amounts
+        self._one = torch.empty(0)  # the amount that a sampled token adds to its count
 
     def apply(self, logits: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
-        """Logits (B, V), left as they are -> with all that the sequences ask for: biases and bans,
-        then the repetition penalty, then those for presence and frequency."""
+        """Apply biases and bans, then the repetition, presence and frequency penalties.
+
+        Args:
+            logits: (B, V), which are not changed.
+            sequences: The sequence of each row.
+
+        Returns:
+            The processed logits, or `logits` if no sequence asks for any change.
+        """
         if self._sequences != sequences:
             self._begin(logits, [*sequences])
         self.positions = [seq.num_known for seq in sequences]
-        logits = self._penalized(self._with_bias(logits))
-        cells = [(row, t) for row, seq in self._banning for t in _ends_of_bad_words(seq)]
-        if not cells:
-            return logits
-        rows, tokens = on_device_of(logits, np.array(cells)).unbind(1)
-        return logits.index_put((rows, tokens), logits.new_tensor(-math.inf))
+        biased = self._apply_biases(logits)
+        processed = self._apply_penalties(biased)
+        banned = [
+            (row, token) for row, seq in self._banning for token in _ends_of_bad_sequences(seq)
+        ]
+        if not banned:
+            return processed
+        cells = on_device_of(processed, np.array(banned))
+        rows, tokens = cells.unbind(1)
+        return processed.index_put((rows, tokens), processed.new_tensor(-math.inf))
 
     def count(self, ids: Tensor) -> None:
-        """ids (B): what the rows of the last `apply` got. Those that have ended do no harm."""
-        if self._counting and self._counts is not None:
-            drawn = ids[self._indices] if len(self._counting) < len(ids) else ids
-            self._counts.index_put_((self._at, drawn.clamp(min=0)), self._one, accumulate=True)
-            self._known = [n + 1 for n in self._known]
+        """Count the tokens (B) that the rows of the last `apply` got.
+
+        A row without a token has the id -1, and its sequence ends. It counts as id 0.
+        """
+        if not self._penalized or self._counts is None:
+            return
+        sampled = ids
+        if len(self._penalized) < len(ids):
+            sampled = ids[self._penalized_rows]
+        indices = (self._penalized_slots, sampled.clamp(min=0))
+        self._counts.index_put_(indices, self._one, accumulate=True)
+        self._num_counted = [count + 1 for count in self._num_counted]
 
     def _begin(self, logits: Tensor, sequences: list[SequenceState]) -> None:
-        asked = [(row, seq, seq.spec) for row, seq in enumerate(sequences)]
-        self._sequences, self._short = sequences, []
-        self.rows = [
-            None if p.greedy else SamplingRow(p.temperature, p.min_p, p.top_k, p.top_p)
-            for _, _, p in asked
-        ]
+        """Look at what the sequences of new rows ask for."""
+        self._sequences = sequences
+        self._below_min = []
+        self._biases = None
+        self.rows = [_sampling_row(seq) for seq in sequences]
         self.seeds = [seq.spec.seed for seq in sequences]
-        counts = [p.logprobs for _, _, p in asked if p.logprobs is not None]
-        self.logprobs = max(counts, default=None)
-        self._banning = [(row, seq) for row, seq, p in asked if p.has_long_bad_words]
-        self._biasing = [
-            (row, seq) for row, seq, p in asked if p.logit_bias or p.min_tokens or p.bad_words
-        ]
-        self._cells = None
-        self._find_places(logits, [(row, seq) for row, seq, p in asked if p.has_penalties])
+        num_likeliest = [seq.spec.logprobs for seq in sequences if seq.spec.logprobs is not None]
+        self.logprobs = max(num_likeliest, default=None)
+        self._banning = []
+        self._biasing = []
+        penalized: _Rows = []
+        for row, seq in enumerate(sequences):
+            spec = seq.spec
+            if spec.has_long_bad_words:
+                self._banning.append((row, seq))
+            if spec.logit_bias or spec.min_tokens or spec.bad_words:
+                self._biasing.append((row, seq))
+            if spec.has_penalties:
+                penalized.append((row, seq))
+        self._assign_slots(logits, penalized)
 
-    def _with_bias(self, logits: Tensor) -> Tensor:
-        """Static until a sequence comes, goes, moves, or has its `min_tokens`."""
-        short = [seq.spec.min_tokens > 0 and is_short(seq) for _, seq in self._biasing]
-        if short != self._short:
-            self._short, self._cells = short, None
-            biased = zip(self._biasing, short, strict=True)
-            amounts = [(row, *pair) for (row, seq), now in biased for pair in _bias(seq, now)]
-            if amounts:
-                cells = on_device_of(logits, np.array([pair[:2] for pair in amounts]))
-                values = on_device_of(logits, [float(amount) for _, _, amount in amounts])
-                self._cells = cells[:, 0], cells[:, 1], values
-        if self._cells is None:
+    def _apply_biases(self, logits: Tensor) -> Tensor:
+        """Add the biases, which are sent to the device only when they change.
+
+        That is when a sequence comes, goes, changes its row or reaches its `min_tokens`.
+        """
+        below_min = [
+            seq.spec.min_tokens > 0 and is_below_min_tokens(seq) for _, seq in self._biasing
+        ]
+        if below_min != self._below_min:
+            self._below_min = below_min
+            self._send_biases(logits)
+        if self._biases is None:
             return logits
-        rows, tokens, values = self._cells
+        rows, tokens, values = self._biases
         return logits.index_put((rows, tokens), values, accumulate=True)
 
-    def _penalized(self, logits: Tensor) -> Tensor:
-        """A positive logit of a token that occurs is divided by its row's repetition penalty, a
-        negative one multiplied; the output's tokens lose what presence and frequency cost."""
-        if not self._counting:
-            return logits
-        self._refill()
-        assert self._counts is not None
-        is_whole = len(self._counting) == len(logits)
-        counts, found = self._counts[self._at], logits if is_whole else logits[self._indices]
-        repetition, presence, frequency = self._settings
-        weaker = torch.where(found > 0, found / repetition, found * repetition)
-        found = torch.where(counts > 0, weaker, found)
-        counts &= _IN_PROMPT - 1
-        found.addcmul_(presence, counts > 0, value=-1).addcmul_(frequency, counts, value=-1)
-        return found if is_whole else logits.index_copy(0, self._indices, found)
+    def _send_biases(self, logits: Tensor) -> None:
+        """Send rows, tokens and values of all biases to the device of the logits."""
+        self._biases = None
+        cells = list[tuple[int, int]]()
+        amounts = list[float]()
+        for (row, seq), is_below in zip(self._biasing, self._below_min, strict=True):
+            for token, amount in _token_biases(seq, is_below):
+                cells.append((row, token))
+                amounts.append(float(amount))
+        if cells:
+            indices = on_device_of(logits, np.array(cells))
+            values = on_device_of(logits, amounts)
+            rows, tokens = indices.unbind(1)
+            self._biases = (rows, tokens, values)
 
-    def _find_places(self, logits: Tensor, wanted: list[tuple[int, SequenceState]]) -> None:
-        """One for each; of those that are not here the counts are forgotten."""
-        counted = dict(zip((seq for _, seq in self._counting), self._known, strict=True))
-        self._counting, live = wanted, {seq for _, seq in wanted}
-        self._places = {seq: at for seq, at in self._places.items() if seq in live}
-        self._known = []
-        if not wanted:
+    def _apply_penalties(self, logits: Tensor) -> Tensor:
+        """Penalize tokens that occur.
+
+        The repetition penalty of a row divides positive logits and multiplies negative ones, for
+        tokens of the prompt and the output. The presence and frequency penalties are subtracted
+        from the logits of output tokens.
+        """
+        if not self._penalized:
+            return logits
+        self._recount()
+        assert self._counts is not None
+        counts = self._counts[self._penalized_slots]
+        has_all_rows = len(self._penalized) == len(logits)
+        values = logits if has_all_rows else logits[self._penalized_rows]
+        repetition, presence, frequency = self._penalties
+        repeated = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where(counts > 0, repeated, values)
+        counts &= _IN_PROMPT - 1
+        values.addcmul_(presence, counts > 0, value=-1)
+        values.addcmul_(frequency, counts, value=-1)
+        if has_all_rows:
+            return values
+        return logits.index_copy(0, self._penalized_rows, values)
+
+    def _assign_slots(self, logits: Tensor, penalized: _Rows) -> None:
+        """Give each sequence with penalties a slot of counts; the slots of others become free."""
+        previous = [seq for _, seq in self._penalized]
+        counted = dict(zip(previous, self._num_counted, strict=True))
+        live = {seq for _, seq in penalized}
+        self._penalized = penalized
+        self._slots = {seq: slot for seq, slot in self._slots.items() if seq in live}
+        self._num_counted = []
+        if not penalized:
             return
         if self._counts is None or len(self._counts) < len(live):
-            rows = 1 << (len(live) - 1).bit_length()
-            self._counts = logits.new_zeros(rows, logits.shape[1], dtype=torch.int32)
-            self._places = {}
-        free = iter({*range(len(self._counts))}.difference(self._places.values()))
-        for _, seq in wanted:
-            self._known.append(counted.get(seq, -1) if seq in self._places else -1)
-            if seq not in self._places:
-                self._places[seq] = next(free)
-        self._indices = on_device_of(logits, [row for row, _ in wanted])
-        self._at = on_device_of(logits, [self._places[seq] for _, seq in wanted])
-        settings = [
-            (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-            for p in (seq.spec for _, seq in wanted)
-        ]
-        sent = on_device_of(logits, np.array(settings, np.float32))
-        self._settings, self._one = sent[:, None].unbind(2), self._counts.new_ones(())
+            num_slots = 1 << (len(live) - 1).bit_length()
+            self._counts = logits.new_zeros(num_slots, logits.shape[1], dtype=torch.int32)
+            self._slots = {}
+        slots = set(range(len(self._counts)))
+        free = iter(slots.difference(self._slots.values()))
+        for _, seq in penalized:
+            if seq in self._slots:
+                self._num_counted.append(counted.get(seq, -1))
+            else:
+                self._num_counted.append(-1)
+                self._slots[seq] = next(free)
+        rows = [row for row, _ in penalized]
+        penalized_slots = [self._slots[seq] for _, seq in penalized]
+        penalties = [_penalties(seq) for _, seq in penalized]
+        self._penalized_rows = on_device_of(logits, rows)
+        self._penalized_slots = on_device_of(logits, penalized_slots)
+        sent = on_device_of(logits, np.array(penalties, np.float32))
+        self._penalties = sent[:, None].unbind(2)
+        self._one = self._counts.new_ones(())
 
-    def _refill(self) -> None:
-        """Count what is not counted yet: of a new sequence, and of one whose drafts were taken."""
+    def _recount(self) -> None:
+        """Count all tokens of new sequences, and of those whose drafts were accepted."""
         assert self._counts is not None
-        now = [self.positions[row] for row, _ in self._counting]
-        if now == self._known:
+        positions = [self.positions[row] for row, _ in self._penalized]
+        if positions == self._num_counted:
             return
-        for (_, seq), position, known in zip(self._counting, now, self._known, strict=True):
-            if position == known:
+        counted = zip(self._penalized, positions, self._num_counted, strict=True)
+        for (_, seq), position, num_counted in counted:
+            if position == num_counted:
                 continue
-            row = self._counts[self._places[seq]].zero_()
-            row[on_device_of(row, seq.tokens[: seq.num_prompt])] = _IN_PROMPT
+            slot = self._slots[seq]
+            counts = self._counts[slot].zero_()
+            prompt = on_device_of(counts, seq.tokens[: seq.num_prompt])
+            counts[prompt] = _IN_PROMPT
             if seq.output:
-                ids = on_device_of(row, seq.output)
-                row.index_put_((ids,), self._one, accumulate=True)
-        self._known = now
+                output = on_device_of(counts, seq.output)
+                counts.index_put_((output,), self._one, accumulate=True)
+        self._num_counted = positions
 
 
-def is_short(seq: SequenceState) -> bool:
-    """Whether it may not end yet."""
+def is_below_min_tokens(seq: SequenceState) -> bool:
+    """Return whether the output is shorter than `min_tokens`, so that it may not end yet."""
     return seq.num_known - seq.num_prompt < seq.spec.min_tokens
 
 
-def _bias(seq: SequenceState, short: bool) -> Iterator[tuple[int, float]]:
-    """logit_bias; and -inf for bad words of one token, and for stop ids before min_tokens."""
+def _sampling_row(seq: SequenceState) -> SamplingRow | None:
+    """Return how a row is sampled, or None if greedily."""
+    spec = seq.spec
+    if spec.greedy:
+        return None
+    return SamplingRow(spec.temperature, spec.min_p, spec.top_k, spec.top_p)
+
+
+def _penalties(seq: SequenceState) -> tuple[float, float, float]:
+    """Return the penalties of a sequence, in the order of `LogitsProcessors._penalties`."""
+    spec = seq.spec
+    return spec.repetition_penalty, spec.presence_penalty, spec.frequency_penalty
+
+
+def _token_biases(seq: SequenceState, is_below_min: bool) -> Iterator[tuple[int, float]]:
+    """Yield tokens and the amounts to add to their logits.
+
+    They are those of `logit_bias`, and -inf for bad words of one token, and for stop ids before
+    `min_tokens`.
+    """
     yield from dict(seq.spec.logit_bias).items()
-    for token in {word[0] for word in seq.spec.bad_words if len(word) == 1}:
+    spec = seq.spec
+    single_tokens = {word[0] for word in spec.bad_words if len(word) == 1}
+    for token in single_tokens:
         yield token, -math.inf
-    for token in sorted(seq.spec.stop_ids) if short else ():
-        yield token, -math.inf
+    if is_below_min:
+        for token in sorted(spec.stop_ids):
+            yield token, -math.inf
 
 
-def _ends_of_bad_words(seq: SequenceState) -> Iterator[int]:
-    """The last ids of bad words whose other ids come before."""
+def _ends_of_bad_sequences(seq: SequenceState) -> Iterator[int]:
+    """Yield the last id of each bad word whose other ids are the latest tokens."""
     for *before, last in seq.spec.bad_words:
-        if before and seq.tokens[-len(before) :] == before:
+        num_before = len(before)
+        if before and seq.tokens[-num_before:] == before:
             yield last

@@ -1,10 +1,11 @@
-"""The next token of each sequence: logits and sequences in, ids and log-probabilities out.
+"""Sampling: logits and sequences in, the next token of each and its log-probability out.
 
-An id drawn depends on its own row, seed and position alone, not on the batch, the padding or how a
-device adds up: `llama.ops.sample` sees to that. Where the vocabulary is divided among ranks, greedy
-rows need no more of each share than its largest logit: `top_of_share`, `top_of_all`.
+A sampled id depends on its own row, seed and position alone. It does not depend on the batch, the
+padding or the order in which a device adds; `llama.ops.sample` ensures that. If the vocabulary is
+divided among ranks, greedy rows need only the largest logit of each share: see `top_of_share` and
+`top_of_all`.
 
-Shapes: B rows, one a sequence; V vocabulary; K likeliest tokens.
+Shapes: B rows, one per sequence; E hidden size; V vocabulary; K likeliest tokens; N scored rows.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llama.engine.constraints import TokenMask
-from llama.engine.processors import LogitsProcessors, is_short
+from llama.engine.processors import LogitsProcessors, is_below_min_tokens
 from llama.engine.sequence import SequenceState
 from llama.model.transformer import Transformer
 from llama.ops.sample import choose_ids, top_tokens
@@ -23,14 +24,23 @@ from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 @dataclass(frozen=True)
 class Sampled:
-    """One step's choice. Log-probabilities are the model's own: before bias, temperature, filters.
-    A row that has no token to choose (all banned), or whose logits hold NaN or +inf, has the id -1:
-    an exception would need a sync, and end the other rows. `SequenceState.append` reports it."""
+    """The tokens that one step samples.
 
-    ids: Tensor  # (B) int64
-    logprobs: Tensor | None = None  # (B) float32; None if no sequence asked
-    top_ids: Tensor | None = None  # (B, K) int64, likeliest first, K the most that one asked for
-    top_logprobs: Tensor | None = None  # (B, K) float32
+    Log-probabilities are the model's own, before biases, temperature and filters. A row has the id
+    -1 if all its tokens are banned, or if its logits hold NaN or +inf. An exception would need a
+    sync with the device, and would end the other rows; `SequenceState.append` reports the error.
+
+    Attributes:
+        ids: (B) int64.
+        logprobs: (B) float32, or None if no sequence asks for it.
+        top_ids: (B, K) int64, the likeliest first. K is the largest number that a row asks for.
+        top_logprobs: (B, K) float32.
+    """
+
+    ids: Tensor
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
 
 def sample(
@@ -40,78 +50,116 @@ def sample(
     kernels: KernelSet = TORCH_ONLY,
     processors: LogitsProcessors | None = None,
 ) -> Sampled:
-    """Choose the next token of each sequence; logits (B, V) float32 are left as they are.
+    """Sample the next token of each sequence from logits (B, V) float32, which are not changed.
 
-    In this order, each only if some row asks for it: what its constraint excludes; logit_bias,
-    bad_words, min_tokens; repetition, then presence and frequency penalty; temperature; min_p,
-    top_k, top_p; one draw, by a race (see `llama.ops.sample`). That is vLLM's order.
-    transformers has the same but for min_p, which comes last there, so that top_p counts the mass
-    that min_p is about to remove. As there, a bad word may begin in the prompt (vLLM looks at the
-    output only), and top_k keeps what equals the k-th. Of tokens as likely as the last one of a
-    nucleus, those with the lowest ids are kept.
+    These steps follow each other, each only if some row asks for it: the constraint's mask;
+    logit_bias, bad_words and min_tokens; the repetition penalty, then presence and frequency
+    penalties; temperature; min_p, top_k and top_p; one draw, by an exponential race (see
+    `llama.ops.sample`). The order is vLLM's. In transformers min_p comes last, so that there top_p
+    counts the mass that min_p is about to remove.
+
+    As in transformers, a bad word may begin in the prompt (vLLM looks at the output only), and
+    top_k keeps all tokens as likely as the k-th. Of the tokens as likely as the last one of a
+    nucleus, top_p keeps those with the lowest ids.
     """
     assert logits.shape[0] == len(sequences)
     processors = processors or LogitsProcessors()
     adjusted = logits if mask is None else mask(logits)
     adjusted = processors.apply(adjusted, sequences)
-    draws = processors.rows, processors.seeds, processors.positions
-    ids = choose_ids(adjusted, *draws, kernels)
+    ids = choose_ids(adjusted, processors.rows, processors.seeds, processors.positions, kernels)
     processors.count(ids)
     if processors.logprobs is None:
         return Sampled(ids)
-    return Sampled(ids, *score(logits, ids.clamp(min=0), processors.logprobs))
+    targets = ids.clamp(min=0)
+    return Sampled(ids, *score(logits, targets, processors.logprobs))
 
 
 def needs_top_only(sequences: Sequence[SequenceState]) -> bool:
-    """Whether `sample` would take the top token of each row as the logits are, and say no more:
-    what filters a draw (top_p, top_k, min_p) never removes that."""
-    return all(
-        p.takes_top
-        and not p.is_constrained
-        and not (p.bad_words or (p.min_tokens and is_short(seq) and p.stop_ids))
-        for seq in sequences
-        for p in (seq.spec,)
-    )
+    """Return whether `sample` would only take the top token of each row of unchanged logits.
+
+    Filters (top_p, top_k, min_p) do not matter, as they never remove the top token.
+    """
+    for seq in sequences:
+        spec = seq.spec
+        if not spec.takes_top or spec.is_constrained or spec.bad_words:
+            return False
+        if spec.min_tokens and is_below_min_tokens(seq) and spec.stop_ids:
+            return False
+    return True
 
 
 def top_of_ranks(model: Transformer, hidden: Tensor) -> Tensor:
-    """hidden (B, E) -> (B) the ids that `sample` would choose, by an exchange of 8 bytes a row. All
-    ranks hold the same pairs then, and only compare them, also on unlike machines."""
+    """Return the ids (B) that `sample` takes for greedy rows, from hidden states (B, E).
+
+    The ranks exchange 8 bytes per row. All then compare the same pairs, so that their ids are
+    equal even if their hardware differs.
+    """
     share = model.logits_share(hidden)
-    own = top_of_share(share, model.plan.share.vocab.start, model.kernels)
-    return top_of_all(model.parallel.all_gather(own))
+    first_id = model.plan.share.vocab.start
+    pairs = top_of_share(share, first_id, model.kernels)
+    return top_of_all(model.parallel.all_gather(pairs))
 
 
 def top_of_share(logits: Tensor, first: int, kernels: KernelSet = TORCH_ONLY) -> Tensor:
-    """A rank's share of the logits (B, V / ranks) float32, from id `first` on -> (B, 2) int32: of
-    each row the bits of its largest logit, NaN where there is one, and that logit's lowest id."""
+    """Return the largest logit of each row of a rank's share, and its id.
+
+    Args:
+        logits: (B, V / ranks) float32.
+        first: The id of the first column.
+        kernels: The kernels that may be used.
+
+    Returns:
+        (B, 2) int32: the bits of the largest logit, NaN if the row has one, and its lowest id.
+    """
     row_max, ids = top_tokens(logits, kernels)
-    return torch.stack((row_max.view(torch.int32), (ids + first).int()), dim=-1)
+    bits = row_max.view(torch.int32)
+    global_ids = (ids + first).int()
+    return torch.stack((bits, global_ids), dim=-1)
 
 
 def top_of_all(pairs: Tensor) -> Tensor:
-    """What `top_of_share` gave on each rank, (B, 2 * ranks) in order -> (B) ids, as `sample`'s. It
-    compares and does not compute: the same pairs are the same ids on any machine."""
-    values, ids = pairs.unflatten(-1, (-1, 2)).unbind(dim=-1)
-    row_max, rank = values.contiguous().view(torch.float32).max(dim=-1)  # of equal ones the first
-    return ids.gather(-1, rank[:, None]).squeeze(-1).long().where(row_max.isfinite(), -1)
+    """Return the ids (B) that `sample` takes, from the pairs (B, 2 * ranks) of `top_of_share`.
+
+    It only compares and computes nothing, so that the same pairs yield the same ids on any machine.
+    """
+    bits = pairs[:, 0::2].contiguous()
+    values = bits.view(torch.float32)
+    ids = pairs[:, 1::2]
+    row_max, rank = values.max(dim=-1)  # the first of equal ones, which has the lowest id
+    top_ids = ids.gather(-1, rank[:, None]).squeeze(-1)
+    return top_ids.long().where(row_max.isfinite(), -1)
 
 
 def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probabilities of `targets` (N) under logits (N, V), and the k likeliest of each row: (N)
-    float32, (N, K) ids and (N, K) float32 with K = min(k, V); None, None where k is 0."""
+    """Compute the log-probabilities of tokens, and the likeliest tokens of each row.
+
+    Args:
+        logits: (N, V).
+        targets: The token of each row, (N).
+        k: The number of likeliest tokens, K = min(k, V).
+
+    Returns:
+        Log-probabilities (N) float32; the likeliest ids (N, K) and their log-probabilities (N, K)
+        float32, or None and None if k is 0.
+    """
     norm = logits.logsumexp(dim=-1, keepdim=True)
-    logprobs = (logits.gather(-1, targets[:, None]) - norm).squeeze(-1)
+    chosen = logits.gather(-1, targets[:, None])
+    logprobs = (chosen - norm).squeeze(-1)
     if not k:
         return logprobs, None, None
-    top = logits.topk(min(k, logits.shape[-1]))
+    max_k = logits.shape[-1]
+    top = logits.topk(min(k, max_k))
     return logprobs, top.indices, top.values - norm
 
 
 def sample_top_p(probs: Tensor, p: float) -> Tensor:
-    """Meta's public nucleus sampling (Holtzman et al. 2020): probs (B, V) -> ids (B, 1), from
-    torch's global generator. The engine does not use it: see `sample`."""
+    """Sample ids (B, 1) from the nucleus of probabilities (B, V) (Holtzman et al. 2020).
+
+    This is a function of Meta's public API that draws from torch's global generator. The engine
+    uses `sample` instead.
+    """
     ordered, ids = probs.sort(dim=-1, descending=True)
     before = ordered.cumsum(dim=-1) - ordered
     nucleus = ordered.masked_fill(before > p, 0)
-    return ids.gather(-1, torch.multinomial(nucleus, num_samples=1))
+    drawn = torch.multinomial(nucleus, num_samples=1)
+    return ids.gather(-1, drawn)

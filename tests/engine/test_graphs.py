@@ -29,7 +29,7 @@ from llama.engine.graphs import DecodeInputs, bucket_of
 from llama.engine.rows import Scheduled, Step
 from llama.engine.runner import RunningStep
 from llama.engine.sequence import SequenceState
-from llama.engine.speculative import Drafter, Guess
+from llama.engine.speculative import Drafter, DraftState
 from llama.gpu import graph_check
 from llama.gpu.graph_check import compare
 from llama.gpu.job import JOB, Job
@@ -162,11 +162,11 @@ class MostlyRight(Drafter):
         super().__init__(5, model.parallel, [])
         self.wanted, self.rng = wanted, random.Random(4)
 
-    def _begin(self, seq: SequenceState) -> Guess:
-        return Guess(seq, [])
+    def _begin(self, seq: SequenceState) -> DraftState:
+        return DraftState(seq, [])
 
-    def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
-        rests = [self.wanted[x.seq.spec.seed][len(x.seq.tokens) :] for x in guesses]
+    def _draft(self, states: list[DraftState], seconds: float) -> list[list[int]]:
+        rests = [self.wanted[x.seq.spec.seed][len(x.seq.tokens) :] for x in states]
         return [[t if self.rng.random() < 0.8 else 9 for t in rest[:5]] for rest in rests]
 
 
@@ -196,7 +196,7 @@ def test_drafts_are_verified_in_graphs(model, plain, monkeypatch):
     assert max(recorded) > bucket_of(model.params.max_batch_size)
 
 
-def test_a_draft_model_guesses_in_graphs(model, plain, monkeypatch):
+def test_a_draft_model_drafts_in_graphs(model, plain, monkeypatch):
     """A draft model drafts in graphs.
 
     All of its passes use graphs, except those that read a prompt. That includes passes over two new
@@ -208,7 +208,7 @@ def test_a_draft_model_guesses_in_graphs(model, plain, monkeypatch):
     drafter, runner = core.drafter, core.runners[0]
     assert isinstance(drafter, ModelDrafter) and runner is not core.runner
     assert runner.kv_cache.data_ptr() != core.runner.kv_cache.data_ptr()
-    monkeypatch.setattr(drafter, "choose", lambda rates, _, least: [len(x) for x in rates])
+    monkeypatch.setattr(drafter, "choose", lambda rates, _, min_drafts: [len(x) for x in rates])
     eager, num_new = list[Scheduled](), set[int]()
     hidden, start = runner.hidden_states, runner.start
 
@@ -225,8 +225,8 @@ def test_a_draft_model_guesses_in_graphs(model, plain, monkeypatch):
     for ours, theirs in zip(answers(core, 1), wanted, strict=True):
         assert ours[:2] == theirs[:2]
     assert core.stats.accepted_tokens > 0.95 * core.stats.draft_tokens > 50
-    assert {1, 2} <= num_new and max(num_new) > draft_model._NEAR
-    assert {item.count > draft_model._NEAR for item in eager} == {True}
+    assert {1, 2} <= num_new and max(num_new) > draft_model._MAX_DRAFT_PASS
+    assert {item.count > draft_model._MAX_DRAFT_PASS for item in eager} == {True}
     core.close()
     assert not any(each.has_graphs for each in core.runners)
 

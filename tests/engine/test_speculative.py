@@ -78,14 +78,14 @@ def test_a_row_of_a_chunk_has_the_bits_of_a_single_step(num_kv_heads, quantize, 
             assert found.equal(alone[first : first + 1 + drafts]), (context, drafts)
 
 
-class SomeGuesses(ModelDrafter):
-    """A drafter of 0 to `most` tokens, independent of measured times."""
+class RandomLengths(ModelDrafter):
+    """A drafter of 0 to `max_drafts` tokens, independent of measured times."""
 
-    def _draft(self, guesses: list[SequenceDraft], seconds: float) -> list[list[int]]:
-        self.rng = random.Random(sum(len(x.seq.tokens) for x in guesses))
-        return super()._draft(guesses, seconds)
+    def _draft(self, states: list[SequenceDraft], seconds: float) -> list[list[int]]:
+        self.rng = random.Random(sum(len(x.seq.tokens) for x in states))
+        return super()._draft(states, seconds)
 
-    def choose(self, rates: list[list[float]], seconds: float, least: int = 0) -> list[int]:
+    def choose(self, rates: list[list[float]], seconds: float, min_drafts: int = 0) -> list[int]:
         return [self.rng.randint(0, len(each)) for each in rates]
 
 
@@ -130,7 +130,7 @@ def test_drafts_change_no_answer(kind, num_pages, plain, monkeypatch):
     if kind in ("lookup", "shared"):
         core.speculate(7, is_shared=kind == "shared")
     if kind == "model":
-        core.drafter = SomeGuesses(4, runner_of(model.model, num_pages), core.scheduler)
+        core.drafter = RandomLengths(4, runner_of(model.model, num_pages), core.scheduler)
     requests = list(requests_of(llama))
     assert answers(llama, requests) == found
     assert core.stats.draft_tokens > (20 if kind in ("lookup", "shared") else 100)
@@ -182,16 +182,16 @@ def test_beam_search_is_not_drafted_for(plain):
     """
     model = plain[0]
     found = []
-    for most in (0, 7):
+    for max_drafts in (0, 7):
         llama = Llama(model.model, model.tokenizer, num_pages=100)
-        if most:
-            llama.engine.speculate(most)
+        if max_drafts:
+            llama.engine.speculate(max_drafts)
         # one beam needs a new page, and one token is left
         found.append(llama.beam_search(["abab" * 9], 3, 20))
     assert found[0] == found[1]
     drafter = llama.engine.drafter
-    assert isinstance(drafter, Speculator) and drafter._guesses
-    assert not any(state.lookup for state in drafter._guesses.values())
+    assert isinstance(drafter, Speculator) and drafter._states
+    assert not any(state.lookup for state in drafter._states.values())
     assert llama.engine.stats.draft_tokens == 0
 
 
@@ -206,7 +206,7 @@ def test_a_draft_model_computes_what_it_has_not_had(plain, monkeypatch):
     model = plain[0]
     llama = Llama(model.model, model.tokenizer, num_pages=40)
     core = llama.engine
-    drafter = SomeGuesses(4, runner_of(model.model, 40), core.scheduler)
+    drafter = RandomLengths(4, runner_of(model.model, 40), core.scheduler)
     num_computed, run = [0], drafter._run
 
     def counted(drafts: list[SequenceDraft], end: int | None = None) -> list[int]:
@@ -273,7 +273,7 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
     monkeypatch.setattr("llama.gpu.selection.kernels_for", lambda params, *_: own[params.n_layers])
     asked = list[Transformer]()
     monkeypatch.setattr("llama.generation.recorder_for", asked.append)
-    monkeypatch.setattr("llama.engine.core.ModelDrafter", SomeGuesses)
+    monkeypatch.setattr("llama.engine.core.ModelDrafter", RandomLengths)
     llama = Llama.build(
         str(folder), max_batch_size=8, speculate=str(small), speculate_tokens=4, **common
     )
@@ -285,11 +285,11 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
     compared, num_pages = [0], core.scheduler.pool.num_pages
 
     def draft(sequences: list[SequenceState], seconds: float) -> list[list[int]]:
-        found = guess(sequences, seconds)
-        anew = SomeGuesses(4, runner_of(drafter._runner.model, num_pages), core.scheduler)
+        found = original(sequences, seconds)
+        anew = RandomLengths(4, runner_of(drafter._runner.model, num_pages), core.scheduler)
         assert anew.draft(sequences, seconds) == found
         for seq in sequences:
-            states = [each._guesses[seq] for each in (drafter, anew)]
+            states = [each._states[seq] for each in (drafter, anew)]
             known = min(len(seq.tokens), *(state.num_computed for state in states))
             caches = [each._runner.kv_cache[:, :, list(seq.pages)] for each in (drafter, anew)]
             own, fresh = (cache.flatten(2, 3)[:, :, :known] for cache in caches)
@@ -297,7 +297,7 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
         compared[0] += sum(map(len, found))
         return found
 
-    guess = drafter.draft
+    original = drafter.draft
     monkeypatch.setattr(drafter, "draft", draft)
     assert answers(llama, list(requests_of(llama))) == plain[1]
     assert compared[0] > 100 and 0 < core.stats.accepted_tokens < core.stats.draft_tokens / 2
@@ -331,14 +331,15 @@ def test_look_up_finds_where_the_end_of_a_text_occurred(vocab):
             new = text[at : at + 8]
         text += new
         lookup.extend(new)
-        guess, length = lookup.guess(5), min(lookup.length, 16) if lookup.source >= 0 else 0
+        draft = lookup.draft(5)
+        length = min(lookup.length, 16) if lookup.source >= 0 else 0
         assert length <= longest_match(text) and bool(length) == (text[-1] in text[:-1])
         num_longest += length == longest_match(text)
         if length:
             source = lookup.source
-            assert text[source - length : source] == text[-length:] and len(guess) == 5
-            followed = text[source:] + guess
-            assert guess == followed[:5]
+            assert text[source - length : source] == text[-length:] and len(draft) == 5
+            followed = text[source:] + draft
+            assert draft == followed[:5]
     assert num_longest > 140 or vocab < 3000  # no token of the largest vocabulary occurs often
 
 
@@ -360,10 +361,10 @@ def drafted(costs: float, batch: int, repeats: float) -> list[int]:
         counts.append(sum(map(len, drafts)))
         seconds += 0.01 * (1 + costs * (batch + counts[-1]))
         for seq, draft in zip(sequences, drafts, strict=True):
-            for guess in [*draft, -1]:
-                place = len(seq.tokens)
-                seq.tokens.append(place % 50 if rng.random() < repeats else 60 + place)
-                if seq.tokens[-1] != guess:
+            for draft_id in [*draft, -1]:
+                position = len(seq.tokens)
+                seq.tokens.append(position % 50 if rng.random() < repeats else 60 + position)
+                if seq.tokens[-1] != draft_id:
                     break
     return [sum(counts[i : i + 100]) for i in (0, 100, 200)]
 
@@ -392,14 +393,14 @@ class Passes(ModelDrafter):
         self._num_idle, self._reserve = 0, lambda seq, count: count
         self.seconds = seconds
 
-    def _guess(self, drafts: list[SequenceDraft], lengths: list[int]) -> None:
-        for draft, length in zip(drafts, lengths, strict=True):
-            draft.ids = [0] * length
+    def _sample_drafts(self, states: list[SequenceDraft], lengths: list[int]) -> None:
+        for state, length in zip(states, lengths, strict=True):
+            state.ids = [0] * length
         if any(lengths):
-            self._last[0].a_pass = self.seconds
+            self._last_cost.pass_seconds = self.seconds
 
 
-def guessed(pass_cost: float, chance: float, batch: int = 1) -> list[int]:
+def asked_drafts(pass_cost: float, chance: float, batch: int = 1) -> list[int]:
     """Return how many tokens a draft model is asked for in the first and the second 300 steps.
 
     Its pass costs the given share of a step, and a row a hundredth; the given share of drafts is
@@ -407,9 +408,9 @@ def guessed(pass_cost: float, chance: float, batch: int = 1) -> list[int]:
     """
     rng, drafter, seconds, counts = random.Random(1), Passes(0.01 * pass_cost), 0.0, list[int]()
     sequences = [state_of([0] * 9, 10**6) for _ in range(batch)]
-    guesses = [drafter._begin(seq) for seq in sequences]
+    states = [drafter._begin(seq) for seq in sequences]
     while len(counts) < 600:
-        drafts = drafter._draft(guesses, seconds)
+        drafts = drafter._draft(states, seconds)
         counts.append(sum(map(len, drafts)))
         seconds += 0.01 * (1 + 0.01 * counts[-1])
         for seq, draft in zip(sequences, drafts, strict=True):
@@ -424,10 +425,10 @@ def test_a_draft_model_is_asked_for_as_much_as_pays():
     A cheap and mostly right one drafts for nearly all steps; an expensive or mostly wrong one for
     nearly none, but it is tried again.
     """
-    assert guessed(0.1, 0.95)[1] > 1100 and guessed(0.1, 0.95, batch=8)[1] > 8 * 1000
-    assert 250 < guessed(0.2, 0.6)[1] < 900
+    assert asked_drafts(0.1, 0.95)[1] > 1100 and asked_drafts(0.1, 0.95, batch=8)[1] > 8 * 1000
+    assert 250 < asked_drafts(0.2, 0.6)[1] < 900
     for pass_cost, chance in [(1.2, 0.95), (0.3, 0.1)]:
-        assert 0 < guessed(pass_cost, chance)[1] < 40
+        assert 0 < asked_drafts(pass_cost, chance)[1] < 40
 
 
 def test_what_has_ended_is_forgotten():
@@ -440,7 +441,7 @@ def test_what_has_ended_is_forgotten():
         speculator.draft([seq], 0.01 * i)
         seq.finish_reason = "stop"
         ended.append(seq)
-    assert len(speculator._guesses) < 20
+    assert len(speculator._states) < 20
 
 
 @needs_kernels
@@ -473,14 +474,14 @@ def test_texts_of_others_are_looked_up_where_that_is_asked_for(is_shared, plain,
     for token in [*range(9), -1, 7]:
         ended.append(token)
     lookup = Lookup(range(4), others=[ended])
-    assert lookup.guess(9) == [4, 5, 6, 7, 8]
-    kept = [text.ids for text in speculator._ended]
+    assert lookup.draft(9) == [4, 5, 6, 7, 8]
+    kept = [text.ids for text in speculator._ended_texts]
     assert sum(map(len, kept)) < 200_000
     assert [ids[-2] for ids in kept] == ([6, 5] if is_shared else [])
 
 
 @needs_kernels
-def test_a_prediction_is_where_guesses_come_from(plain):
+def test_a_prediction_is_where_drafts_come_from(plain):
     """Drafts come from a prediction that the request brings.
 
     The prompt contains nothing of the answer; the prediction contains all of it but two tokens.
@@ -517,7 +518,7 @@ def test_a_model_is_built_to_speculate(plain, make_checkpoint, caplog):
         "LLAMA_SPECULATE_SHARED": "1",
     })  # fmt: skip
     fast = load(options)
-    assert isinstance(fast.engine.drafter, Speculator) and fast.engine.drafter._ended
+    assert isinstance(fast.engine.drafter, Speculator) and fast.engine.drafter._ended_texts
     prompt = (PROMPTS[3] * 4)[:60]
     bias = dict.fromkeys(PROMPTS[3], 12.0)
     params = SamplingParams(temperature=0, max_tokens=60, logit_bias=bias, ignore_eos=True)
@@ -534,17 +535,17 @@ def test_a_model_is_built_to_speculate(plain, make_checkpoint, caplog):
             with caplog.at_level("INFO", "llama.server"):
                 ActiveRequest("id", [request]).log()
     assert outputs[0][0] == outputs[1][0] and outputs[0][1] < outputs[1][1] * 0.8
-    right, guessed = usage.accepted_tokens, usage.draft_tokens
-    assert f"60 generated ({guessed} drafted, {right} accepted), ended" in caplog.text
-    assert f"| {right} of {guessed} drafted tokens accepted |" in figures(fast)
+    right, drafted = usage.accepted_tokens, usage.draft_tokens
+    assert f"60 generated ({drafted} drafted, {right} accepted), ended" in caplog.text
+    assert f"| {right} of {drafted} drafted tokens accepted |" in figures(fast)
     assert (
         TurnStats(1.0, 2.0, usage)
         .describe(None)
-        .endswith(f" | {right} of {guessed} drafted tokens accepted")
+        .endswith(f" | {right} of {drafted} drafted tokens accepted")
     )
     metrics = Metrics()
     metrics.registry.register(EngineMetrics(fast, lambda: 0))
-    counted = {"drafts": stats.drafts, "draft_tokens": guessed, "accepted_tokens": right}
+    counted = {"drafts": stats.drafts, "draft_tokens": drafted, "accepted_tokens": right}
     for name, value in counted.items():
         line = f"llama:spec_decode_num_{name}_total {float(value)}"
         assert line in metrics.text().decode().splitlines()

@@ -11,7 +11,7 @@ from helpers.prompts import prompts_of
 from helpers.sequences import state_of
 from llama import Llama, SamplingParams
 from llama.engine.sequence import SequenceState
-from llama.engine.speculative import Drafter, Guess
+from llama.engine.speculative import Drafter, DraftState
 from llama.gpu.cases import read_cache
 from llama.ranks.collectives import ModelParallel
 from llama.requests.request import Request
@@ -47,11 +47,11 @@ class Drafts(Drafter):
         super().__init__(7, ModelParallel(), [])
         self.kind, self.truth, self.rng = kind, truth, random.Random(5)
 
-    def _begin(self, seq: SequenceState) -> Guess:
-        return Guess(seq, [])
+    def _begin(self, seq: SequenceState) -> DraftState:
+        return DraftState(seq, [])
 
-    def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
-        return [getattr(self, self.kind)(self.rest(x.seq), x.seq) for x in guesses]
+    def _draft(self, states: list[DraftState], seconds: float) -> list[list[int]]:
+        return [getattr(self, self.kind)(self.rest(x.seq), x.seq) for x in states]
 
     def rest(self, seq: SequenceState) -> list[int]:
         return self.truth[key(seq)][len(seq.tokens) :]

@@ -18,7 +18,7 @@ from llama import Llama
 from llama.engine.core import EngineCore
 from llama.engine.lookup import Lookup
 from llama.engine.sequence import SequenceState
-from llama.engine.speculative import Drafter, Guess
+from llama.engine.speculative import Drafter, DraftState
 from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel
 
@@ -31,12 +31,12 @@ PARAMS = {
 class _RepeatingDrafter(Drafter):
     """A drafter that repeats earlier text and appends a wrong token."""
 
-    def _begin(self, seq: SequenceState) -> Guess:
-        return Guess(seq, [])
+    def _begin(self, seq: SequenceState) -> DraftState:
+        return DraftState(seq, [])
 
-    def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
-        texts = [x.seq.tokens for x in guesses]
-        return [[*Lookup(tokens).guess(len(tokens) % 5), 65] for tokens in texts]
+    def _draft(self, states: list[DraftState], seconds: float) -> list[list[int]]:
+        texts = [x.seq.tokens for x in states]
+        return [[*Lookup(tokens).draft(len(tokens) % 5), 65] for tokens in texts]
 
 
 @pytest.fixture(autouse=True, scope="session")

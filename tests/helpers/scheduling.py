@@ -10,7 +10,7 @@ from llama.engine.pages import PagePool
 from llama.engine.rows import Reader, Scheduled, Step, StepResults, Tokens
 from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import SequenceState
-from llama.engine.speculative import Drafter, Guess
+from llama.engine.speculative import Drafter, DraftState
 from llama.ranks.collectives import ModelParallel
 
 VOCAB = 7  # small, so that prefixes often coincide
@@ -92,13 +92,13 @@ class RandomDrafts(Drafter):
         super().__init__(9, ModelParallel(), [])
         self.rng = rng
 
-    def _begin(self, seq: SequenceState) -> Guess:
-        return Guess(seq, [])
+    def _begin(self, seq: SequenceState) -> DraftState:
+        return DraftState(seq, [])
 
-    def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
-        return [self.guess(list(x.seq.tokens)) for x in guesses]
+    def _draft(self, states: list[DraftState], seconds: float) -> list[list[int]]:
+        return [self.draft_of(list(x.seq.tokens)) for x in states]
 
-    def guess(self, tokens: list[int]) -> list[int]:
+    def draft_of(self, tokens: list[int]) -> list[int]:
         known = len(tokens)
         for _ in range(self.rng.choice((0, 0, 1, 5, 9))):
             is_right = self.rng.random() < 0.8
