@@ -6,7 +6,8 @@ from the dict, so that its caller sees whether any is left. If the tensors do no
 it raises one of MISFITS, and the caller adds the names of the file and the matrix.
 
 The formats are those of compressed-tensors, fbgemm_fp8 and modelopt (FP8), AutoAWQ (gemm), GPTQ and
-bitsandbytes; and INT4_EO8 of llama-models' quantization/loader.py.
+bitsandbytes; and INT4_EO8 of llama-models' quantization/loader.py. The file has over 400 lines
+because the functions of all formats share its helpers.
 
 Shapes: N outputs, K inputs, G groups along K.
 """

@@ -47,10 +47,12 @@ BAD_NAME_PARTS = {
     "form": "format",
     "forms": "formats",
 }
+# Public names that are not ours to change: fields of vLLM's and Meta's APIs.
+_PUBLIC_NAMES = ("bad_words", "n_words")
 # Pattern in a docstring, a comment or a message -> the replacement that is suggested.
 BAD_PROSE = {
     r"\bguess(es|ed)?\b": "draft",
-    r"\badaptors?\b": "adapter",
+    r"\badaptors?\b(?!\.[AB]\b|$)": "adapter",  # Meta's files and packed files have it as a key
     r"\ba step ahead\b": "async scheduling",
     r"\b(what|all that) (it|this|that|they|a step) (came|comes) to\b": "the result",
     r"\bthe output matrix\b": "lm_head",
@@ -152,6 +154,8 @@ def name_findings(path: Path) -> Iterator[Finding]:
                 pass
             case _:
                 continue
+        for public in _PUBLIC_NAMES:
+            name = name.replace(public, "")
         for part in name.lower().split("_"):
             if part in BAD_NAME_PARTS:
                 rule = f"the name {name} has '{part}': write {BAD_NAME_PARTS[part]}"

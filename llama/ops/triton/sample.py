@@ -14,6 +14,8 @@ out, and the rest is asked again. This is rejection as in FlashInfer's sampling 
 with one id whatever the order. It is rare, as the bound leaves hardly more than what is kept.
 Blocks without a likely token are not read again.
 
+Over 400 lines: the kernels of one draw depend on the same layouts and constants.
+
 Shapes: B rows, V vocabulary, N blocks per row.
 """
 

@@ -1,0 +1,70 @@
+"""How the code of `llama/` reads: dense lines, packed assignments, the glossary, long files.
+
+There is no limit on lines. `python tests/helpers/style.py llama` lists every finding; ruff holds
+PEP 257 (`D`), and mypy is strict on the package.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from helpers.style import density, is_packed, name_findings, prose_findings, python_files
+
+REPO = Path(__file__).resolve().parent.parent
+FILES = python_files([str(REPO / "llama")])
+MAX_TOKENS_PER_LINE = 9.0
+MAX_PACKED_PER_1000 = 4
+MAX_LINES = 400
+
+
+def test_a_line_of_code_does_not_hold_too_much():
+    measured = density(FILES)
+    assert measured.tokens_per_line <= MAX_TOKENS_PER_LINE
+    assert measured.packed_per_1000 <= MAX_PACKED_PER_1000
+
+
+def test_names_are_those_of_the_field():
+    assert not [str(finding) for path in FILES for finding in name_findings(path)]
+
+
+def test_prose_is_made_of_sentences_and_the_terms_of_the_field():
+    assert not [str(finding) for path in FILES for finding in prose_findings(path)]
+
+
+def test_a_long_file_says_why():
+    """Past 400 lines the module's docstring says what keeps its content together."""
+    for path in FILES:
+        text = path.read_text()
+        if text.count("\n") > MAX_LINES:
+            assert re.search(r"\b[45]00 lines", ast.get_docstring(ast.parse(text)) or ""), path
+
+
+@pytest.mark.parametrize(
+    ("code", "packed"),
+    [
+        ("a, b = 1, 2", True),
+        ("self.a, b = x.y, f(2)", True),
+        ("a, b = b, a", False),
+        ("a, b = f()", False),
+        ("a = 1, 2", False),
+    ],
+)
+def test_what_counts_as_packed(code, packed):
+    assert is_packed(ast.parse(code).body[0]) is packed
+
+
+def test_the_findings_are_found(tmp_path):
+    """The checks of this file fail where they should."""
+    path = tmp_path / "bad.py"
+    path.write_text(
+        '"""Of a thing."""\n\nmost_rows = 3  # that are read\n\n\n'
+        'def guess(adaptor):\n    """Return what it came to."""\n'
+    )
+    names = [finding.rule for finding in name_findings(path)]
+    assert len(names) == 3 and all(x in " ".join(names) for x in ("most", "guess", "adaptor"))
+    prose = [(finding.line, finding.rule) for finding in prose_findings(path)]
+    assert (1, "the docstring begins as a fragment") in prose
+    assert (3, "the comment begins as a fragment") in prose
+    assert any("came to" in rule for _, rule in prose)
