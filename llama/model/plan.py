@@ -7,6 +7,7 @@ weights.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -74,17 +75,17 @@ class LayerPlan:
             kv_format=kv_format,
         )
 
-    @property
+    @cached_property
     def n_heads(self) -> int:
         """Query heads of this rank."""
         return len(self.share.heads)
 
-    @property
+    @cached_property
     def n_kv_heads(self) -> int:
         """Key-value heads of this rank."""
         return len(self.share.kv_heads)
 
-    @property
+    @cached_property
     def ffn_dim(self) -> int:
         """Feed-forward columns of this rank."""
         return len(self.share.ffn)
@@ -93,6 +94,11 @@ class LayerPlan:
     def kinds(self) -> frozenset[HalfKind]:
         """The different kinds of half layers on this rank."""
         return frozenset(kind for layer in self.layers for kind in layer.kinds)
+
+    @cached_property
+    def num_kv_planes(self) -> int:
+        """Layers that store keys and values. Every step asks, so it is computed once."""
+        return sum(layer.kv_plane is not None for layer in self.layers)
 
     def elements_per_token(self) -> int:
         """Return the elements of one token that a step holds at once.
@@ -109,9 +115,8 @@ class LayerPlan:
 
         L counts the layers that store keys and values.
         """
-        num_planes = sum(layer.kv_plane is not None for layer in self.layers)
         width, row_dtype = self.kv_format.row(self.head_dim, dtype)
-        return (num_planes, 2, num_pages, page_size, self.n_kv_heads, width), row_dtype
+        return (self.num_kv_planes, 2, num_pages, page_size, self.n_kv_heads, width), row_dtype
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes that the keys and values of one token take on this rank."""
