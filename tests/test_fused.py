@@ -19,7 +19,7 @@ from llama.model import Attention, execution, kinds, layers
 from llama.model.execution import NativeLayers, OpLayers, SubLayer
 from llama.ops.batch import Batch
 from llama.ops.cpu import native
-from llama.ops.kv_cache import AS_COMPUTED, FORMATS
+from llama.ops.kv_cache import AS_COMPUTED, FORMATS, KVFormat
 from llama.ops.triton.kernels import NAMES, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import Placement
@@ -149,6 +149,31 @@ def test_the_call_gives_the_bytes_of_the_modules_in_8_bits(kernels, calls, ranks
         count = 1 if ranks == 1 else 2 * PARAMS["n_layers"]
         assert calls.count("layers_bf16") == count
     assert not torch.equal(run(make_model(ranks=ranks), sequences)[0], wanted[0])
+
+
+class Fp32Format(KVFormat):
+    """A format that the CPU kernels do not have: rows of D elements in float32."""
+
+    def row(self, head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        return head_dim, torch.float32
+
+    def store(self, plane: Tensor, slots: Tensor, x: Tensor) -> None:
+        super().store(plane, slots, x.float())
+
+    def load(self, plane: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        return super().load(plane, slots, dtype).to(dtype)
+
+
+def test_a_cache_in_a_format_without_kernels_is_left_to_the_modules(kernels, calls, monkeypatch):
+    monkeypatch.setitem(FORMATS, "fp32", Fp32Format())
+    monkeypatch.setitem(FORMATS, None, FORMATS["fp32"])  # what `format_of` finds for float32
+    model = make_model(kv_cache_dtype="fp32")
+    executor = model.execution_path()
+    assert isinstance(executor, NativeLayers)
+    assert not executor.supports(model.new_kv_cache(4, PAGE_SIZE))
+    for sequences in BATCHES[:5]:
+        assert same(run(model, sequences), run_modules(model, sequences))
+    assert "linear_packed" in calls and "layers_bf16" not in calls
 
 
 # in use for no dtype: ops keep their PyTorch implementation

@@ -139,7 +139,8 @@ class NativeLayers:
     def supports(self, kv_cache: Tensor) -> bool:
         """Return whether `run` takes this KV cache."""
         is_usable = kv_cache.device.type == "cpu" and kv_cache.is_contiguous()
-        return is_usable and _is_cache(self.plan, kv_cache, torch.bfloat16)
+        has_kernels = kv_cache.dtype in NATIVE
+        return is_usable and has_kernels and _is_cache(self.plan, kv_cache, torch.bfloat16)
 
     def run(self, x: Tensor, freqs_cis: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         """Run the layers, with the arguments and the result of `OpLayers.run`.
