@@ -587,7 +587,10 @@ def test_a_script_has_the_flags_of_its_signature(monkeypatch, capfd):
     assert capfd.readouterr().err == "error: --ckpt_dir is missing; --help lists the flags\n"
     assert ended("--help") == 0
     told = capfd.readouterr().out
-    assert told.startswith("usage: script.py [flags]\n\nWhat it does.") and "LLAMA_CKPT_DIR" in told
+    assert (
+        told.startswith("usage: script.py [flags]\n\nRun a script and return its result.")
+        and "LLAMA_CKPT_DIR" in told
+    )
 
 
 @pytest.mark.parametrize("value", ["x", "-1", "nan"])
