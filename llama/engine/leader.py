@@ -142,6 +142,7 @@ class Follower:
         self._core = core
         self._parallel = parallel
         self._sequences: dict[int, SequenceState] = {}  # keys: rank 0's serial numbers
+        self._serials: dict[SequenceState, int] = {}
         self._num_steps = 0
 
     def follow(self) -> int:
@@ -164,20 +165,33 @@ class Follower:
                     return message.number
 
     def _step(self, message: Message) -> None:
-        added = {serial: SequenceState(spec) for serial, spec in message.added}
-        self._sequences |= added
-        removed = [self._sequences.pop(serial) for serial in message.removed]
+        """Run the step of a message."""
+        added = []
+        for serial, spec in message.added:
+            seq = SequenceState(spec)
+            self._sequences[serial] = seq
+            self._serials[seq] = serial
+            added.append(seq)
+        removed = [self._forget(serial) for serial in message.removed]
+        compare = functools.partial(self._compare, message)
         with self._parallel.step():
-            self._core.step(added.values(), removed, functools.partial(self._compare, message))
-        self._sequences = {n: seq for n, seq in self._sequences.items() if not seq.finished}
+            moved = self._core.step(added, removed, compare)
+        for seq in moved:
+            if seq.finished:
+                self._forget(self._serials[seq])
+
+    def _forget(self, serial: int) -> SequenceState:
+        """Remove a sequence from those that rank 0 can name, and return it."""
+        seq = self._sequences.pop(serial)
+        del self._serials[seq]
+        return seq
 
     def _compare(self, message: Message, step: Step) -> None:
         if (message.number, message.checksum) != (self._num_steps, checksum(step)):
             raise RankError(
                 f"rank {self._parallel.global_rank} diverged from rank 0 at step {message.number}: "
-                f"it "
-                f"has made {self._num_steps} steps, and would compute {len(step.items)} sequences "
-                "in another way. Are the ranks' programs and packages the same?"
+                f"it has made {self._num_steps} steps, and would compute {len(step.items)} "
+                "sequences in another way. Are the ranks' programs and packages the same?"
             )
         self._num_steps += 1
 
