@@ -135,25 +135,9 @@ def choose(logits: Tensor, packed_params: Tensor, *, is_filtered: bool) -> Tenso
     stride = logits.stride(0)
     if is_filtered:
         sums = logits.new_empty(b, n, dtype=torch.int64)
-        block_sums[b, n](
-            *row,
-            sums,
-            maxima,
-            bins,
-            stride,
-            v,
-            BLOCK=blocks.size,
-            BINS=_BINS,
-        )
+        block_sums[b, n](*row, sums, maxima, bins, stride, v, BLOCK=blocks.size, BINS=_BINS)
         row_bounds[b,](
-            packed_params,
-            sums,
-            bins,
-            totals,
-            bounds,
-            n,
-            N=blocks.padded_count,
-            BINS=_BINS,
+            packed_params, sums, bins, totals, bounds, n, N=blocks.padded_count, BINS=_BINS
         )
     finishes = logits.new_empty(b, n, dtype=torch.float64)
     firsts = logits.new_empty(b, n, dtype=torch.int32)
