@@ -7,6 +7,7 @@ and the answers without streaming.
 import asyncio
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -611,18 +612,29 @@ def test_leaving_or_cancelling_an_async_request_frees_its_pages(engine, llama):
     assert {"left", "length", "abort", "CancelledError"} <= set(ends), set(ends)
 
 
-def test_a_bad_async_request_disturbs_nobody(engine, llama):
+def test_a_bad_async_request_disturbs_nobody(engine, llama, monkeypatch):
+    may_step = threading.Event()  # The first request cannot end, and free its id, before this.
+    real_step = engine.core.step
+
+    def step_when_allowed(*args: Any) -> Any:
+        assert may_step.wait(60)
+        return real_step(*args)
+
     async def main() -> None:
         served = AsyncLLMEngine(llama)
         good = served.generate([256, 65], SamplingParams(max_tokens=6, temperature=0), "good")
-        await anext(good)
+        first = asyncio.ensure_future(anext(good))
+        await asyncio.sleep(0)
         with pytest.raises(ValueError, match="in use"):
             await anext(served.generate([256], SamplingParams(), "good"))
         with pytest.raises(ValueError, match="600"):
             await anext(served.generate([600], SamplingParams(), "bad"))
+        may_step.set()
+        await first
         assert [o async for o in good][-1].finished
         served.close()
 
+    monkeypatch.setattr(engine.core, "step", step_when_allowed)
     asyncio.run(main())
 
 
