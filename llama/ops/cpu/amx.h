@@ -65,9 +65,9 @@ constexpr bool has_groups(const Weight& weight) {
 
 // Number * scale + offset. Cut off behind its upper half it is a bf16, rounded to the nearest, away
 // from zero at ties: that takes half as many instructions as ties to even.
-inline Words scaled(Floats numbers, Floats scale, Floats offset) {
+inline UInts scaled(Floats numbers, Floats scale, Floats offset) {
   add_product(offset, numbers, scale);
-  return (Words)offset + 0x8000;
+  return (UInts)offset + 0x8000;
 }
 
 inline void fetch(const char* from, long bytes, bool is_near) {
@@ -102,8 +102,8 @@ void widen_as(const Weight& weight, const Parameters& parameters, const char* fr
           const auto w = kind.load(from + half * LANES * Kind::ROW_BYTES);
           if (HAS_GROUPS) {
             const FloatPairs numbers = kind.floats(w, j);
-            const Words first = scaled(numbers.first, parts[half], parts[2 + half]);
-            const Words second = scaled(numbers.second, parts[half], parts[2 + half]);
+            const UInts first = scaled(numbers.first, parts[half], parts[2 + half]);
+            const UInts second = scaled(numbers.second, parts[half], parts[2 + half]);
             store(to, first >> 16 | (second & 0xffff0000u));
           } else {
             store(to, kind.pairs(w, j));
@@ -210,7 +210,7 @@ struct PackedX {
       : m(m),
         k(weight.k),
         height(std::clamp(m, 1L, TILE_ROWS)),  // none would be a fault
-        tiles(Parts(m, TILE_ROWS).count),
+        tiles(Partition(m, TILE_ROWS).count),
         depth(tiles > 2 || weight.format != ElementFormat::BF16 ? TILE_K_BLOCK : k) {}
   long k_blocks() const { return (k + depth - 1) / depth; }
   long count_k(long begin) const { return std::min(k - begin, depth); }
@@ -227,7 +227,7 @@ struct PackedX {
 // Row blocks of x, of one tile or two, times a group of weight blocks -> the rows of 32 sums of one
 // weight block after another, in `totals`. `first_block` is the first weight block.
 template <class Kind>
-void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Parts& row_blocks,
+void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Partition& row_blocks,
                          long from, long to, const Weight& weight, long first_block, long blocks,
                          float* totals) {
   const long k = packed_x.k, height = packed_x.height, first = row_blocks.first(from);
@@ -284,10 +284,10 @@ template <class Kind, class Packed>
 void multiply_all(Worker& member, const PackedX& x, Packed packed, const Weight& weight,
                   const Outputs& out) {
   const long blocks = weight.n / N_BLOCK, height = x.height;
-  const Parts row_blocks(x.tiles, 2), m_blocks(row_blocks.count, M_BLOCK / (2 * TILE_ROWS));
+  const Partition row_blocks(x.tiles, 2), m_blocks(row_blocks.count, M_BLOCK / (2 * TILE_ROWS));
   // At least some groups per thread, so that all have as much to do.
-  const Parts groups(blocks,
-                     x.tiles > 2 ? std::clamp(blocks / (4 * member.threads()), 1L, N_GROUP) : 1);
+  const Partition groups(
+      blocks, x.tiles > 2 ? std::clamp(blocks / (4 * member.threads()), 1L, N_GROUP) : 1);
   alignas(64) float totals[N_GROUP * M_BLOCK * N_BLOCK];
   bool is_configured = false;
   const auto rows_of = [&](long from, long to) {
@@ -443,16 +443,16 @@ inline void look_up(const char* from, Floats numbers, const float* scales, uint1
   }
   // Each word four times, turned so that another code of each half is one bit above its lowest. The
   // numbers are the odd halves of their table: five bits are looked at, of which the lowest is set.
-  const Words turns = {31, 3, 7, 11, 31, 3, 7, 11, 31, 3, 7, 11, 31, 3, 7, 11};
-  const Words fourfold = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+  const UInts turns = {31, 3, 7, 11, 31, 3, 7, 11, 31, 3, 7, 11, 31, 3, 7, 11};
+  const UInts fourfold = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
 #pragma GCC unroll 16
   for (int row = 0; row < TILE_ROWS; row++) {
     if (row % 4 == 0) __builtin_prefetch(next + row / 4 * 64, 0, 2);
     const Floats scale = (Floats)_mm512_set1_ps(scales[row]);
-    const Words table = scaled(numbers, scale, (Floats)_mm512_set1_ps(scales[N_BLOCK + row]));
+    const UInts table = scaled(numbers, scale, (Floats)_mm512_set1_ps(scales[N_BLOCK + row]));
     const __m512i places = (__m512i)(fourfold + row / 4 * 4);
     const __m512i all = _mm512_permutexvar_epi32(places, rows[row % 4]);
-    const Words codes = (Words)_mm512_rorv_epi32(all, (__m512i)turns) | 0x00010001;
+    const UInts codes = (UInts)_mm512_rorv_epi32(all, (__m512i)turns) | 0x00010001;
     store(to + row * TILE_K, _mm512_permutexvar_epi16((__m512i)codes, (__m512i)table));
   }
 }

@@ -63,7 +63,7 @@ long num_visible(const Call& call, const Block& block, long i) {
 
 // The queries of a block, tile after tile: (D/2, R) pairs each.
 void pack_rows(const Call& call, const Block& block, Pair* to) {
-  const Parts tiles(block.rows, ROWS);
+  const Partition tiles(block.rows, REGISTER_ROWS);
   for (long tile = 0; tile < tiles.count; tile++) {
     const long first = tiles.first(tile), size = tiles.size(tile);
     for (long r = 0; r < size; r++) {
@@ -94,13 +94,13 @@ void find_keys(const Call& call, const Block& block, long begin, long end, long*
 }
 
 // LANES rows of LANES words: word j of row i becomes word i of row j.
-void transpose(Words (&rows)[LANES]) {
+void transpose(UInts (&rows)[LANES]) {
   for (int done = 1; done < LANES; done *= 2) {
-    Words mixed[LANES];
+    UInts mixed[LANES];
 #pragma GCC unroll 16
     for (int i = 0; i < LANES / 2; i++) {
-      mixed[2 * i] = lower_of(rows[i], rows[i + LANES / 2], Lanes());
-      mixed[2 * i + 1] = upper_of(rows[i], rows[i + LANES / 2], Lanes());
+      mixed[2 * i] = interleave_low(rows[i], rows[i + LANES / 2], Lanes());
+      mixed[2 * i + 1] = interleave_high(rows[i], rows[i + LANES / 2], Lanes());
     }
     std::memcpy(rows, mixed, sizeof mixed);
   }
@@ -110,15 +110,15 @@ void transpose(Words (&rows)[LANES]) {
 // A key's unit multiplies its scores, a value's its weights.
 struct Bf16Row {
   static constexpr bool HAS_UNIT = false;
-  static Words words(const char* row, long i) { return load<Words>(row + 2 * i); }
+  static UInts words(const char* row, long i) { return load<UInts>(row + 2 * i); }
 };
 
 struct Int8Row {
   static constexpr bool HAS_UNIT = true;
-  static Words words(const char* row, long i) {
+  static UInts words(const char* row, long i) {
     Floats first, second;
     load_int8_pairs(row + i, first, second);
-    return (Words)first >> 16 | (Words)second;
+    return (UInts)first >> 16 | (UInts)second;
   }
 };
 
@@ -133,11 +133,11 @@ void multiply(float* row, const float* units, long count) {
 
 // Up to KEYS keys -> (D/2, KEYS) words: a vector holds the same pair of numbers of LANES keys.
 template <class Row>
-void transpose_keys(const char* keys, const long* offsets, long count, long dim, Words* to) {
+void transpose_keys(const char* keys, const long* offsets, long count, long dim, UInts* to) {
   for (int side = 0; side < 2; side++, to++) {
     const long first = side * LANES;
     for (long i = 0; i < dim / 2; i += LANES) {
-      Words rows[LANES] = {};
+      UInts rows[LANES] = {};
       for (long key = first; key < count && key < first + LANES; key++)
         rows[key - first] = Row::words(keys + offsets[key], 2 * i);
       transpose(rows);
@@ -154,7 +154,7 @@ void fetch(const char* from, const long* offsets, long begin, long count, long r
 
 // R rows times KEYS keys -> R rows of scores, SPLIT apart.
 template <int R>
-void score(const Pair* queries, const Words* keys, long dim, float scale, float* scores) {
+void score(const Pair* queries, const UInts* keys, long dim, float scale, float* scores) {
   Floats sums[R][2] = {};
   for (const Pair* end = queries + dim / 2 * R; queries < end; queries += R, keys += 2) {
     const Pairs left = load_pairs(keys), right = load_pairs(keys + 1);
@@ -174,8 +174,8 @@ void score(const Pair* queries, const Words* keys, long dim, float scale, float*
 #if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
 constexpr int AT_ONCE = 2;
 typedef Pair Weights;
-Pairs firsts_of(Words a, Words b) { return (Pairs)(a & 0xffffu | b << 16); }
-Pairs seconds_of(Words a, Words b) { return (Pairs)(a >> 16 | (b & 0xffff0000u)); }
+Pairs firsts_of(UInts a, UInts b) { return (Pairs)(a & 0xffffu | b << 16); }
+Pairs seconds_of(UInts a, UInts b) { return (Pairs)(a >> 16 | (b & 0xffff0000u)); }
 void round_weights(float* row, long count) {  // in their place
   for (long i = 0; i < count; i += LANES)
     store((uint16_t*)row + i, _mm512_cvtneps_pbh((__m512)load<Floats>(row + i)));
@@ -183,8 +183,8 @@ void round_weights(float* row, long count) {  // in their place
 #else
 constexpr int AT_ONCE = 1;
 typedef float Weights;
-Floats firsts_of(Words a, Words) { return first_of(a); }
-Floats seconds_of(Words a, Words) { return second_of(a); }
+Floats firsts_of(UInts a, UInts) { return widen_even(a); }
+Floats seconds_of(UInts a, UInts) { return widen_odd(a); }
 void multiply_add(Floats& sum, Floats a, float b) { add_product(sum, a, b); }
 void round_weights(float*, long) {}
 #endif
@@ -198,8 +198,8 @@ void weigh(const float* weights, const char* values, const long* offsets, long c
     const char* at = (const char*)weights;
     for (long key = 0; key < count; key += AT_ONCE, at += sizeof(Weights)) {
       const bool has_next = AT_ONCE > 1 && key + 1 < count;
-      const Words one = Row::words(values + offsets[key], i);
-      const Words next = has_next ? Row::words(values + offsets[key + 1], i) : Words{};
+      const UInts one = Row::words(values + offsets[key], i);
+      const UInts next = has_next ? Row::words(values + offsets[key + 1], i) : UInts{};
       const auto firsts = firsts_of(one, next), seconds = seconds_of(one, next);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
@@ -210,13 +210,13 @@ void weigh(const float* weights, const char* values, const long* offsets, long c
     }
     for (int r = 0; r < R; r++) {
       float* to = out + r * (dim + 2) + i;
-      store(to, lower_of(sums[r][0], sums[r][1], Lanes()));
-      store(to + LANES, upper_of(sums[r][0], sums[r][1], Lanes()));
+      store(to, interleave_low(sums[r][0], sums[r][1], Lanes()));
+      store(to + LANES, interleave_high(sums[r][0], sums[r][1], Lanes()));
     }
   }
 }
 
-using Score = void (*)(const Pair*, const Words*, long, float, float*);
+using Score = void (*)(const Pair*, const UInts*, long, float, float*);
 using Weigh = void (*)(const float*, const char*, const long*, long, long, float*);
 
 template <int... R> Score pick_score(long rows, std::integer_sequence<int, R...>) {
@@ -243,13 +243,13 @@ void softmax(float* row, long visible, long count, float* m, float* l) {
     const Floats next = load<Floats>(row + i);
     maxima = next > maxima ? next : maxima;
   }
-  *m = largest_of(maxima);
+  *m = reduce_max(maxima);
   for (long i = 0; i < padded; i += LANES) {
     const Floats weights = exp(load<Floats>(row + i) - *m);
     store(row + i, weights);
     sums += weights;
   }
-  *l = sum_of(sums);
+  *l = reduce_add(sums);
 }
 
 // The partials of a block of rows over one part of the context: D sums, m and l per row.
@@ -258,21 +258,22 @@ void attend_to(const Call& call, const Block& block, const Pair* queries, long s
   const long dim = call.dim, begin = split * SPLIT;
   const long end = std::min(begin + SPLIT, num_visible(call, block, block.rows - 1));
   const long count = end - begin, row_bytes = dim * kv_element_bytes(call.kv_format);
-  const Parts tiles(block.rows, ROWS);
+  const Partition tiles(block.rows, REGISTER_ROWS);
   long offsets[SPLIT], unit_offsets[Row::HAS_UNIT ? SPLIT : 1];
   alignas(64) float scores[M_BLOCK * SPLIT], units[Row::HAS_UNIT ? SPLIT : 1] = {};
   find_keys(call, block, begin, end, offsets, Row::HAS_UNIT ? unit_offsets : nullptr);
   for (long key = 0; key < PREFETCH_KEYS; key += KEYS)
     fetch(call.keys, offsets, key, count, row_bytes);
   for (long key = 0; key < count; key += KEYS) {
-    Words keys_t[MAX_HEAD_DIM];
+    UInts keys_t[MAX_HEAD_DIM];
     transpose_keys<Row>(call.keys, offsets + key, count - key, dim, keys_t);
     if (Row::HAS_UNIT) load_units(call.keys, unit_offsets, key, std::min(key + KEYS, count), units);
     fetch(call.keys, offsets, key + PREFETCH_KEYS, count, row_bytes);
     fetch(call.values, offsets, key, count, row_bytes);
     for (long tile = 0; tile < tiles.count; tile++) {
       const long first = tiles.first(tile);
-      const Score run = pick_score(tiles.size(tile), std::make_integer_sequence<int, ROWS>());
+      const Score run =
+          pick_score(tiles.size(tile), std::make_integer_sequence<int, REGISTER_ROWS>());
       run(queries + first * (dim / 2), keys_t, dim, call.scale, scores + first * SPLIT + key);
     }
   }
@@ -288,7 +289,8 @@ void attend_to(const Call& call, const Block& block, const Pair* queries, long s
   }
   for (long tile = 0; tile < tiles.count; tile++) {
     const long first = tiles.first(tile);
-    const Weigh run = pick_weigh<Row>(tiles.size(tile), std::make_integer_sequence<int, ROWS>());
+    const Weigh run =
+        pick_weigh<Row>(tiles.size(tile), std::make_integer_sequence<int, REGISTER_ROWS>());
     run(scores + first * SPLIT, call.values, offsets, count, dim, out + first * (dim + 2));
   }
 }

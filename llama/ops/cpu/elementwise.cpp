@@ -16,11 +16,11 @@ Floats silu(Floats x) { return x / (exp(-x) + 1); }
 
 template <uint32_t... I>
 Floats evens_of(Floats a, Floats b, std::integer_sequence<uint32_t, I...>) {
-  return __builtin_shuffle(a, b, Words{(2 * I)...});
+  return __builtin_shuffle(a, b, UInts{(2 * I)...});
 }
 
 template <uint32_t... I> Floats odds_of(Floats a, Floats b, std::integer_sequence<uint32_t, I...>) {
-  return __builtin_shuffle(a, b, Words{(2 * I + 1)...});
+  return __builtin_shuffle(a, b, UInts{(2 * I + 1)...});
 }
 
 // Rotates the pairs of `count` heads of one token by their cosine and sine. Not inlined: all
@@ -31,8 +31,8 @@ __attribute__((noinline)) void apply_rope(const uint16_t* heads, const float* fr
     const Floats left = load<Floats>(freqs_cis + i), right = load<Floats>(freqs_cis + i + LANES);
     const Floats cosine = evens_of(left, right, Lanes()), sine = odds_of(left, right, Lanes());
     for (long at = i; at < count * dim; at += dim) {
-      const Words words = load<Words>(heads + at);
-      const Floats first = first_of(words), second = second_of(words);
+      const UInts words = load<UInts>(heads + at);
+      const Floats first = widen_even(words), second = widen_odd(words);
       store(out + at, to_bf16(first * cosine - second * sine, first * sine + second * cosine));
     }
   }
@@ -41,10 +41,10 @@ __attribute__((noinline)) void apply_rope(const uint16_t* heads, const float* fr
 // D bf16 -> whole numbers from -127 to 127, and the unit that they count, a bf16. The largest
 // magnitude is found among bits, where NaN is above all.
 void quantize(const uint16_t* from, char* to, char* unit_to, long dim) {
-  Words top = {};
+  UInts top = {};
   for (long i = 0; i < dim; i += STEP) {
-    const Words words = load<Words>(from + i);
-    const Words first = words << 16 & 0x7fffffffu, second = words & 0x7fff0000u;
+    const UInts words = load<UInts>(from + i);
+    const UInts first = words << 16 & 0x7fffffffu, second = words & 0x7fff0000u;
     top = first > top ? first : top;
     top = second > top ? second : top;
   }
@@ -54,22 +54,22 @@ void quantize(const uint16_t* from, char* to, char* unit_to, long dim) {
   const uint16_t unit = to_bf16(exact < least ? least : exact);
   std::memcpy(unit_to, &unit, 2);
   for (long i = 0; i < dim; i += STEP) {
-    const Words words = load<Words>(from + i);
-    const Floats first = first_of(words) / widen(unit), second = second_of(words) / widen(unit);
-    store_int8(to + i, lower_of(first, second, Lanes()));
-    store_int8(to + i + LANES, upper_of(first, second, Lanes()));
+    const UInts words = load<UInts>(from + i);
+    const Floats first = widen_even(words) / widen(unit), second = widen_odd(words) / widen(unit);
+    store_int8(to + i, interleave_low(first, second, Lanes()));
+    store_int8(to + i + LANES, interleave_high(first, second, Lanes()));
   }
 }
 
 // Sylvester's Hadamard matrix times `count` floats, in place: a power of two, at least LANES.
 template <uint32_t... I>
 void transform(float* x, long count, std::integer_sequence<uint32_t, I...>) {
-  const Words lanes = {I...};
+  const UInts lanes = {I...};
   for (long i = 0; i < count; i += LANES) {
     Floats v = load<Floats>(x + i);
     for (uint32_t apart = 1; apart < LANES; apart *= 2) {
-      const Words signs = lanes * (0x80000000u / apart) & 0x80000000u;  // of the second of two
-      v = __builtin_shuffle(v, lanes ^ apart) + (Floats)((Words)v ^ signs);
+      const UInts signs = lanes * (0x80000000u / apart) & 0x80000000u;  // of the second of two
+      v = __builtin_shuffle(v, lanes ^ apart) + (Floats)((UInts)v ^ signs);
     }
     store(x + i, v);
   }
@@ -89,9 +89,9 @@ void hadamard(const uint16_t* x, float* sums, uint16_t* out, long width) {
   const float scale = 1 / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(width)));
   float* differences = sums + half;  // of the pairs
   for (long i = 0; i < half; i += LANES) {
-    const Words words = load<Words>(x + 2 * i);
-    store(sums + i, first_of(words) + second_of(words));
-    store(differences + i, first_of(words) - second_of(words));
+    const UInts words = load<UInts>(x + 2 * i);
+    store(sums + i, widen_even(words) + widen_odd(words));
+    store(differences + i, widen_even(words) - widen_odd(words));
   }
   transform(sums, half, Lanes());
   transform(differences, half, Lanes());
@@ -103,25 +103,25 @@ void hadamard(const uint16_t* x, float* sums, uint16_t* out, long width) {
 void rms_norm(const uint16_t* x, const uint16_t* weight, uint16_t* out, long width, float eps) {
   Floats sums[2] = {};
   for (long i = 0; i < width; i += STEP) {
-    const Words words = load<Words>(x + i);
-    sums[0] += first_of(words) * first_of(words);
-    sums[1] += second_of(words) * second_of(words);
+    const UInts words = load<UInts>(x + i);
+    sums[0] += widen_even(words) * widen_even(words);
+    sums[1] += widen_odd(words) * widen_odd(words);
   }
-  const float mean = sum_of(sums[0] + sums[1]) / width;
+  const float mean = reduce_add(sums[0] + sums[1]) / width;
   const float scale = 1 / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean + eps)));
   for (long i = 0; i < width; i += STEP) {
-    const Words words = load<Words>(x + i), w = load<Words>(weight + i);
-    const Floats first = rounded(first_of(words) * scale) * first_of(w);
-    const Floats second = rounded(second_of(words) * scale) * second_of(w);
+    const UInts words = load<UInts>(x + i), w = load<UInts>(weight + i);
+    const Floats first = round_to_bf16(widen_even(words) * scale) * widen_even(w);
+    const Floats second = round_to_bf16(widen_odd(words) * scale) * widen_odd(w);
     store(out + i, to_bf16(first, second));
   }
 }
 
 void silu_mul(const uint16_t* gate, const uint16_t* up, uint16_t* out, long width) {
   for (long i = 0; i < width; i += STEP) {
-    const Words words = load<Words>(gate + i), others = load<Words>(up + i);
-    const Floats first = rounded(silu(first_of(words))) * first_of(others);
-    const Floats second = rounded(silu(second_of(words))) * second_of(others);
+    const UInts words = load<UInts>(gate + i), others = load<UInts>(up + i);
+    const Floats first = round_to_bf16(silu(widen_even(words))) * widen_even(others);
+    const Floats second = round_to_bf16(silu(widen_odd(words))) * widen_odd(others);
     store(out + i, to_bf16(first, second));
   }
 }

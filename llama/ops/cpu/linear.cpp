@@ -118,7 +118,7 @@ Tile pick(long rows, std::integer_sequence<int, R...>) {
 }
 
 template <class Kind> Tile pick(long rows, bool has_groups) {
-  constexpr std::make_integer_sequence<int, ROWS> ALL;
+  constexpr std::make_integer_sequence<int, REGISTER_ROWS> ALL;
   return has_groups ? pick<Kind, true>(rows, ALL) : pick<Kind, false>(rows, ALL);
 }
 
@@ -147,13 +147,13 @@ float sum_of_row(const uint16_t* x, long count) {
 // them, where a weight has offsets, the sums over each group of k, (G, R) of each row block.
 struct PackedPairs {
   long m, k, group;
-  Parts row_blocks, m_blocks, k_blocks;
+  Partition row_blocks, m_blocks, k_blocks;
   PackedPairs(long m, const Weight& weight)
       : m(m),
         k(weight.k),
         group(weight.per_group > 1 ? weight.group : 0),
-        row_blocks(m, ROWS),
-        m_blocks(row_blocks.count, M_BLOCK / ROWS),
+        row_blocks(m, REGISTER_ROWS),
+        m_blocks(row_blocks.count, M_BLOCK / REGISTER_ROWS),
         k_blocks(k / 2, K_BLOCK / 2) {}
 
   long pieces() const { return row_blocks.count * k_blocks.count; }

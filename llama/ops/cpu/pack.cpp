@@ -121,7 +121,7 @@ inline Floats common_unit(const Floats* numbers) {
   for (long g = 0; g < 8; g++)
     largest = numbers[g] * numbers[g] > largest * largest ? numbers[g] : largest;
   for (int count = 128; count && any(open); count--) {
-    const Floats tried = rounded_to_float16(-largest * (1.0f / count)), per_unit = inverse(tried);
+    const Floats tried = round_to_float16(-largest * (1.0f / count)), per_unit = inverse(tried);
     Ints fits = open & (tried * (float)count == -largest);
     for (long g = 0; g < 8 && any(fits); g++) {
       const Floats code = nearest(numbers[g] * per_unit);
@@ -159,10 +159,10 @@ inline void store_lines(Line* lines, long groups, char* to, long first) {
 inline void store_codes(const Floats* x, Line line, uint32_t* to) {
   const Floats per_scale = inverse(line.scale);
   for (long i = 0; i < GROUP; i += 8, to += N_BLOCK) {
-    Words words = {};
+    UInts words = {};
     for (int j = 0; j < 8; j++) {
       const Floats code = code_of(x[i + j], line.offset, per_scale);
-      words |= __builtin_convertvector(code, Words) << (j / 2 * 4 + j % 2 * 16);
+      words |= __builtin_convertvector(code, UInts) << (j / 2 * 4 + j % 2 * 16);
     }
     store(to, words);
   }

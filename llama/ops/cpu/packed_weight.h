@@ -73,7 +73,7 @@ struct Int8 : InMemory {
 #endif
   }
 #if defined(__AVX512BF16__)
-  Words odd_halves;
+  UInts odd_halves;
   explicit Int8(const float*) {
     for (uint32_t i = 0; i < LANES; i++) odd_halves[i] = 0x00030001 + i * 0x00040004;
   }
@@ -97,31 +97,31 @@ struct Fp8 : InMemory {
   static constexpr ElementFormat FORMAT = ElementFormat::FP8;
   static constexpr long PAIRS = 1, ROW_BYTES = 2, STEP = N_BLOCK * ROW_BYTES;
   explicit Fp8(const float*) {}
-  static Words words(const char* w) {
+  static UInts words(const char* w) {
 #if defined(__AVX512F__)
     const __m512i wide = _mm512_cvtepi8_epi16(::load<__m256i>(w));
     if (__builtin_expect(_mm512_testn_epi16_mask(wide, _mm512_set1_epi16(0x78)), 0)) {
-      const __m512i halves = (__m512i)((Words)_mm512_slli_epi16(wide, 7) & 0xbfffbfff);
+      const __m512i halves = (__m512i)((UInts)_mm512_slli_epi16(wide, 7) & 0xbfffbfff);
       return upper_halves((Floats)_mm512_cvtph_ps(_mm512_castsi512_si256(halves)),
                           (Floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)));
     }
-    return ((Words)_mm512_slli_epi16(wide, 4) & 0x87f087f0) | 0x38003800;
+    return ((UInts)_mm512_slli_epi16(wide, 4) & 0x87f087f0) | 0x38003800;
 #else
     const __m256i wide = _mm256_cvtepi8_epi16(::load<__m128i>(w));
-    const __m256i exponent = (__m256i)((Words)wide & 0x00780078);
+    const __m256i exponent = (__m256i)((UInts)wide & 0x00780078);
     if (__builtin_expect(_mm256_movemask_epi8(_mm256_cmpeq_epi16(exponent, __m256i{})), 0)) {
-      const __m256i halves = (__m256i)((Words)_mm256_slli_epi16(wide, 7) & 0xbfffbfff);
+      const __m256i halves = (__m256i)((UInts)_mm256_slli_epi16(wide, 7) & 0xbfffbfff);
       return upper_halves((Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
                           (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
     }
-    return ((Words)_mm256_slli_epi16(wide, 4) & 0x87f087f0) | 0x38003800;
+    return ((UInts)_mm256_slli_epi16(wide, 4) & 0x87f087f0) | 0x38003800;
 #endif
   }
-  static Words upper_halves(Floats first, Floats second) {  // of numbers that are bf16, in order
-    return (Words)every_second_of(first, second, 0, Lanes()) >> 16 |
-           (Words)every_second_of(first, second, 1, Lanes());
+  static UInts upper_halves(Floats first, Floats second) {  // of numbers that are bf16, in order
+    return (UInts)deinterleave(first, second, 0, Lanes()) >> 16 |
+           (UInts)deinterleave(first, second, 1, Lanes());
   }
-  FloatPairs floats(Step w, int) const { return pairs_of(words(w.at)); }
+  FloatPairs floats(Step w, int) const { return widen_pairs(words(w.at)); }
 #if defined(__AVX512BF16__)
   Pairs pairs(Step w, int) const { return (Pairs)words(w.at); }
 #else
@@ -132,8 +132,8 @@ struct Fp8 : InMemory {
 struct Nibbles {
   static constexpr ElementFormat FORMAT = ElementFormat::NIBBLES;
   static constexpr long PAIRS = 4, ROW_BYTES = 4, STEP = N_BLOCK * ROW_BYTES;
-  typedef Words Step;
-  static Step load(const char* w) { return ::load<Words>(w); }
+  typedef UInts Step;
+  static Step load(const char* w) { return ::load<UInts>(w); }
 #if defined(__AVX512BF16__)
   __m512i table;  // twice, as five bits are looked at, and nothing need be masked
   explicit Nibbles(const float* numbers)
@@ -141,11 +141,11 @@ struct Nibbles {
   Pairs pairs(Step words, int j) const {
     return (__m512bh)_mm512_permutexvar_epi16((__m512i)(words >> 4 * j), table);
   }
-  FloatPairs floats(Step words, int j) const { return pairs_of((Words)pairs(words, j)); }
+  FloatPairs floats(Step words, int j) const { return widen_pairs((UInts)pairs(words, j)); }
 #elif defined(__AVX512F__)
   __m512 table;
   explicit Nibbles(const float* numbers) : table(_mm512_loadu_ps(numbers)) {}
-  Floats number(Words words, int shift) const {
+  Floats number(UInts words, int shift) const {
     return (Floats)_mm512_permutexvar_ps((__m512i)(words >> shift), table);
   }
   Pairs pairs(Step words, int j) const { return {number(words, 4 * j), number(words, 16 + 4 * j)}; }
@@ -162,11 +162,11 @@ struct Nibbles {
   // Of a word, j and j + 2 look up the same bytes, and take every second of them.
   Pairs pairs(Step words, int j) const {
     const __m256i codes = (__m256i)(words >> 4 * (j % 2) & 0x0f0f0f0f);
-    const Words low = (Words)_mm256_shuffle_epi8(lower, codes);
-    const Words high = (Words)_mm256_shuffle_epi8(upper, codes);
+    const UInts low = (UInts)_mm256_shuffle_epi8(lower, codes);
+    const UInts high = (UInts)_mm256_shuffle_epi8(upper, codes);
     const __m256i odd_bytes = _mm256_set1_epi16((short)0xff00);
-    return pairs_of((Words)_mm256_blendv_epi8((__m256i)(j < 2 ? low : low >> 8),
-                                              (__m256i)(j < 2 ? high << 8 : high), odd_bytes));
+    return widen_pairs((UInts)_mm256_blendv_epi8((__m256i)(j < 2 ? low : low >> 8),
+                                                 (__m256i)(j < 2 ? high << 8 : high), odd_bytes));
   }
 #endif
 };
@@ -176,12 +176,12 @@ struct SixBits {
   static constexpr ElementFormat FORMAT = ElementFormat::SIX_BITS;
   static constexpr long PAIRS = 8, ROW_BYTES = 4, STEP = 3 * N_BLOCK * ROW_BYTES;
   struct Step {
-    Words
+    UInts
         words[4];  // two pairs each; the last is made of the upper four bits of the others' halves
   };
   static Step load(const char* w) {
     Step step;
-    for (int i = 0; i < 3; i++) step.words[i] = ::load<Words>(w + i * N_BLOCK * ROW_BYTES);
+    for (int i = 0; i < 3; i++) step.words[i] = ::load<UInts>(w + i * N_BLOCK * ROW_BYTES);
     step.words[3] = (step.words[0] >> 12 & 0x000f000f) | (step.words[1] >> 8 & 0x00f000f0) |
                     (step.words[2] >> 4 & 0x0f000f00);
     return step;
@@ -193,19 +193,19 @@ struct SixBits {
     for (int i = 0; i < 64; i++) all[i] = to_bf16(numbers[0] + (float)i);
     table[0] = ::load<__m512i>(all), table[1] = ::load<__m512i>(all + 32);
   }
-  Words looked_up(const Step& step, int j) const {  // of each half, six bits are looked at
-    const Words codes = j % 2 ? step.words[j / 2] >> 6 : step.words[j / 2];
-    return (Words)_mm512_permutex2var_epi16(table[0], (__m512i)codes, table[1]);
+  UInts looked_up(const Step& step, int j) const {  // of each half, six bits are looked at
+    const UInts codes = j % 2 ? step.words[j / 2] >> 6 : step.words[j / 2];
+    return (UInts)_mm512_permutex2var_epi16(table[0], (__m512i)codes, table[1]);
   }
-  FloatPairs floats(const Step& step, int j) const { return pairs_of(looked_up(step, j)); }
+  FloatPairs floats(const Step& step, int j) const { return widen_pairs(looked_up(step, j)); }
 #else
   float first;
   explicit SixBits(const float* numbers) : first(numbers[0]) {}
-  Floats number(Words codes) const {
+  Floats number(UInts codes) const {
     return (Floats)_mm256_cvtepi32_ps((__m256i)(codes & 63)) + first;
   }
   FloatPairs floats(const Step& step, int j) const {
-    const Words codes = step.words[j / 2] >> 6 * (j % 2);
+    const UInts codes = step.words[j / 2] >> 6 * (j % 2);
     return {number(codes), number(codes >> 16)};
   }
 #endif
@@ -298,7 +298,7 @@ void unpack(const Weight& weight, const char* from, uint16_t* to, long count) {
   for (const char* end = from + count * K_BYTES<Kind>; from < end; from += Kind::STEP)
     for (int j = 0; j < Kind::PAIRS; j++)
       for (long row = 0; row < N_BLOCK; row += LANES, to += 2 * LANES)
-        store_exact(to, kind.pairs(kind.load(from + row * Kind::ROW_BYTES), j));
+        store_pairs(to, kind.pairs(kind.load(from + row * Kind::ROW_BYTES), j));
 }
 
 // The 32 sums of rows `from` to `to`, columns from `column` on, to outputs of n columns.
@@ -324,9 +324,9 @@ inline void add_adapter(const Outputs& out, float* sums, long from, long to, lon
     for (long i = 0; i < N_BLOCK; i += LANES, sums += LANES) {
       Floats total = load<Floats>(sums);
       for (long r = 0; r < out.rank; r += 2) {
-        const Words pairs = load<Words>(up + r * N_BLOCK + 2 * i);
-        add_product(total, first_of(pairs), middle[r]);
-        add_product(total, second_of(pairs), middle[r + 1]);
+        const UInts pairs = load<UInts>(up + r * N_BLOCK + 2 * i);
+        add_product(total, widen_even(pairs), middle[r]);
+        add_product(total, widen_odd(pairs), middle[r + 1]);
       }
       store(sums, total);
     }

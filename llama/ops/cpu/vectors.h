@@ -15,10 +15,10 @@ constexpr int VECTOR_BYTES = 64;
 constexpr int VECTOR_BYTES = 32;  // AVX2
 #endif
 constexpr int LANES = VECTOR_BYTES / 4;
-constexpr int ROWS = LANES == 16 ? 14 : 6;  // times 2 sums of the 32 registers, or 16
+constexpr int REGISTER_ROWS = LANES == 16 ? 14 : 6;  // times 2 sums of the 32 registers, or 16
 
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
-typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));  // each holds two bf16
+typedef uint32_t UInts __attribute__((vector_size(VECTOR_BYTES)));  // each holds two bf16
 typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
 using Lanes = std::make_integer_sequence<uint32_t, LANES>;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
@@ -32,8 +32,8 @@ template <class Vector> Vector load(const void* from) {
 template <class Vector> void store(void* to, const Vector& v) { std::memcpy(to, &v, sizeof v); }
 
 // The first and the second bf16 of each word, as floats.
-inline Floats first_of(Words words) { return (Floats)(words << 16); }
-inline Floats second_of(Words words) { return (Floats)(words & 0xffff0000u); }
+inline Floats widen_even(UInts words) { return (Floats)(words << 16); }
+inline Floats widen_odd(UInts words) { return (Floats)(words & 0xffff0000u); }
 
 inline float widen(uint16_t value) {
   const uint32_t bits = (uint32_t)value << 16;
@@ -67,7 +67,7 @@ inline Floats store_float16(void* to, Floats v) {
 #endif
   return load_float16(to);
 }
-inline Floats rounded_to_float16(Floats v) {
+inline Floats round_to_float16(Floats v) {
   char memory[2 * LANES];
   return store_float16(memory, v);
 }
@@ -86,13 +86,13 @@ inline void load_int8_pairs(const void* from, Floats& first, Floats& second) {
 #else
   const Ints pairs = (Ints)_mm256_cvtepi16_epi32(load<__m128i>(from));
 #endif
-  first = __builtin_convertvector((Ints)((Words)pairs << 24) >> 24, Floats);
+  first = __builtin_convertvector((Ints)((UInts)pairs << 24) >> 24, Floats);
   second = __builtin_convertvector(pairs >> 8, Floats);
 }
 // Rounded to whole numbers, ties to even, each below 128.
 inline void store_int8(char* to, Floats v) {
   constexpr float ROUND = 12582912;  // 1.5 * 2^23: the sum's last bits are a whole number
-  const Words whole = (Words)(v + ROUND);
+  const UInts whole = (UInts)(v + ROUND);
   for (int i = 0; i < LANES; i++) to[i] = (char)whole[i];
 }
 
@@ -118,14 +118,14 @@ inline void add_product(Floats& sum, Floats a, float b) {
 struct FloatPairs {
   Floats first, second;
 };
-inline FloatPairs pairs_of(Words words) { return {first_of(words), second_of(words)}; }
+inline FloatPairs widen_pairs(UInts words) { return {widen_even(words), widen_odd(words)}; }
 #if defined(__AVX512BF16__)
 typedef __m512bh Pairs;
 typedef uint32_t Pair;
 
 inline Pairs load_pairs(const void* from) { return load<Pairs>(from); }
 inline Pair load_pair(const uint16_t* from) { return load<Pair>(from); }
-inline void store_exact(void* to, Pairs pairs) { store(to, pairs); }
+inline void store_pairs(void* to, Pairs pairs) { store(to, pairs); }
 
 inline void multiply_add(Floats& sum, Pairs a, Pair b) {
   sum = (Floats)_mm512_dpbf16_ps((__m512)sum, a, (__m512bh)_mm512_set1_epi32(b));
@@ -136,10 +136,10 @@ struct Pair {
   float first, second;
 };
 
-inline Pairs load_pairs(const void* from) { return pairs_of(load<Words>(from)); }
+inline Pairs load_pairs(const void* from) { return widen_pairs(load<UInts>(from)); }
 inline Pair load_pair(const uint16_t* from) { return {widen(from[0]), widen(from[1])}; }
-inline void store_exact(void* to, Pairs pairs) {  // of numbers that are bf16
-  store(to, (Words)pairs.first >> 16 | (Words)pairs.second);
+inline void store_pairs(void* to, Pairs pairs) {  // of numbers that are bf16
+  store(to, (UInts)pairs.first >> 16 | (UInts)pairs.second);
 }
 
 inline void multiply_add(Floats& sum, Pairs a, Pair b) {
@@ -149,47 +149,47 @@ inline void multiply_add(Floats& sum, Pairs a, Pair b) {
 #endif
 
 // `whole` things in parts of at most `most`, as even as possible: 16 rows are 8 and 8.
-struct Parts {
+struct Partition {
   long whole, count;
-  Parts(long whole, long most) : whole(whole), count((whole + most - 1) / most) {}
+  Partition(long whole, long most) : whole(whole), count((whole + most - 1) / most) {}
   long first(long part) const { return part * whole / count; }
   long size(long part) const { return first(part + 1) - first(part); }
 };
 
 // to_bf16() of each lane, kept as a float; and of two vectors of lanes, into words.
-inline Words rounded_bits(Floats v) {
-  const Words bits = (Words)v;
+inline UInts rounded_bits(Floats v) {
+  const UInts bits = (UInts)v;
   return bits + 0x7fff + (bits >> 16 & 1);
 }
-inline Floats rounded(Floats v) { return (Floats)(rounded_bits(v) & 0xffff0000u); }
-inline Words to_bf16(Floats first, Floats second) {
+inline Floats round_to_bf16(Floats v) { return (Floats)(rounded_bits(v) & 0xffff0000u); }
+inline UInts to_bf16(Floats first, Floats second) {
   return rounded_bits(first) >> 16 | (rounded_bits(second) & 0xffff0000u);
 }
 
 // Interleaved lanes, a0 b0 a1 b1 ..., from the lower halves of both vectors, or the upper ones.
 template <class Vector, uint32_t... I>
-Vector lower_of(Vector a, Vector b, std::integer_sequence<uint32_t, I...>) {
-  return __builtin_shuffle(a, b, Words{(I / 2 + I % 2 * LANES)...});
+Vector interleave_low(Vector a, Vector b, std::integer_sequence<uint32_t, I...>) {
+  return __builtin_shuffle(a, b, UInts{(I / 2 + I % 2 * LANES)...});
 }
 
 template <class Vector, uint32_t... I>
-Vector upper_of(Vector a, Vector b, std::integer_sequence<uint32_t, I...>) {
-  return __builtin_shuffle(a, b, Words{(LANES / 2 + I / 2 + I % 2 * LANES)...});
+Vector interleave_high(Vector a, Vector b, std::integer_sequence<uint32_t, I...>) {
+  return __builtin_shuffle(a, b, UInts{(LANES / 2 + I / 2 + I % 2 * LANES)...});
 }
 
 // Every second lane of both vectors, from the first or (odd: 1) the second on.
 template <class Vector, uint32_t... I>
-Vector every_second_of(Vector a, Vector b, uint32_t odd, std::integer_sequence<uint32_t, I...>) {
-  return __builtin_shuffle(a, b, Words{2 * I...} + odd);
+Vector deinterleave(Vector a, Vector b, uint32_t odd, std::integer_sequence<uint32_t, I...>) {
+  return __builtin_shuffle(a, b, UInts{2 * I...} + odd);
 }
 
-inline float largest_of(Floats v) {
+inline float reduce_max(Floats v) {
   float top = v[0];
   for (int i = 1; i < LANES; i++) top = v[i] > top ? v[i] : top;
   return top;
 }
 
-inline float sum_of(Floats v) {
+inline float reduce_add(Floats v) {
   for (int half = LANES / 2; half; half /= 2)
     for (int i = 0; i < half; i++) v[i] += v[i + half];
   return v[0];
@@ -206,7 +206,7 @@ inline Floats exp(Floats x) {
   q = q * f + 1.66665196e-1f;
   q = q * f + 4.9999994e-1f;
   const Floats near = q * f * f + f + 1;
-  const Floats half_power = (Floats)(((Words)shifted + 126) << 23);  // 2^(n - 1): 2^128 is no float
+  const Floats half_power = (Floats)(((UInts)shifted + 126) << 23);  // 2^(n - 1): 2^128 is no float
   const Floats result = near * half_power * 2;
   const Floats none = {};
   return x < -86 ? none : x > 88.7228f ? none + INFINITE : result;
