@@ -93,7 +93,9 @@ class Metrics:
         self.success = self._counter(
             "request_success", "Finished answers, by the reason.", ("finished_reason",)
         )
-        self.refused = self._counter("request_refused", "Requests refused by a full queue.")
+        self.refused = self._counter(
+            "request_refused", "Requests refused because the server is busy."
+        )
         self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
         self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the cache.")
 
