@@ -81,7 +81,7 @@ void find_keys(const Call& call, const Block& block, long begin, long end, long*
   const long rows = call.page_size * call.kv_heads, head = block.kv_head;
   const long page_bytes = rows * kv_row_bytes(call.dim, call.kv_format);
   const long row_bytes = call.dim * kv_element_bytes(call.kv_format);
-  const int64_t* pages = call.table + block.seq * call.pages_each;
+  const int64_t* pages = call.table + block.seq * call.pages_per_seq;
   while (begin < end) {
     const long slot = begin % call.page_size, page = pages[begin / call.page_size] * page_bytes;
     const long count = std::min(call.page_size - slot, end - begin);

@@ -1,4 +1,7 @@
-// The values of constants.h by name, so that Python can tell whether its own are the same.
+// Returns the constants of constants.h by name, so that Python can check that its own are equal.
+//
+// In: a name as constants.py spells it, such as "KvFormat::INT8". Out: the value. Every constant of
+// constants.h is listed here; tests/ops/test_native.py compares the lists.
 #include "constants.h"
 
 #include <cstring>
@@ -49,7 +52,7 @@ constexpr Constant CONSTANTS[] = {
 
 extern "C" {
 
-// The value of a constant, or -1 where there is none of this name.
+// Returns the value of a constant, or -1 if no constant has this name.
 long constant_value(const char* name) {
   for (const Constant& constant : CONSTANTS) {
     if (std::strcmp(constant.name, name) == 0) return constant.value;

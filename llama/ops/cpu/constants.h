@@ -1,31 +1,38 @@
-// Constants that Python numbers too, in constants.py: formats, states, and limits of sizes.
-// constants.cpp gives their values by name, and native.py compares them when it loads the library.
+// Constants that Python defines as well, in constants.py: formats, states and size limits.
+//
+// Python passes them as plain integers. constants.cpp returns their values by name, and native.py
+// compares them with Python's when it loads the library. tests/ops/test_native.py reads this file:
+// each enumeration and each constant is on one line.
 #pragma once
 #include <cstdint>
 
-// How the elements of a packed weight are stored, see packed_weight.h.
+// The storage format of the elements of a packed weight, see packed_weight.h.
 enum class ElementFormat : int64_t { BF16, INT8, FP8, NIBBLES, SIX_BITS };
 
-// How the scales and offsets of a packed weight are stored, see Parameters in packed_weight.h.
+// The storage format of the scales and offsets of a packed weight, see Parameters in
+// packed_weight.h.
 enum class ScaleFormat : int64_t { FLOAT32, FLOAT16, EIGHTS };
 
-// How the KV cache stores a key or a value: bf16; or int8, with one bf16 scale per token and head.
+// The storage format of keys and values in the KV cache: bf16, or int8 with one bf16 scale per
+// token and head.
 enum class KvFormat : int64_t { BF16, INT8 };
 
-// What a half layer computes between its two products, see layers.cpp.
+// The computation of a half layer between its two matrix products, see layers.cpp.
 enum class BodyKind : int64_t { ATTENTION, FEED_FORWARD };
 
-// What became of the rows of a file in pack_gguf().
+// The result of pack_gguf().
 enum class PackState : int64_t { PACKED, NOT_FINITE, FILE_TOO_SHORT };
 
-// What an operation on shared memory returns, and the types that it can add up.
+// The result of an operation on shared memory.
 enum class ChannelState : int64_t { DONE, PENDING, MISMATCH, BROKEN };
+
+// The element types that ranks can sum; NONE stands for bytes, which are copied.
 enum class SumType : int64_t { BF16, FP16, FP32, NONE };
 
 constexpr int N_BLOCK = 32;         // rows of a weight that are packed together
-constexpr long MIN_GROUP = 16;      // columns that share a scale; other groups are multiples of it
-constexpr long MAX_RANK = 256;      // of an adapter
-constexpr long MAX_HEAD_DIM = 256;  // a block of rows of this size fits on the stack
-constexpr int MAX_RANKS = 64;       // that share memory
-constexpr long MATRIX_FIELDS = 15;  // of Matrix in kernels.h, 64 bits each
-constexpr long HALF_FIELDS = 34;    // of Half in layers.cpp, 64 bits each
+constexpr long MIN_GROUP = 16;      // consecutive k of the smallest group; others are multiples
+constexpr long MAX_RANK = 256;      // rank of an adapter
+constexpr long MAX_HEAD_DIM = 256;  // elements of a head; stack buffers have this size
+constexpr int MAX_RANKS = 64;       // ranks that share memory
+constexpr long MATRIX_FIELDS = 15;  // 64-bit fields of Matrix in kernels.h
+constexpr long HALF_FIELDS = 34;    // 64-bit fields of Half in layers.cpp

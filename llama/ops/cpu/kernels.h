@@ -1,70 +1,96 @@
-// What layers.cpp runs as phases of one team, and the single ops as teams of their own: each has
-// one body, so that both give the same bytes. All pointers are to what the ops' Python files check.
+// The operators of a layer: declarations, and the structures that describe their arguments.
+//
+// layers.cpp runs these operators as phases of one thread team (team.h), and the exported function
+// of each operator runs it alone. Both ways call the same body, so they give the same bytes. The
+// Python modules of llama/ops own all tensors and check shapes and types; nothing is checked here.
+// All tensors are contiguous.
 #pragma once
 #include <cstdint>
 
 #include "constants.h"
 #include "team.h"
 
-// elementwise.cpp: one row each, a multiple of 32 numbers.
-void rms_norm(const uint16_t* x, const uint16_t* weight, uint16_t* out, long width, float eps);
-void silu_mul(const uint16_t* gate, const uint16_t* up, uint16_t* out, long width);
-// Sylvester's Hadamard matrix over sqrt(width), a power of two; with room for so many floats.
-void hadamard(const uint16_t* x, float* room, uint16_t* out, long width);
+// --- elementwise.cpp: each function computes one row, whose width is a multiple of 32 elements ---
 
-// A page of the KV cache, as kv_cache.py defines it: (S, K, D) bf16; or (S, K, D) int8, followed by
-// their scales (K, S) bf16.
+// RMSNorm of x (width) bf16, multiplied by weight (width) -> out (width).
+void rms_norm(const uint16_t* x, const uint16_t* weight, uint16_t* out, long width, float eps);
+
+// silu(gate) * up: gate and up (width) bf16 -> out (width).
+void silu_mul(const uint16_t* gate, const uint16_t* up, uint16_t* out, long width);
+
+// Multiplies x (width) bf16 by Sylvester's Hadamard matrix over sqrt(width) -> out (width). The
+// width is a power of two. The workspace has `width` floats.
+void hadamard(const uint16_t* x, float* workspace, uint16_t* out, long width);
+
+// Returns the bytes of one element of the KV cache.
 inline long kv_element_bytes(KvFormat format) { return format == KvFormat::INT8 ? 1 : 2; }
+
+// Returns the bytes of one row of the KV cache, `dim` elements and their scale. A page has S slots
+// of K kv heads. It is (S, K, D) bf16, or (S, K, D) int8 followed by the bf16 scales (K, S): see
+// llama/ops/kv_cache.py.
 inline long kv_row_bytes(long dim, KvFormat format) {
   return format == KvFormat::INT8 ? dim + 2 : 2 * dim;
 }
 
-struct Heads {
-  long queries, kv, dim;      // how many of each, and the numbers of one
-  long num_pages, page_size;  // of the cache
-  KvFormat kv_format;
+// The shape of one token's queries, keys and values, and of the pages that store keys and values.
+struct QkvShape {
+  long heads;       // query heads
+  long kv_heads;    // key heads, which are as many as value heads
+  long dim;         // elements per head
+  long num_pages;   // pages of a plane; the plane of the values follows the plane of the keys
+  long page_size;   // slots per page
+  KvFormat format;  // format of the pages
 };
 
-// qkv (queries + 2 * kv, dim) and freqs_cis (dim / 2, 2) of a token -> its queries, and its keys
-// and values in their slot of the pages.
+// Rotates the queries and keys of one token, and stores its keys and values in a slot of the pages.
+// qkv (heads + 2 * kv_heads, dim) bf16, freqs_cis (dim / 2, 2) -> queries (heads, dim).
+// slot = page * page_size + offset in the page.
 void rope_and_store(const uint16_t* qkv, const float* freqs_cis, char* pages, int64_t slot,
-                    uint16_t* queries, const Heads& heads);
+                    uint16_t* queries, const QkvShape& shape);
 
-// linear.cpp: a packed weight (n, k) in one of the formats of packed_weight.h, as Python's `Weight`
-// describes it in fifteen numbers.
+// --- linear.cpp: products with a packed weight (n, k), in a format of packed_weight.h ---
+
+// A packed weight. `Weight.native_matrix` in Python describes it by these MATRIX_FIELDS integers.
 struct Matrix {
-  const char *data, *parameters;  // no parameters: the numbers are the weights
-  const float* table;             // 16 numbers, for nibbles; the first of 64, for six bits
+  const char* data;        // elements
+  const char* parameters;  // scales and offsets; unused if per_group is 0
+  const float* table;      // nibbles: the 16 elements; six bits: the first of 64; otherwise unused
   ElementFormat format;
   ScaleFormat scale_format;
-  int64_t per_group;   // parameters of a group: a scale, or a scale and an offset
-  int64_t group;       // how many neighbouring k share them
-  int64_t is_rotated;  // rows go through hadamard() first
-  // What is added to the weight: down (rank, k), then up (n, rank), bf16 in blocks. The rank is a
-  // multiple of 32, and 0 where there is none.
+  int64_t per_group;   // 0: elements are the weights; 1: a scale per group; 2: scale and offset
+  int64_t group;       // consecutive k that share a scale and an offset
+  int64_t is_rotated;  // whether x must be multiplied by hadamard() first
+  // A low-rank adapter, whose product is added: down (rank, k), then up (n, rank), both bf16 in
+  // blocks. The rank is a multiple of 32, or 0 without an adapter.
   const uint16_t* adapter;
   int64_t rank;
-  // Blocks of 32 rows lie `stride` bytes apart. A rank's share of several matrices in one lies in
-  // up to three places: from block `first` on, so many blocks that are not its own lie between.
+  // Distance in bytes between blocks of 32 rows. If this matrix is one rank's part of several
+  // matrices that are stored as one, up to two gaps contain the blocks of other ranks: before block
+  // `first` of this part, `blocks` blocks are skipped.
   int64_t stride;
   struct Gap {
-    int64_t first, blocks;
+    int64_t first;
+    int64_t blocks;
   } gaps[2];
 
-  long place(long block) const {
-    long before = 0;
-    for (const Gap& gap : gaps) before += block >= gap.first ? gap.blocks : 0;
-    return block + before;
+  // Returns the index in memory of a block of this part.
+  long stored_index(long block) const {
+    long skipped = 0;
+    for (const Gap& gap : gaps) skipped += block >= gap.first ? gap.blocks : 0;
+    return block + skipped;
   }
-  const char* block(long number) const { return data + place(number) * stride; }
+
+  // Returns the address of the elements of a block.
+  const char* block(long index) const { return data + stored_index(index) * stride; }
 };
 static_assert(sizeof(Matrix) == MATRIX_FIELDS * sizeof(int64_t));
 
 struct Weight : Matrix {
-  long n, k;
+  long n;  // rows, or output features
+  long k;  // columns, or input features
 };
 
-// Rows (count, k); with a norm, they are normalised first, as rms_norm() does.
+// The inputs of a product: (count, k) bf16. With a norm (k), rms_norm() is applied to each row.
 struct Rows {
   const uint16_t* data;
   long count;
@@ -72,32 +98,51 @@ struct Rows {
   float eps = 0;
 };
 
-// Where the outputs go: (m, n). Of an adapter, `up`, and what `down` gave (m, rank).
+// The outputs of a product: (m, n), and the adapter's operands, if there is an adapter.
 struct Outputs {
-  enum Kind { BF16, FLOAT32, ADDED };  // ADDED: rounded to bf16, then added to the bf16 there
+  // BF16 and FLOAT32 overwrite the outputs. ADDED rounds each sum to bf16 and adds it to the bf16
+  // that is stored there.
+  enum Kind { BF16, FLOAT32, ADDED };
   void* data;
   Kind kind;
-  const uint16_t* up = nullptr;
-  const float* middle = nullptr;
+  const uint16_t* up = nullptr;         // (n, rank) bf16 in blocks
+  const float* down_outputs = nullptr;  // (m, rank), x times the down matrix
   long rank = 0;
 };
 
-// Bytes of workspace for `m` rows of up to `k` numbers.
+// Returns the bytes of workspace that linear() needs for m rows of up to k elements.
 long linear_bytes(long m, long k, long threads);
-void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace);
 
-// attention.cpp; the legend of the letters is in attention.py.
+// Computes x times the transposed weight. All workers of a team call it with the same arguments.
+void linear(Worker& worker, Rows x, Weight weight, Outputs out, char* workspace);
+
+// --- attention.cpp: attention over the paged KV cache ---
+
+// The arguments of attention. attention.py has the legend of the letters.
 struct Attention {
-  const uint16_t* queries;    // (T, H, D)
-  const char *keys, *values;  // P pages each
-  uint16_t* out;              // (T, H, D)
-  const int64_t *table, *query_starts, *seq_lens;
-  char* workspace;
-  long num_seqs, pages_each, page_size, heads, kv_heads, dim;
-  float scale;  // of the scores
+  const uint16_t* queries;      // (T, H, D)
+  const char* keys;             // P pages
+  const char* values;           // P pages
+  uint16_t* out;                // (T, H, D)
+  const int64_t* table;         // (B, M) page indices
+  const int64_t* query_starts;  // (B + 1)
+  const int64_t* seq_lens;      // (B)
+  char* workspace;              // attention_bytes()
+  long num_seqs;                // B
+  long pages_per_seq;           // M
+  long page_size;               // S
+  long heads;                   // H
+  long kv_heads;                // K
+  long dim;                     // D
+  float scale;                  // factor of the scores
   KvFormat kv_format;
 };
 
+// Returns the bytes of workspace that attention needs.
 long attention_bytes(const Attention& call);
-double plan_attention(const Attention& call);  // fills the workspace; returns the multiplications
-void attend(Worker& member, const Attention& call);
+
+// Writes the work items to the workspace; returns the number of multiplications.
+double plan_attention(const Attention& call);
+
+// Computes attention, after plan_attention(). All workers of a team call it.
+void attend(Worker& worker, const Attention& call);

@@ -1,9 +1,17 @@
-// Runs the layers of a model over the batch of one step, in one parallel region: half layers, such
-// as attention and the feed-forward block, with their norms and residual sums. It calls the same
-// operators as Python does, in the same order (see kernels.h), so the bytes are the same.
+// Runs the layers of a model over the batch of one step, in one parallel region.
+//
+// In: the activations x (T, E) bf16, a table of half layers, and the KV cache. Out: the updated
+// activations, or the result of one half layer. A half layer is attention or the feed-forward block
+// with its norm and its residual sum. The operators are those that Python calls one by one, in the
+// same order (see kernels.h), so the bytes are the same.
 //
 // llama/model/execution.py owns the tensors, makes the table of half layers and checks the shapes.
-// Between half layers the ranks sum their parts of the result.
+// With several ranks, Python calls this for one half layer at a time, and the ranks sum their
+// partial results between the calls.
+//
+// Shapes: T tokens, E elements of an activation, H query heads, K kv heads, D head dim, F features
+// of the feed-forward block on this rank, L layers, P pages, S slots per page, B sequences, M pages
+// per sequence.
 #include "kernels.h"
 #include "vectors.h"
 
@@ -11,36 +19,49 @@ namespace {
 
 constexpr long SILU_STEP = 1024;  // elements that one work item computes
 
-// A row of the table: a half layer, x + second(body(first(norm(x)) + bias)). `kind` is its body.
+// A half layer, one row of the table: x + second(body(first(norm(x)) + bias)).
 struct Half {
-  BodyKind kind;
-  int64_t kv_plane;  // index of its keys and values in the KV cache, if the kind stores them
-  const uint16_t* norm;
-  const uint16_t* bias;  // null: nothing is added
-  Matrix first, second;
+  BodyKind kind;         // selects the body
+  int64_t kv_plane;      // index of its layer in the KV cache, if the body stores keys and values
+  const uint16_t* norm;  // (E) bf16
+  const uint16_t* bias;  // bf16, as wide as the outputs of the first product; null without a bias
+  Matrix first;
+  Matrix second;
 };
 static_assert(sizeof(Half) == HALF_FIELDS * sizeof(int64_t));
 
 struct Sizes {
-  long rows, dim, ffn, num_pages;
+  long rows;       // T
+  long dim;        // E
+  long ffn;        // F
+  long num_pages;  // P
 };
 
 // The buffers between the operators of a half layer; each holds all rows of the step.
 struct Scratch {
-  uint16_t *qkv, *queries, *attended, *gate_up, *gated;
-  char *attention, *linear;
+  uint16_t* qkv;       // (T, H + 2 K, D)
+  uint16_t* queries;   // (T, H, D), rotated
+  uint16_t* attended;  // (T, H, D)
+  uint16_t* gate_up;   // (T, 2 F)
+  uint16_t* gated;     // (T, F)
+  char* attention_workspace;
+  char* linear_workspace;
 };
 
-// Divides a workspace into buffers. With a null pointer it only counts the bytes.
-class Cutter {
+// Divides a workspace into buffers that are aligned to cache lines. With a null pointer it only
+// counts the bytes.
+class WorkspaceAllocator {
  public:
-  explicit Cutter(char* start) : start(start) {}
-  char* cut(long bytes) {
-    char* part = start + used;
+  explicit WorkspaceAllocator(char* start) : start(start) {}
+
+  char* allocate(long bytes) {
+    char* buffer = start + used;
     used += (bytes + 63) & -64;
-    return part;
+    return buffer;
   }
-  uint16_t* cut_rows(long rows, long width) { return (uint16_t*)cut(2 * rows * width); }
+
+  uint16_t* allocate_rows(long rows, long width) { return (uint16_t*)allocate(2 * rows * width); }
+
   long bytes() const { return used; }
 
  private:
@@ -48,19 +69,24 @@ class Cutter {
   long used = 0;
 };
 
-Scratch cut(Cutter& cutter, const Attention& a, const Sizes& sizes, long threads) {
-  const long rows = sizes.rows, q = a.heads * a.dim, widest = std::max({sizes.dim, sizes.ffn, q});
-  Scratch s;
-  s.qkv = cutter.cut_rows(rows, q + 2 * a.kv_heads * a.dim);
-  s.queries = cutter.cut_rows(rows, q);
-  s.attended = cutter.cut_rows(rows, q);
-  s.gate_up = cutter.cut_rows(rows, 2 * sizes.ffn);
-  s.gated = cutter.cut_rows(rows, sizes.ffn);
-  s.attention = cutter.cut(attention_bytes(a));
-  s.linear = cutter.cut(linear_bytes(rows, widest, threads));
-  return s;
+Scratch allocate_scratch(WorkspaceAllocator& allocator, const Attention& attention,
+                         const Sizes& sizes, long threads) {
+  const long rows = sizes.rows;
+  const long query_width = attention.heads * attention.dim;
+  const long kv_width = attention.kv_heads * attention.dim;
+  const long max_width = std::max({sizes.dim, sizes.ffn, query_width});
+  Scratch scratch;
+  scratch.qkv = allocator.allocate_rows(rows, query_width + 2 * kv_width);
+  scratch.queries = allocator.allocate_rows(rows, query_width);
+  scratch.attended = allocator.allocate_rows(rows, query_width);
+  scratch.gate_up = allocator.allocate_rows(rows, 2 * sizes.ffn);
+  scratch.gated = allocator.allocate_rows(rows, sizes.ffn);
+  scratch.attention_workspace = allocator.allocate(attention_bytes(attention));
+  scratch.linear_workspace = allocator.allocate(linear_bytes(rows, max_width, threads));
+  return scratch;
 }
 
+// The arguments of layers_bf16 that all half layers share.
 struct Call {
   const Half* halves;
   uint16_t* x;
@@ -68,55 +94,67 @@ struct Call {
   const float* freqs_cis;
   char* kv_cache;
   const int64_t* slots;
-  Attention attention;  // without keys and values
+  Attention attention;  // keys and values are set per half layer
   Sizes sizes;
   Scratch scratch;
   float eps;
 };
 
-// Computes the first product of a half layer, of normalised x, into out (rows, width), and adds the
-// bias. The product is rounded to bf16 before the sum is, as in Python.
-void run_first(Worker& member, const Call& call, const Half& half, uint16_t* out, long width) {
+// Computes first(norm(x)) + bias of a half layer -> out (T, width). The product is rounded to bf16
+// before the bias is added, as in Python.
+void run_first(Worker& worker, const Call& call, const Half& half, uint16_t* out, long width) {
   const long rows = call.sizes.rows;
-  linear(member, {call.x, rows, half.norm, call.eps}, {half.first, width, call.sizes.dim},
-         {out, Outputs::BF16}, call.scratch.linear);
+  linear(worker, {call.x, rows, half.norm, call.eps}, {half.first, width, call.sizes.dim},
+         {out, Outputs::BF16}, call.scratch.linear_workspace);
   if (!half.bias) return;
-  member.run(rows, [&](long row) {
+  worker.run(rows, [&](long row) {
     uint16_t* sums = out + row * width;
     for (long i = 0; i < width; i++) sums[i] = to_bf16(widen(sums[i]) + widen(half.bias[i]));
   });
 }
 
-void run_attention(Worker& member, const Call& call, const Half& half) {
-  const Scratch& s = call.scratch;
-  const long rows = call.sizes.rows, dim = call.sizes.dim;
-  Attention a = call.attention;
-  const Heads heads = {a.heads, a.kv_heads, a.dim, call.sizes.num_pages, a.page_size, a.kv_format};
-  const long q = a.heads * a.dim, all = q + 2 * a.kv_heads * a.dim;
-  const long keys_bytes =
-      heads.num_pages * a.page_size * a.kv_heads * kv_row_bytes(a.dim, a.kv_format);
-  char* pages = call.kv_cache + 2 * keys_bytes * half.kv_plane;
-  a.keys = pages, a.values = pages + keys_bytes;
-  run_first(member, call, half, s.qkv, all);
-  member.run(rows, [&](long row) {
-    rope_and_store(s.qkv + row * all, call.freqs_cis + row * a.dim, pages, call.slots[row],
-                   s.queries + row * q, heads);
+// The body ATTENTION: stores keys and values, attends to the cache, and writes the half layer's
+// result to call.out.
+void run_attention(Worker& worker, const Call& call, const Half& half) {
+  const Scratch& scratch = call.scratch;
+  const long rows = call.sizes.rows;
+  const long dim = call.sizes.dim;
+  Attention attention = call.attention;
+  const QkvShape shape = {attention.heads,      attention.kv_heads,  attention.dim,
+                          call.sizes.num_pages, attention.page_size, attention.kv_format};
+  const long query_width = attention.heads * attention.dim;
+  const long qkv_width = query_width + 2 * attention.kv_heads * attention.dim;
+  const long plane_rows = shape.num_pages * attention.page_size * attention.kv_heads;
+  const long plane_bytes = plane_rows * kv_row_bytes(attention.dim, attention.kv_format);
+  char* pages = call.kv_cache + 2 * plane_bytes * half.kv_plane;
+  attention.keys = pages;
+  attention.values = pages + plane_bytes;
+  run_first(worker, call, half, scratch.qkv, qkv_width);
+  worker.run(rows, [&](long row) {
+    rope_and_store(scratch.qkv + row * qkv_width, call.freqs_cis + row * attention.dim, pages,
+                   call.slots[row], scratch.queries + row * query_width, shape);
   });
-  attend(member, a);
-  linear(member, {s.attended, rows}, {half.second, dim, q}, call.out, s.linear);
+  attend(worker, attention);
+  linear(worker, {scratch.attended, rows}, {half.second, dim, query_width}, call.out,
+         scratch.linear_workspace);
 }
 
-void run_feed_forward(Worker& member, const Call& call, const Half& half) {
-  const Scratch& s = call.scratch;
-  const long rows = call.sizes.rows, dim = call.sizes.dim, ffn = call.sizes.ffn;
-  run_first(member, call, half, s.gate_up, 2 * ffn);
+// The body FEED_FORWARD: writes the half layer's result to call.out.
+void run_feed_forward(Worker& worker, const Call& call, const Half& half) {
+  const Scratch& scratch = call.scratch;
+  const long rows = call.sizes.rows;
+  const long dim = call.sizes.dim;
+  const long ffn = call.sizes.ffn;
+  run_first(worker, call, half, scratch.gate_up, 2 * ffn);
   const long steps = (ffn + SILU_STEP - 1) / SILU_STEP;
-  member.run(rows * steps, [&](long piece) {
-    const long row = piece / steps, begin = piece % steps * SILU_STEP;
-    const uint16_t* gate = s.gate_up + row * 2 * ffn + begin;
-    silu_mul(gate, gate + ffn, s.gated + row * ffn + begin, std::min(SILU_STEP, ffn - begin));
+  worker.run(rows * steps, [&](long item) {
+    const long row = item / steps;
+    const long begin = item % steps * SILU_STEP;
+    const uint16_t* gate = scratch.gate_up + row * 2 * ffn + begin;
+    silu_mul(gate, gate + ffn, scratch.gated + row * ffn + begin, std::min(SILU_STEP, ffn - begin));
   });
-  linear(member, {s.gated, rows}, {half.second, dim, ffn}, call.out, s.linear);
+  linear(worker, {scratch.gated, rows}, {half.second, dim, ffn}, call.out,
+         scratch.linear_workspace);
 }
 
 // The bodies in the order of BodyKind.
@@ -130,40 +168,54 @@ extern "C" {
 long layers_workspace(const int64_t* query_starts, const int64_t* seq_lens, long rows,
                       long num_seqs, long dim, long heads, long kv_heads, long head_dim, long ffn,
                       long threads) {
-  Attention a = {};
-  a.query_starts = query_starts, a.seq_lens = seq_lens, a.num_seqs = num_seqs;
-  a.heads = heads, a.kv_heads = kv_heads, a.dim = head_dim;
-  Cutter cutter(nullptr);
-  cut(cutter, a, {rows, dim, ffn, 0}, threads);
-  return cutter.bytes();
+  Attention attention = {};
+  attention.query_starts = query_starts;
+  attention.seq_lens = seq_lens;
+  attention.num_seqs = num_seqs;
+  attention.heads = heads;
+  attention.kv_heads = kv_heads;
+  attention.dim = head_dim;
+  WorkspaceAllocator allocator(nullptr);
+  allocate_scratch(allocator, attention, {rows, dim, ffn, 0}, threads);
+  return allocator.bytes();
 }
 
-// Runs the half layers from `first` up to, not including, `last` of the table (rows of Half). x and
-// out are (T, E). If out is x, each result is added to x; otherwise there is one half layer, whose
-// result is written to out. freqs_cis (T, D/2, 2), kv_cache (L, 2, P, S, K) rows, slots (T), table
-// (B, M), query_starts (B + 1), seq_lens (B).
+// Runs the half layers from `first` up to, not including, `last` of the table `halves` (rows of
+// Half). x and out are (T, E) bf16. If out is x, each result is added to x; otherwise there is one
+// half layer, whose result is written to out. freqs_cis (T, D / 2, 2), kv_cache (L, 2, P, S, K)
+// rows of kv_row_bytes(), slots (T), table (B, M) page indices, query_starts (B + 1), seq_lens (B).
 void layers_bf16(const int64_t* halves, uint16_t* x, uint16_t* out, const float* freqs_cis,
                  char* kv_cache, const int64_t* slots, const int64_t* table,
                  const int64_t* query_starts, const int64_t* seq_lens, char* workspace, long first,
                  long last, long rows, long num_seqs, long dim, long heads, long kv_heads,
-                 long head_dim, long ffn, long num_pages, long page_size, long pages_each,
+                 long head_dim, long ffn, long num_pages, long page_size, long pages_per_seq,
                  long kv_format, float eps, float scale, int threads) {
-  Attention a = {};
-  a.table = table, a.query_starts = query_starts, a.seq_lens = seq_lens, a.num_seqs = num_seqs;
-  a.pages_each = pages_each, a.page_size = page_size;
-  a.heads = heads, a.kv_heads = kv_heads, a.dim = head_dim, a.scale = scale;
-  a.kv_format = (KvFormat)kv_format;
+  Attention attention = {};
+  attention.table = table;
+  attention.query_starts = query_starts;
+  attention.seq_lens = seq_lens;
+  attention.num_seqs = num_seqs;
+  attention.pages_per_seq = pages_per_seq;
+  attention.page_size = page_size;
+  attention.heads = heads;
+  attention.kv_heads = kv_heads;
+  attention.dim = head_dim;
+  attention.scale = scale;
+  attention.kv_format = (KvFormat)kv_format;
   const Sizes sizes = {rows, dim, ffn, num_pages};
-  Cutter cutter(workspace);
-  const Scratch scratch = cut(cutter, a, sizes, threads);
-  a.queries = scratch.queries, a.out = scratch.attended, a.workspace = scratch.attention;
-  plan_attention(a);
+  WorkspaceAllocator allocator(workspace);
+  const Scratch scratch = allocate_scratch(allocator, attention, sizes, threads);
+  attention.queries = scratch.queries;
+  attention.out = scratch.attended;
+  attention.workspace = scratch.attention_workspace;
+  plan_attention(attention);
   const Outputs outputs = {out, out == x ? Outputs::ADDED : Outputs::BF16};
   const Call call = {
-      (const Half*)halves, x, outputs, freqs_cis, kv_cache, slots, a, sizes, scratch, eps};
-  run_team(threads, [&](Worker& member) {
+      (const Half*)halves, x, outputs, freqs_cis, kv_cache, slots, attention, sizes, scratch, eps,
+  };
+  run_team(threads, [&](Worker& worker) {
     for (const Half* half = call.halves + first; half < call.halves + last; half++)
-      BODIES[(long)half->kind](member, call, *half);
+      BODIES[(long)half->kind](worker, call, *half);
   });
 }
 }

@@ -366,7 +366,9 @@ void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace)
     float* middle = (float*)workspace;
     workspace += x.count * MAX_RANK * sizeof(float);
     linear(member, x, {down, weight.rank, weight.k}, {middle, Outputs::FLOAT32}, workspace);
-    out.up = weight.adapter + weight.rank * weight.k, out.middle = middle, out.rank = weight.rank;
+    out.up = weight.adapter + weight.rank * weight.k;
+    out.down_outputs = middle;
+    out.rank = weight.rank;
   }
   constexpr decltype(&linear_of<Bf16>) RUN[] = EACH_FORMAT(linear_of);
   RUN[(int64_t)weight.format](member, x, weight, out, workspace);

@@ -250,7 +250,7 @@ struct Parameters {
     group_bytes = format == ScaleFormat::FLOAT32   ? 4 * numbers
                   : format == ScaleFormat::FLOAT16 ? 2 * numbers
                                                    : numbers + numbers / 4;
-    data = weight.parameters + weight.place(block) * (weight.k / weight.group) * group_bytes;
+    data = weight.parameters + weight.stored_index(block) * (weight.k / weight.group) * group_bytes;
   }
 
   // Fetches those of some groups into L2: one Zen 4 core reads Q4_0 at 25.5 GB/s with it, 20.5
@@ -320,7 +320,8 @@ void write_as(void* data, long n, const float* sums, long from, long to, long co
 // Adds what an adapter gives for rows `from` to `to` and 32 columns, one product after another.
 inline void add_adapter(const Outputs& out, float* sums, long from, long to, long column) {
   const uint16_t* up = out.up + column * out.rank;
-  for (const float* middle = out.middle + from * out.rank; from < to; from++, middle += out.rank)
+  for (const float* middle = out.down_outputs + from * out.rank; from < to;
+       from++, middle += out.rank)
     for (long i = 0; i < N_BLOCK; i += LANES, sums += LANES) {
       Floats total = load<Floats>(sums);
       for (long r = 0; r < out.rank; r += 2) {

@@ -1,17 +1,18 @@
-// The threads of one parallel region, and how they share work: phase after phase, each of them cut
-// into pieces. No phase begins before all pieces of the last one are done.
+// A team of threads that runs phases of work together, within one OpenMP parallel region.
 //
-// OpenMP's barrier waits for threads. This one waits for pieces: where the system puts a thread
-// aside, as beside other processes, the others do its pieces and go on without it, and it catches
-// up later. A piece is computed into the thread's own memory, then taken, then written. So two
-// threads can compute the same piece, and one of them writes it: a thread that was put aside in the
-// middle, and comes back phases later, finds its piece taken and drops what it has.
+// A phase is a number of pieces of work. No phase begins before all pieces of the phase before it
+// are written. The barrier of OpenMP waits for threads; this one waits for pieces. If the system
+// deschedules a thread, the other threads compute its pieces and continue, and that thread catches
+// up later. Each piece is computed into the thread's own memory, then claimed, then written. Two
+// threads may therefore compute the same piece, but only the one that claims it writes it: a thread
+// that was descheduled in the middle of a piece, and continues phases later, fails to claim the
+// piece and drops its result.
 //
-// Each thread begins with a range of neighbouring pieces, which suits the hardware's prefetchers. A
-// thread without work takes all pieces of one that has not come to the phase, else half of
-// another's rest (work stealing; Blumofe and Leiserson, 1999). The last piece of a range it
-// computes a second time, if its owner does not come soon (as the backup tasks of MapReduce; Dean
-// and Ghemawat, 2004). Then it sleeps.
+// A thread begins with a range of consecutive pieces, which suits the hardware prefetchers. A
+// thread without work steals: the whole range of a thread that has not entered the phase, otherwise
+// half of the remaining range of another thread (work stealing; Blumofe and Leiserson, 1999). If
+// the last piece of a range is not written soon, an idle thread computes it as well (as backup
+// tasks do in MapReduce; Dean and Ghemawat, 2004). Then the idle thread sleeps.
 #pragma once
 #include <immintrin.h>
 #include <linux/futex.h>
@@ -25,16 +26,17 @@
 #include <cstdint>
 
 constexpr long MAX_THREADS = 256;
-constexpr int PAUSES = 400;  // before a piece is done twice: 20 us of a Xeon at 3 GHz
-constexpr int ROUNDS = 3;    // of so many pauses, before a thread sleeps
+constexpr int PAUSES_PER_ROUND = 400;  // about 20 us on a Xeon at 3 GHz
+constexpr int MAX_ROUNDS = 3;          // rounds of pauses before an idle thread sleeps
 #ifndef TEAM_MAX_PIECES
-#define TEAM_MAX_PIECES ((1 << 24) - 1)  // as many as a Range counts
+#define TEAM_MAX_PIECES ((1 << 24) - 1)  // the maximum of Range::end; a test sets a smaller one
 #endif
-constexpr long MAX_PIECES = TEAM_MAX_PIECES;
+constexpr long MAX_PIECES = TEAM_MAX_PIECES;  // a run of more pieces is split into phases
 static_assert(MAX_PIECES < 1 << 24, "a Range has 24 bits for a piece");
-constexpr long SLEEP_NS = 200'000;  // then it looks again, as others may have taken more work
+constexpr long SLEEP_NS = 200'000;  // a sleeper looks for work again after this time
 
-// What is left of a thread's range, in one word: others change it too.
+// The remaining pieces [first, end) of a thread in a phase, in 64 bits that are exchanged at once,
+// because other threads steal from the range.
 struct Range {
   uint64_t phase : 16, first : 24, end : 24;
   long size() const { return (long)end - (long)first; }
@@ -44,17 +46,21 @@ class AtomicRange {
  public:
   Range load() const { return unpack(value.load(std::memory_order_acquire)); }
   void store(Range range) { value.store(pack(range), std::memory_order_release); }
-  bool exchange(Range& expected, Range wanted) {
-    uint64_t old = pack(expected);
-    const bool done = value.compare_exchange_strong(old, pack(wanted), std::memory_order_acq_rel);
-    if (!done) expected = unpack(old);
-    return done;
+
+  // Replaces `expected` by `desired` and returns true. If the value is another one, stores that in
+  // `expected` and returns false.
+  bool compare_exchange(Range& expected, Range desired) {
+    uint64_t bits = pack(expected);
+    const bool is_replaced =
+        value.compare_exchange_strong(bits, pack(desired), std::memory_order_acq_rel);
+    if (!is_replaced) expected = unpack(bits);
+    return is_replaced;
   }
 
  private:
-  static uint64_t pack(Range range) { return load_bits<uint64_t>(range); }
-  static Range unpack(uint64_t bits) { return load_bits<Range>(bits); }
-  template <class To, class From> static To load_bits(const From& from) {
+  static uint64_t pack(Range range) { return bit_cast<uint64_t>(range); }
+  static Range unpack(uint64_t bits) { return bit_cast<Range>(bits); }
+  template <class To, class From> static To bit_cast(const From& from) {
     To to;
     __builtin_memcpy(&to, &from, sizeof to);
     return to;
@@ -62,18 +68,18 @@ class AtomicRange {
   alignas(64) std::atomic<uint64_t> value{0};
 };
 
-// What the threads share.
+// The state that the threads of a team share.
 struct ThreadTeam {
   explicit ThreadTeam(long threads) : threads(std::min(threads, MAX_THREADS)) {}
 
   const long threads;
-  alignas(64) std::atomic<uint32_t> completed{0};  // phases
-  std::atomic<uint32_t> sleepers{0};
-  alignas(64) std::atomic<uint32_t> done{0};  // pieces of the present phase
+  alignas(64) std::atomic<uint32_t> completed{0};  // number of the last completed phase, from 1
+  std::atomic<uint32_t> sleepers{0};               // threads that sleep or are about to
+  alignas(64) std::atomic<uint32_t> done{0};       // written pieces of the current phase
   AtomicRange ranges[MAX_THREADS];
 };
 
-// One thread's place in the team. All members run the same phases in the same order.
+// One thread of a team. All workers run the same phases in the same order.
 class Worker {
  public:
   Worker(ThreadTeam& team, long index) : index(index), team(team) {}
@@ -81,8 +87,10 @@ class Worker {
   const long index;
   long threads() const { return team.threads; }
 
-  // compute(piece) may write only what this thread alone reads; write(piece) follows, on one thread
-  // for each piece. Returns when all pieces are written.
+  // Runs a phase of `pieces` pieces; returns when all of them are written.
+  //
+  // compute(piece) may run on several threads at once, so it writes only to memory that this thread
+  // alone reads. write(piece) follows on one of these threads.
   template <class Compute, class Write> void run(long pieces, Compute compute, Write write) {
     for (long first = 0; first < pieces; first += MAX_PIECES)
       run_phase(
@@ -90,7 +98,8 @@ class Worker {
           [&](long piece) { write(first + piece); });
   }
 
-  // The same with pieces of which each is written by who takes it, and never twice: small ones.
+  // Runs a phase without a step before the claim: write(piece) does all the work, on one thread.
+  // It suits small pieces, as no other thread can finish a piece that is claimed.
   template <class Write> void run(long pieces, Write write) {
     run(pieces, [](long) {}, write);
   }
@@ -98,100 +107,116 @@ class Worker {
  private:
   template <class Compute, class Write> void run_phase(long pieces, Compute compute, Write write) {
     phase++;
-    for (int idle = 0; !is_over();) {
-      Range next;
-      if (find(pieces, idle > 0, &next)) {
-        compute(next.first);
-        if (!take(owner, next)) continue;
-        write(next.first);
-        finish(pieces);
-        idle = 0;
+    for (int idle_rounds = 0; !is_over();) {
+      Range range;
+      if (find_piece(pieces, idle_rounds > 0, &range)) {
+        compute(range.first);
+        if (!claim(owner, range)) continue;
+        write(range.first);
+        finish_piece(pieces);
+        idle_rounds = 0;
       } else {
-        wait(&idle);
+        wait(&idle_rounds);
       }
     }
   }
 
+  // Returns whether the current phase is completed. Phase numbers wrap: differences are compared.
   bool is_over() const {
     return (int32_t)(team.completed.load(std::memory_order_acquire) - phase) >= 0;
   }
 
-  bool is_behind(Range range) const {  // of a member that has not come to this phase
-    const uint16_t by = phase - range.phase;
-    return by > 0 && by < 1 << 15;
+  // Returns whether a range is of an earlier phase, so that its thread has not entered this one.
+  bool is_behind(Range range) const {
+    const uint16_t distance = phase - range.phase;
+    return distance > 0 && distance < 1 << 15;
   }
 
-  Range part_of(long member, long pieces) const {
-    return {(uint16_t)phase, (uint64_t)(member * pieces / team.threads),
-            (uint64_t)((member + 1) * pieces / team.threads)};
+  // Returns the range with which a thread begins the current phase.
+  Range initial_range(long thread, long pieces) const {
+    return {(uint16_t)phase, (uint64_t)(thread * pieces / team.threads),
+            (uint64_t)((thread + 1) * pieces / team.threads)};
   }
 
-  // A piece to do, of `owner`: the next of this member's range, or of what it takes from another's;
-  // one that another may be at only where this is `late`.
-  bool find(long pieces, bool is_late, Range* next) {
+  // Finds a range whose first piece this worker should compute, and sets `owner` to the thread that
+  // has it: this thread, or another one whose only remaining piece is computed a second time.
+  // Returns false if there is none. `is_late` allows such second computations.
+  bool find_piece(long pieces, bool is_late, Range* range) {
     owner = index;
-    *next = team.ranges[index].load();
-    if (is_behind(*next)) {
-      const Range part = part_of(index, pieces);
-      if (team.ranges[index].exchange(*next, part)) *next = part;
+    *range = team.ranges[index].load();
+    if (is_behind(*range)) {
+      const Range initial = initial_range(index, pieces);
+      if (team.ranges[index].compare_exchange(*range, initial)) *range = initial;
     }
-    if (is_open(*next)) return true;
+    if (is_open(*range)) return true;
     for (long i = 1; i < team.threads; i++)
-      if (find_at((index + i) % team.threads, pieces, is_late, next)) return true;
+      if (steal((index + i) % team.threads, pieces, is_late, range)) return true;
     return false;
   }
 
-  bool find_at(long other, long pieces, bool is_late, Range* next) {
-    AtomicRange& word = team.ranges[other];
-    Range range = word.load();
+  // Tries to move pieces of another thread to this one, see find_piece().
+  bool steal(long victim, long pieces, bool is_late, Range* stolen) {
+    AtomicRange& shared = team.ranges[victim];
+    Range range = shared.load();
     if (is_behind(range)) {
-      *next = part_of(other, pieces);
-      if (word.exchange(range, {next->phase, next->end, next->end})) return publish(*next);
+      *stolen = initial_range(victim, pieces);
+      if (shared.compare_exchange(range, {stolen->phase, stolen->end, stolen->end}))
+        return publish(*stolen);
     }
     if (!is_open(range)) return false;
     if (range.size() > 1) {
       const uint64_t middle = (range.first + range.end + 1) / 2;
-      *next = {range.phase, middle, range.end};
-      return word.exchange(range, {range.phase, range.first, middle}) && publish(*next);
+      *stolen = {range.phase, middle, range.end};
+      return shared.compare_exchange(range, {range.phase, range.first, middle}) && publish(*stolen);
     }
-    *next = range;
-    owner = other;
+    *stolen = range;
+    owner = victim;
     return is_late;
   }
 
-  // Not an empty range: all may be done then, and others in the next phase, where this member's
-  // word must not say again that its part is to be had. Until an open one is done nobody goes on.
+  // Makes a stolen range this thread's own; returns false if it is empty.
+  //
+  // An empty range is not stored: the phase may be completed then, and this thread's entry may
+  // already belong to the next phase, in which the store would offer the initial range again. While
+  // a range is open, its phase cannot complete.
   bool publish(Range range) {
     if (is_open(range)) team.ranges[index].store(range);
     return is_open(range);
   }
 
+  // Returns whether a range has pieces of the current phase.
   bool is_open(Range range) const { return range.phase == (uint16_t)phase && range.size() > 0; }
 
-  // Whether this thread may write the first piece of the owner's range, whose end may have moved.
-  bool take(long owner, Range range) {
+  // Removes the first piece of a range from its owner's entry. Returns whether this succeeded, so
+  // that this thread may write the piece. The end of the range may have changed meanwhile.
+  bool claim(long owner, Range range) {
     const Range wanted = range;
-    AtomicRange& word = team.ranges[owner];
+    AtomicRange& shared = team.ranges[owner];
     while (range.phase == wanted.phase && range.first == wanted.first && range.size() > 0)
-      if (word.exchange(range, {range.phase, range.first + 1u, range.end})) return true;
+      if (shared.compare_exchange(range, {range.phase, range.first + 1u, range.end})) return true;
     return false;
   }
 
-  void finish(long pieces) {
+  // Counts a written piece. After the last one, completes the phase and wakes the sleepers.
+  void finish_piece(long pieces) {
     if (team.done.fetch_add(1, std::memory_order_acq_rel) + 1 != pieces) return;
     team.done.store(0, std::memory_order_relaxed);
     team.completed.store(phase, std::memory_order_release);
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // before the look at the sleepers
+    // The fence orders the store to `completed` before the load of `sleepers`. A sleeper does the
+    // reverse, so at least one of the two sees the other.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
     if (team.sleepers.load(std::memory_order_relaxed))
       syscall(SYS_futex, &team.completed, FUTEX_WAKE_PRIVATE, (int)MAX_THREADS, nullptr, nullptr,
               0);
   }
 
-  void wait(int* idle) {
-    if (++*idle > ROUNDS) return sleep();
-    for (int i = 0; i < PAUSES && !is_over(); i++) _mm_pause();
+  // Spins for one round, or sleeps after MAX_ROUNDS of them.
+  void wait(int* idle_rounds) {
+    if (++*idle_rounds > MAX_ROUNDS) return sleep();
+    for (int i = 0; i < PAUSES_PER_ROUND && !is_over(); i++) _mm_pause();
   }
 
+  // Sleeps until the phase is completed, for SLEEP_NS at most: there may be pieces to steal then.
   void sleep() {
     const timespec limit = {0, SLEEP_NS};
     team.sleepers.fetch_add(1);
@@ -202,16 +227,16 @@ class Worker {
   }
 
   ThreadTeam& team;
-  uint32_t phase = 0;
-  long owner = 0;  // of the piece that this member is at
+  uint32_t phase = 0;  // number of the current phase, from 1
+  long owner = 0;      // thread whose range has the piece that this worker computes
 };
 
-// Runs work(member) on up to `threads` threads. OpenMP may give fewer: those that are there do all.
+// Runs work(worker) on up to `threads` threads. OpenMP may start fewer threads; these do all work.
 template <class Work> void run_team(long threads, Work work) {
   ThreadTeam team(threads);
 #pragma omp parallel num_threads((int)team.threads)
   {
-    Worker member(team, omp_get_thread_num());
-    work(member);
+    Worker worker(team, omp_get_thread_num());
+    work(worker);
   }
 }
