@@ -29,8 +29,9 @@ from llama.cli.batch.lines import (
     parse_line,
     read_request,
 )
-from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, read
-from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS, check_sampling, demo_dir, load
+from llama.cli.batch.loop import salt_of
+from llama.cli.flags import FLAGS, REQUIRED, SAMPLING_FLAGS, Command, Flag, read
+from llama.cli.model import BUILD_FLAGS, check_sampling, demo_dir, load, sampling_params
 from llama.sampling_params import SamplingParams
 
 CHUNK = 32  # lines of one task: what a killed actor does again at most twice over
@@ -58,9 +59,7 @@ class Replica:
     def __init__(self, options: argparse.Namespace) -> None:
         self._llama = load(options)
         self._name = Path(options.ckpt_dir or demo_dir()).name
-        self._defaults = SamplingParams(
-            max_tokens=options.max_gen_len, temperature=options.temperature, top_p=options.top_p
-        )
+        self._defaults = _defaults(options)
 
     def answer(self, lines: list[Line], jsonl: bool) -> list[tuple[Line, dict[str, Any]]]:
         """Yield each line and its record, in order; a bad line's record has its error."""
@@ -80,6 +79,11 @@ class Replica:
             tokenizer, number = self._llama.tokenizer, lines[i].number
             records[i] = answer_record(custom_id, number, body, output, tokenizer, self._name)
         return list(zip(lines, records, strict=True))
+
+
+def _defaults(options: argparse.Namespace) -> SamplingParams:
+    """Return the parameters of lines that do not give their own."""
+    return sampling_params(**{name: getattr(options, name) for name in SAMPLING_FLAGS})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -124,9 +128,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _chunks(options: argparse.Namespace, results: Results) -> Iterator[tuple[list[Line], bool]]:
     """Return the lines without a record, in chunks of CHUNK, and whether the file is JSONL."""
-    salt = repr((options.temperature, options.top_p, options.max_gen_len, options.seed))
     with open(options.in_file, "rb") as file:
-        lines = read_lines(file, salt)
+        lines = read_lines(file, salt_of(_defaults(options), options.seed))
         first = next(lines, None)
         if first is None:
             return

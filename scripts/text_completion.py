@@ -13,7 +13,7 @@ that suit the demo model); the continuation of a prompt streams. --help lists th
 from llama import Llama
 from llama.cli import run_script
 from llama.cli.commands import read_prompt, stream_continuation
-from llama.cli.model import check_sampling, demo_dir, figures
+from llama.cli.model import check_sampling, demo_dir, figures, sampling_params
 
 DEMO_PROMPTS = ["Once upon a time", "The capital of France is", "The opposite of hot is"]
 DEMO_DEFAULTS = {"max_seq_len": 256, "max_gen_len": None}  # its stories end by themselves
@@ -61,7 +61,8 @@ def main(
     )
     if has_prompt:
         heading = f"{given.decode()}\n> "
-        stream_continuation(llama, given, temperature, top_p, max_gen_len, heading=heading)
+        params = sampling_params(temperature=temperature, top_p=top_p, max_gen_len=max_gen_len)
+        stream_continuation(llama, given, params, heading=heading)
     else:
         prompts = PROMPTS if ckpt_dir else DEMO_PROMPTS
         results = llama.text_completion(prompts, temperature, top_p, max_gen_len)

@@ -17,8 +17,17 @@ import llama
 from llama.checks import nearest
 from llama.cli import commands, ranks
 from llama.cli.download import download
-from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, HelpWanted, UsageError, read
-from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
+from llama.cli.flags import (
+    FLAGS,
+    REQUIRED,
+    SAMPLING_FLAGS,
+    Command,
+    Flag,
+    HelpWanted,
+    UsageError,
+    read,
+)
+from llama.cli.model import BUILD_FLAGS
 from llama.cli.serve import NETWORK_FLAGS, serve
 
 # The flags of a command that a server can answer, with their defaults.

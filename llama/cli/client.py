@@ -12,17 +12,22 @@ import json
 import ssl
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from dataclasses import fields
 from typing import Any, NamedTuple, TypeVar
 
 import httpx2
 
 from llama.requests.request import Usage
+from llama.sampling_params import SamplingParams
 
 _CONNECT_S = 10.0
 _ANSWER_S = 3600.0  # time limit of a whole answer, which can be slow
 _MAX_RETRY_AFTER_S = 60.0  # upper limit of what a server may ask for
 _MAX_QUOTED = 500  # characters quoted of an error that does not have OpenAI's fields
 _TRANSIENT = {408, 429, 500, 502, 503, 504}  # Another attempt, or another replica, may succeed.
+
+_DEFAULTS = SamplingParams(max_tokens=None)
+_ALWAYS_SENT = ("temperature", "top_p")  # fields for which servers have other defaults
 
 _T = TypeVar("_T")
 
@@ -280,3 +285,17 @@ def _error_message(error: Any, text: str) -> str:
     if isinstance(message, str) and message:
         return message
     return text[:_MAX_QUOTED].strip() or "no message"
+
+
+def sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the fields of a request's body that ask for these parameters.
+
+    Parameters at their defaults are left out, except for `_ALWAYS_SENT`, because a server may not
+    know them.
+    """
+    values = {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
+    return {
+        name: value
+        for name, value in values.items()
+        if name in _ALWAYS_SENT or value != getattr(_DEFAULTS, name)
+    }

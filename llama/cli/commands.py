@@ -6,22 +6,28 @@ torchrun every rank comes here, and rank 0 reads and writes for all. The server 
 
 import argparse
 import contextlib
-import itertools
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llama.cli.flags import UsageError, extra
-from llama.cli.model import SAMPLING_FLAGS, check_client, check_sampling, demo_dir, figures, load
+from llama.cli.flags import SAMPLING_FLAGS, UsageError, extra
+from llama.cli.model import (
+    check_client,
+    check_sampling,
+    demo_dir,
+    figures,
+    load,
+    sampling_params,
+)
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.resident import KEYED, resident_server
 from llama.ranks.signals import SIGNALS, stop_requested
 
-_BATCH_FLAGS = ("resume", *SAMPLING_FLAGS)
 _CHAT_CONTEXT = 4096  # tokens
 _DEMO_CONTEXT = 512  # tokens, the length that the demo model was trained on
 
@@ -77,7 +83,8 @@ def complete(options: argparse.Namespace) -> int:
         return 0
     if not options.ckpt_dir:
         options.max_seq_len = options.max_seq_len or _DEMO_CONTEXT
-    stream_continuation(load(options), prompt, **_picked(options, "seed", *SAMPLING_FLAGS))
+    params = sampling_params(**_picked(options, "seed", *SAMPLING_FLAGS))
+    stream_continuation(load(options), prompt, params)
     return 0
 
 
@@ -86,23 +93,16 @@ def _picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _complete_on_server(url: str, prompt: bytes, options: argparse.Namespace) -> None:
-    from llama.cli.client import Client, json_at
+    from llama.cli.client import Client, json_at, sampling_fields
 
     async def stream(client: Client) -> None:
         text = prompt.decode()
         counts = (await client.post("/tokenize", {"prompt": text})).body
         capacity = max(1, json_at(counts, "max_model_len") - json_at(counts, "count"))
-        max_tokens = capacity
-        if options.max_gen_len is not None:
-            max_tokens = min(options.max_gen_len, capacity)
-        body = {
-            "prompt": text,
-            "stream": True,
-            "temperature": options.temperature,
-            "top_p": options.top_p,
-            "seed": options.seed,
-            "max_tokens": max_tokens,
-        }
+        params = sampling_params(**_picked(options, "seed", *SAMPLING_FLAGS))
+        max_tokens = capacity if params.max_tokens is None else min(params.max_tokens, capacity)
+        params = replace(params, max_tokens=max_tokens)
+        body = {"prompt": text, "stream": True, **sampling_fields(params)}
         async for event in client.events("/v1/completions", body):
             _write(json_at(event, "choices", 0, "text") or "")
         _write("\n")
@@ -111,26 +111,35 @@ def _complete_on_server(url: str, prompt: bytes, options: argparse.Namespace) ->
         client.run(stream(client))
 
 
-def stream_continuation(
-    llama: Any, prompt: bytes, *sampling: Any, heading: str = "", **more: Any
-) -> None:
+def stream_continuation(llama: Any, prompt: bytes, params: Any, *, heading: str = "") -> None:
     """Write a heading and the continuation of one prompt to stdout, while it is generated.
 
     Args:
         llama: The model.
         prompt: The prompt in UTF-8. Rank 0's is used, and rank 0 writes.
-        sampling: Positional arguments of `Llama.stream_text`.
+        params: The `SamplingParams` of the continuation.
         heading: A text to write before the continuation.
-        more: Keyword arguments of `Llama.stream_text`.
+
+    Raises:
+        ValueError: The prompt is too long, or the model failed.
     """
     parallel = llama.model.parallel
     check_one_group(parallel.data_size, "there is one prompt", "or start fewer processes")
     text = parallel.broadcast_bytes(prompt).decode()
-    deltas = llama.stream_text([text], *sampling, **more)
-    for piece in itertools.chain((delta.text for delta in deltas), "\n"):
-        if parallel.is_leader:
-            _write(heading + piece, parallel.watch)
-        heading = ""
+    engine = llama.llm_engine
+    # The engine iterates this where an error of one rank becomes an error of every rank.
+    requests = (engine.prepare("", each, params, index=0) for each in [text])
+    unwritten = heading
+    with contextlib.closing(engine.stream(requests)) as outputs:
+        for output in outputs:
+            if output.error is not None:
+                raise ValueError(f"prompt 0: {output.error}")
+            unwritten += output.outputs[0].new_text
+            if parallel.is_leader and unwritten:
+                _write(unwritten, parallel.watch)
+            unwritten = ""
+    if parallel.is_leader:
+        _write(f"{unwritten}\n", parallel.watch)
 
 
 def _write(piece: str, watch: Any = None) -> None:
@@ -225,9 +234,10 @@ def _batch_on_engine(options: argparse.Namespace) -> tuple[int, int]:
         llama,
         options.in_file,
         options.out_file,
+        sampling_params(**_picked(options, *SAMPLING_FLAGS)),
+        resume=options.resume,
         model=Path(options.ckpt_dir or demo_dir()).name,
         progress=sys.stderr.isatty(),
-        **_picked(options, *_BATCH_FLAGS),
     )
     if global_rank() == 0:
         print(figures(llama), flush=True)
@@ -239,7 +249,7 @@ def _batch_on_server(options: argparse.Namespace) -> tuple[int, int]:
 
     This avoids the import of torch, which takes seconds.
     """
-    names = ("seed", "api_key", "model", "concurrency", "retry_s", *_BATCH_FLAGS)
+    names = ("seed", "api_key", "model", "concurrency", "retry_s", "resume")
     with _server(options) as url, SIGNALS.taken_alone(signal.SIGTERM):
         from llama.cli.batch.server_job import run_server_batch
 
@@ -247,6 +257,7 @@ def _batch_on_server(options: argparse.Namespace) -> tuple[int, int]:
             url,
             options.in_file,
             options.out_file,
+            sampling_params(**_picked(options, *SAMPLING_FLAGS)),
             progress=sys.stderr.isatty(),
             **_picked(options, *names),
         )

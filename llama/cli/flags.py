@@ -19,6 +19,11 @@ from llama.checks import nearest
 
 REQUIRED = object()  # the default of a flag that must be given
 
+# The flags of sampling, with their defaults. `SAMPLING_FIELDS` has their fields in SamplingParams
+# where these have other names.
+SAMPLING_FLAGS: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "max_gen_len": None}
+SAMPLING_FIELDS = {"max_gen_len": "max_tokens"}
+
 _NAME = re.compile(r"--[a-zA-Z][\w-]*(=.*)?", re.DOTALL)
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}

@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from llama.build_args import BuildArgs
-from llama.cli.flags import UsageError
+from llama.cli.flags import SAMPLING_FIELDS, SAMPLING_FLAGS, UsageError
 from llama.storage.hub import model_folder
 from llama.storage.page_cache import read_ahead
 
-# The arguments of Llama.build and of sampling, with their defaults.
+# The arguments of Llama.build, with their defaults.
 BUILD_FLAGS: dict[str, Any] = {
     "ckpt_dir": None,
     **{each.name: each.default for each in fields(BuildArgs) if each.metadata},
 }
-SAMPLING_FLAGS: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "max_gen_len": None}
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The demo model is inside the package in a wheel, and beside it in a checkout.
@@ -55,12 +54,27 @@ def check_sampling(options: argparse.Namespace) -> None:
     given = {name: getattr(options, name) for name in ("seed", *SAMPLING_FLAGS)}
     if given.items() <= {**BUILD_FLAGS, **SAMPLING_FLAGS}.items():
         return  # the defaults, which need no check and no import of pydantic
-    from llama.sampling_params import SamplingParams
-
     try:
-        SamplingParams(max_tokens=given.pop("max_gen_len"), **given)
+        sampling_params(**given)
     except (TypeError, ValueError) as e:
-        raise UsageError(str(e).replace("max_tokens", "max_gen_len")) from e
+        message = str(e)
+        for flag, field in SAMPLING_FIELDS.items():
+            message = message.replace(field, flag)
+        raise UsageError(message) from e
+
+
+def sampling_params(**flags: Any) -> Any:
+    """Return the `SamplingParams` of sampling flags and of `seed`.
+
+    A flag that is not given has its default; without `seed` the engine chooses one.
+
+    Raises:
+        TypeError, ValueError: A value is not allowed.
+    """
+    from llama.sampling_params import SamplingParams  # It imports pydantic, which takes time.
+
+    values = {**SAMPLING_FLAGS, **flags}
+    return SamplingParams(**{SAMPLING_FIELDS.get(name, name): x for name, x in values.items()})
 
 
 def check_client(options: argparse.Namespace, flag: str, *allowed: str) -> None:

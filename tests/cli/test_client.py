@@ -14,6 +14,7 @@ import pytest
 from llama.cli import main
 from llama.cli.batch.server_job import run_server_batch
 from llama.cli.client import Client, ServerError
+from llama.cli.model import sampling_params
 
 LIMIT_S = 0.6
 MODELS = b'{"data": [{"id": "m"}]}'
@@ -125,7 +126,9 @@ def test_each_wait_ends_with_an_error_that_names_the_server(tmp_path, action):
             call(url, lambda client: client.model(None))
     (tmp_path / "in").write_text("hello\n" * 3)
     with misbehaving(action) as url:
-        report = run_server_batch(url, str(tmp_path / "in"), str(tmp_path / "out"), retry_s=0)
+        report = run_server_batch(
+            url, str(tmp_path / "in"), str(tmp_path / "out"), sampling_params(), retry_s=0
+        )
         assert (report.written, report.failed) == (3, 3)
     for line in (tmp_path / "out").read_text().splitlines():
         assert url in json.loads(line)["error"]["message"]

@@ -6,6 +6,7 @@ from typing import Any
 
 from llama import Llama
 from llama.cli.batch.job import run_batch
+from llama.cli.model import sampling_params
 
 
 def written(lines: list[Any]) -> bytes:
@@ -17,10 +18,16 @@ def written(lines: list[Any]) -> bytes:
     return b"".join(part + b"\n" for part in parts)
 
 
-def answers(llama: Llama, folder: Path, lines: list[Any], *args, **kwargs) -> list[dict[str, Any]]:
-    """Return the records for these lines, in the order of the lines."""
+def answers(
+    llama: Llama, folder: Path, lines: list[Any], *, model: str = "llama", **flags: Any
+) -> list[dict[str, Any]]:
+    """Return the records for these lines, in the order of the lines.
+
+    `flags` are those of sampling.
+    """
     (folder / "in").write_bytes(written(lines))
     (folder / "out").unlink(missing_ok=True)
-    run_batch(llama, str(folder / "in"), str(folder / "out"), *args, **kwargs)
+    paths = str(folder / "in"), str(folder / "out")
+    run_batch(llama, *paths, sampling_params(**flags), model=model)
     records = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
     return sorted(records, key=lambda record: record["id"])

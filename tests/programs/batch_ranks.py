@@ -13,6 +13,7 @@ import torch
 
 from llama import Llama
 from llama.cli.batch.job import run_batch
+from llama.cli.model import sampling_params
 from llama.ranks.groups import disconnect
 
 
@@ -28,11 +29,12 @@ def main(weights: str, size: str, folder: str) -> None:
         return start(scheduled)
 
     llama.engine.runner.start = start_late  # type: ignore[method-assign]
+    params = sampling_params(temperature=1.0)
     reports = []
     for name, resume in (("out", False), ("out", True), ("again", False)):
         out = Path(folder, name)
         before = llama.engine.stats.generated_tokens
-        report = run_batch(llama, f"{folder}/in", str(out), 1.0, resume=resume)
+        report = run_batch(llama, f"{folder}/in", str(out), params, resume=resume)
         tokens = llama.engine.stats.generated_tokens - before
         reports.append([report.written, report.failed, tokens])
     Path(folder, f"rank{parallel.global_rank}.json").write_text(json.dumps(reports))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from llama import Llama
 from llama.cli.batch.job import run_batch
 from llama.cli.chat.engine_session import chat_on_engine as chat
+from llama.cli.model import sampling_params
 from llama.ranks import processes
 from llama.ranks.launch import launch
 from llama.ranks.rendezvous import Rendezvous, Store
@@ -137,7 +138,8 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     if "drain_s" in case:
         path = mark.with_suffix(".out")
         mark.with_suffix(".in").write_text("a question\n" * 40)
-        run_batch(llama, str(mark.with_suffix(".in")), str(path), 0, max_gen_len=8)
+        params = sampling_params(temperature=0, max_gen_len=8)
+        run_batch(llama, str(mark.with_suffix(".in")), str(path), params)
         return
     llama.generate(prompts, 16, 0)
     if when == "idle":

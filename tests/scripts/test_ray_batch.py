@@ -23,6 +23,7 @@ from helpers.launch import REPO, environment
 from helpers.waiting import num_lines, wait_until
 from llama import Llama
 from llama.cli.batch.job import run_batch
+from llama.cli.model import sampling_params
 
 pytestmark = [
     pytest.mark.hosts,
@@ -100,7 +101,7 @@ def test_a_killed_actor_and_a_lost_node_lose_nothing(cluster, checkpoint_dir, tm
     assert job.returncode == 0, errors
     assert f"{NUM_LINES} results added, 1 errors in the file" in errors
     llama = Llama.build(str(checkpoint_dir[0]), None, 128, 4, device="cpu", dtype="fp32")
-    run_batch(llama, str(tmp_path / "in"), str(tmp_path / "alone"))
+    run_batch(llama, str(tmp_path / "in"), str(tmp_path / "alone"), sampling_params())
     assert records(out) == records(tmp_path / "alone")
-    report = run_batch(llama, str(tmp_path / "in"), str(out), resume=True)
+    report = run_batch(llama, str(tmp_path / "in"), str(out), sampling_params(), resume=True)
     assert (report.written, report.failed) == (0, 1), "llama batch goes on with the same file"

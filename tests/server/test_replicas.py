@@ -18,6 +18,7 @@ from helpers.waiting import num_lines, wait_until
 from helpers.web import web
 from llama.cli.batch.loop import BatchReport
 from llama.cli.batch.server_job import run_server_batch
+from llama.cli.model import sampling_params
 
 CONF = REPO / "torchrun_examples" / "nginx_two_servers.conf"
 
@@ -40,7 +41,7 @@ def test_a_server_that_dies_behind_nginx_is_not_noticed(tmp_path):
         out, reports = tmp_path / "out", []
 
         def work() -> None:
-            reports.append(run_server_batch(url, str(tmp_path / "in"), str(out)))
+            reports.append(run_server_batch(url, str(tmp_path / "in"), str(out), sampling_params()))
 
         thread = threading.Thread(target=work, daemon=True)  # it may retry for minutes
         thread.start()

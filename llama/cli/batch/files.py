@@ -169,8 +169,7 @@ class Results:
         if line_hash and line_hash != line.line_hash:
             raise ValueError(
                 f"line {line.number} or the flags are not those that {self.path} was made with: "
-                "resume with the same input, seed, temperature, top_p and max_gen_len, "
-                "or write to another file"
+                "resume with the same input, --seed and flags of sampling, or write to another file"
             )
         return line_hash != 0
 

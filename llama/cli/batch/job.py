@@ -29,9 +29,7 @@ def run_batch(
     llama: Llama,
     in_path: str,
     out_path: str,
-    temperature: float = 0.6,
-    top_p: float = 0.9,
-    max_gen_len: int | None = None,
+    defaults: SamplingParams,
     *,
     resume: bool = False,
     model: str = "llama",
@@ -45,9 +43,7 @@ def run_batch(
         llama: The model.
         in_path: A file with one request per line.
         out_path: A file that gets one JSON record per line, in the order in which answers finish.
-        temperature: Default of lines that do not give it, as are `top_p` and `max_gen_len`.
-        top_p: See `temperature`.
-        max_gen_len: See `temperature`.
+        defaults: Parameters of lines that do not give their own.
         resume: Whether to add the missing records to an output of the same input and arguments.
         model: The name of the model in the records.
         progress: Whether rank 0 shows a progress bar.
@@ -56,7 +52,6 @@ def run_batch(
         ValueError: The input cannot be used, or it does not belong to the output.
         OSError: A file cannot be used, or another program changes the output.
     """
-    defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
     parallel = llama.llm_engine.parallel
     with _open_files(llama, in_path, out_path, resume) as (file, results):
         num_done = results.num_done

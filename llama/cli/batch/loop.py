@@ -10,7 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from tqdm import tqdm
@@ -70,6 +70,19 @@ def local_counters() -> Take:
         return values[name] - amount
 
     return take
+
+
+def salt_of(defaults: SamplingParams, seed: int) -> str:
+    """Return the salt of `read_lines`: it identifies what answers depend on besides their lines.
+
+    It is the same as in earlier versions for what these had, so that their jobs can be resumed:
+    further parameters are a part of it only where they are not at their defaults.
+    """
+    parts: list[Any] = [defaults.temperature, defaults.top_p, defaults.max_tokens, seed]
+    further = replace(defaults, temperature=1.0, top_p=1.0, max_tokens=None)
+    if further != SamplingParams(max_tokens=None):
+        parts.append(further)
+    return repr(tuple(parts))
 
 
 @dataclass
@@ -156,9 +169,7 @@ class Loop:
     def _missing(self) -> Iterator[Line]:
         """Yield the lines without a record, in the same order on every replica."""
         number = 0
-        defaults = self.defaults
-        salt = repr((defaults.temperature, defaults.top_p, defaults.max_tokens, self.seed))
-        for line in read_lines(self.file, salt):
+        for line in read_lines(self.file, salt_of(self.defaults, self.seed)):
             if not self.num_read:
                 self.is_jsonl = line.data.lstrip().startswith(b"{")
             number = line.number

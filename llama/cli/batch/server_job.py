@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from llama.cli.batch.files import Line, Results, check_files
 from llama.cli.batch.lines import error_record, response_record, target
 from llama.cli.batch.loop import BatchReport, Loop
-from llama.cli.client import Client, Reply, ServerError, usage_of
+from llama.cli.client import Client, Reply, ServerError, sampling_fields, usage_of
 from llama.ranks.signals import SIGNALS, stop_requested
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
@@ -30,9 +30,7 @@ def run_server_batch(
     url: str,
     in_path: str,
     out_path: str,
-    temperature: float = 0.6,
-    top_p: float = 0.9,
-    max_gen_len: int | None = None,
+    defaults: SamplingParams,
     *,
     seed: int = 1,
     api_key: str | None = None,
@@ -50,9 +48,8 @@ def run_server_batch(
         url: The server; see `Client`.
         in_path: A file with one request per line.
         out_path: A file that gets one JSON record per line.
-        temperature: Default of lines that do not give it, as are `top_p` and `max_gen_len`.
-        top_p: See `temperature`.
-        max_gen_len: See `temperature`; without it the server's own default applies.
+        defaults: Parameters of lines that do not give their own. Without `max_tokens` the
+            server's own default applies.
         seed: The seed of the job, from which each line without a seed gets its own.
         api_key: The key of the server.
         model: One of the server's models; its first one by default.
@@ -69,7 +66,6 @@ def run_server_batch(
     if not 1 <= concurrency <= MAX_CONCURRENCY:
         raise ValueError(f"concurrency={concurrency} must be from 1 to {MAX_CONCURRENCY}")
     check_files(in_path, out_path, resume=resume)
-    defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
     with contextlib.closing(Client(url, api_key)) as client, open(in_path, "rb") as file:
         name, _ = client.run(client.model(model))
         answers = ServerAnswers(client, defaults, name, seed, concurrency, retry_s)
@@ -206,12 +202,7 @@ def with_defaults(
 ) -> dict[str, Any]:
     """Return the body with values for the fields that it leaves out or has as null."""
     given = {name: value for name, value in body.items() if value is not None}
-    values: dict[str, Any] = {
-        "model": model,
-        "temperature": defaults.temperature,
-        "top_p": defaults.top_p,
-        "seed": seed,
-    }
-    if defaults.max_tokens is not None and "max_completion_tokens" not in given:
-        values["max_tokens"] = defaults.max_tokens
+    values = {"model": model, "seed": seed, **sampling_fields(defaults)}
+    if "max_completion_tokens" in given:
+        values.pop("max_tokens", None)
     return values | given

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
+from llama.cli.flags import SAMPLING_FIELDS, SAMPLING_FLAGS
+from llama.cli.model import BUILD_FLAGS
 from llama.prompts.messages import read_messages, text_of
 from llama.requests.request import Usage
 from llama.sampling_params import SamplingParams
 
-# The settings that a user can change. They are fields of SamplingParams, except for one name.
-SETTINGS = (
+_LISTED = (
     "temperature",
     "top_p",
     "top_k",
@@ -34,7 +34,9 @@ SETTINGS = (
     "bad_words",
     "seed",
 )
-_FIELDS = {"max_gen_len": "max_tokens"}
+# The settings that a user can change: those of this list, and every flag of sampling. They are
+# fields of SamplingParams, except for the names in SAMPLING_FIELDS.
+SETTINGS = tuple(dict.fromkeys((*_LISTED, *SAMPLING_FLAGS)))
 _KEYWORDS = {"none": "null", "true": "true", "false": "false"}  # written in any case -> JSON
 _MORE_HELP = '''\
 A \\ at the end of a line continues the text on the next line. A line of """ begins a text of
@@ -296,7 +298,7 @@ class Conversation:
         return f"{name} {_format(value)}"
 
     def _value_of(self, setting: str) -> Any:
-        return getattr(self.params, _FIELDS.get(setting, setting))
+        return getattr(self.params, SAMPLING_FIELDS.get(setting, setting))
 
     def _change(self, name: str, value: Any) -> None:
         if name not in SETTINGS:
@@ -305,7 +307,7 @@ class Conversation:
         if name in ("stop", "bad_words") and value is None:
             value = ()
         try:
-            self.params = replace(self.params, **{_FIELDS.get(name, name): value})
+            self.params = replace(self.params, **{SAMPLING_FIELDS.get(name, name): value})
         except (TypeError, ValueError) as error:
             raise ValueError(str(error).replace("max_tokens", "max_gen_len")) from None
 

@@ -6,19 +6,16 @@ No model is loaded and torch is not imported.
 import asyncio
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields
 from typing import Any
 
 from llama.cli.chat.conversation import Conversation, Turn
 from llama.cli.chat.session import Part, talk
 from llama.cli.chat.terminal import Terminal
-from llama.cli.client import Client, ServerError, json_at, usage_of
+from llama.cli.client import Client, ServerError, json_at, sampling_fields, usage_of
 from llama.sampling_params import SamplingParams
 from llama.server.openai.models import CHAT_URL
 
 _POLL_S = 0.1  # interval of the checks for Ctrl-C
-_DEFAULTS = SamplingParams(max_tokens=None)
-_ALWAYS_SENT = ("temperature", "top_p")  # fields for which servers have other defaults
 
 
 def chat_on_server(
@@ -90,21 +87,11 @@ def _parts(client: Client, body: dict[str, Any]) -> Generator[Part, None, None]:
 def chat_body(
     messages: Sequence[Mapping[str, Any]], params: SamplingParams, *, model: str
 ) -> dict[str, Any]:
-    """Return the body of a streamed chat completion.
-
-    Parameters at their defaults are left out, except for `_ALWAYS_SENT`, because a server may not
-    know them.
-    """
-    values = {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
-    sent = {
-        name: value
-        for name, value in values.items()
-        if name in _ALWAYS_SENT or value != getattr(_DEFAULTS, name)
-    }
+    """Return the body of a streamed chat completion."""
     return {
         "model": model,
         "messages": messages,
-        **sent,
+        **sampling_fields(params),
         "stream": True,
         "stream_options": {"include_usage": True},
     }

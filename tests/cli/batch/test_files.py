@@ -17,6 +17,7 @@ import pytest
 from helpers.batch import written
 from llama.cli.batch.files import Line, Results, check_files, read_lines
 from llama.cli.batch.job import run_batch
+from llama.cli.model import sampling_params
 
 fork = multiprocessing.get_context("fork")
 
@@ -107,7 +108,9 @@ def test_a_job_does_not_start_on_the_output_of_another(llama, tmp_path):
     (tmp_path / "in").write_text("hello\n")
     other = Results(str(tmp_path / "out"))
     with pytest.raises(ValueError, match="is being written by another job"):
-        run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), resume=True)
+        run_batch(
+            llama, str(tmp_path / "in"), str(tmp_path / "out"), sampling_params(), resume=True
+        )
     other.close()
 
 
@@ -118,7 +121,8 @@ def test_a_file_system_without_locks_serves_one_rank(llama, tmp_path, monkeypatc
     for name in ("fcntl", "lockf"):
         monkeypatch.setattr(f"fcntl.{name}", no_locks)
     (tmp_path / "in").write_text("hello\nworld\n")
-    run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), max_gen_len=2)
+    paths = str(tmp_path / "in"), str(tmp_path / "out")
+    run_batch(llama, *paths, sampling_params(max_gen_len=2))
     assert len((tmp_path / "out").read_bytes().splitlines()) == 2
     with pytest.raises(OSError, match="no locks, which several ranks need"):
         Results(str(tmp_path / "out"), first=False, max_lines=2)
@@ -183,8 +187,9 @@ def test_a_lost_output_is_an_error(llama, tmp_path, monkeypatch, damage, message
 
     monkeypatch.setattr(Results, "append", append_and_damage)
     (tmp_path / "in").write_bytes(b"hello\n" * 8)
+    paths = str(tmp_path / "in"), str(tmp_path / "out")
     with pytest.raises(OSError, match=message):
-        run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), max_gen_len=3)
+        run_batch(llama, *paths, sampling_params(max_gen_len=3))
     assert not llama.engine.has_unfinished()
     if damage is not overwrite:  # only the final check of all records finds that
         assert len(count) == after, "the job ends at the next record, not after hours"
@@ -209,9 +214,11 @@ def test_an_input_cut_while_it_is_read_is_an_error(llama, tmp_path, monkeypatch)
         with pytest.raises(
             ValueError, match=r"had 15\d+ bytes and was truncated to 1025000 while the"
         ):
-            run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"))
+            run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), sampling_params())
     assert not llama.engine.has_unfinished()
     (tmp_path / "in").write_bytes(whole)
-    report = run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), resume=True)
+    report = run_batch(
+        llama, str(tmp_path / "in"), str(tmp_path / "out"), sampling_params(), resume=True
+    )
     assert 10 <= report.written < 30 and report.failed == 0
     assert len((tmp_path / "out").read_bytes().splitlines()) == 30

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from llama.cli import main
 from llama.cli.batch.files import Results, read_lines
 from llama.cli.batch.job import run_batch
 from llama.cli.batch.lines import MAX_LINE
-from llama.cli.batch.loop import BatchReport, Loop
+from llama.cli.batch.loop import BatchReport, Loop, salt_of
+from llama.cli.model import sampling_params
 
 WORDS = "one two three four five six seven eight nine ten".split()
 SIZES = ["--max_seq_len", "128", "--max_batch_size", "4", "--dtype", "fp32", "--device", "cpu"]
@@ -53,7 +55,8 @@ def requests(count: int, longest: int = 12) -> list[Any]:
 
 
 def job(llama: Llama, folder: Path, name: str = "out", *, resume: bool = False) -> BatchReport:
-    return run_batch(llama, str(folder / "in"), str(folder / name), 1.0, resume=resume)
+    params = sampling_params(temperature=1.0)
+    return run_batch(llama, str(folder / "in"), str(folder / name), params, resume=resume)
 
 
 def records(path: Path) -> dict[str, Any]:
@@ -153,16 +156,18 @@ def test_what_is_not_ours_is_refused_and_left_alone(llama, undisturbed, tmp_path
     (tmp_path / "out").write_bytes(whole)
     lines = requests(90)
 
-    def refused(kind: type[Exception], message: str, *args: Any, resume: bool = True) -> None:
+    def refused(
+        kind: type[Exception], message: str, *, temperature: float = 1.0, resume: bool = True
+    ) -> None:
         (tmp_path / "in").write_bytes(written(lines))
         before = (tmp_path / "out").read_bytes()
         with pytest.raises(kind, match=message):
             paths = str(tmp_path / "in"), str(tmp_path / "out")
-            run_batch(llama, *paths, *(args or (1.0,)), resume=resume)
+            run_batch(llama, *paths, sampling_params(temperature=temperature), resume=resume)
         assert (tmp_path / "out").read_bytes() == before
 
     refused(FileExistsError, "has results already: add --resume", resume=False)
-    refused(ValueError, "line 1 or the flags are not those", 0.5)
+    refused(ValueError, "line 1 or the flags are not those", temperature=0.5)
     lines[20] = {**lines[20], "custom_id": "other"}
     refused(ValueError, "line 21 or the flags are not those")
     lines[20:] = requests(90)[20:80]
@@ -177,6 +182,21 @@ def test_what_is_not_ours_is_refused_and_left_alone(llama, undisturbed, tmp_path
     with pytest.raises(FileNotFoundError, match="in"):
         job(llama, tmp_path)
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_every_sampling_parameter_is_part_of_the_salt():
+    """Every sampling parameter is part of the salt, and jobs of earlier versions can be resumed."""
+    assert salt_of(sampling_params(), 1) == repr((0.6, 0.9, None, 1))
+    assert salt_of(sampling_params(), 2) == repr((0.6, 0.9, None, 2))
+    changed: list[dict[str, Any]] = [
+        {"temperature": 0.5},
+        {"top_p": 0.5},
+        {"max_tokens": 5},
+        {"top_k": 5},
+        {"min_p": 0.5},
+    ]
+    salts = {salt_of(replace(sampling_params(), **change), 1) for change in changed}
+    assert len(salts | {salt_of(sampling_params(), 1)}) == 6
 
 
 def test_the_first_result_comes_before_the_last_line(llama, tmp_path):
@@ -224,7 +244,8 @@ def test_memory_does_not_grow_with_the_file(llama, tmp_path, monkeypatch):
     answers(llama, tmp_path, [{"prompt": "warm up", "max_tokens": 2}] * 5)
     (tmp_path / "in").write_bytes(b'{"prompt": "x", "tools": 1}\n' * 20_000)
     before = resident_mb()
-    assert run_batch(llama, str(tmp_path / "in"), str(tmp_path / "bad")).failed == 20_000
+    bad = str(tmp_path / "in"), str(tmp_path / "bad")
+    assert run_batch(llama, *bad, sampling_params()).failed == 20_000
     assert most[0] - before < 4, f"{most[0] - before} MB"
 
     line = b'{"prompt": "x", "user": "%s", "max_tokens": 2}\n' % (b"abcdefgh" * 50)
@@ -235,7 +256,9 @@ def test_memory_does_not_grow_with_the_file(llama, tmp_path, monkeypatch):
             if number % 30_000 and len(data) < MAX_LINE:
                 out.write(b'{"id": "batch_req_%012d_%08x", "error": null}\n' % (number, line_hash))
     before, most[0] = resident_mb(), 0.0
-    report = run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), resume=True)
+    report = run_batch(
+        llama, str(tmp_path / "in"), str(tmp_path / "out"), sampling_params(), resume=True
+    )
     assert (report.written, report.failed) == (4, 1)
     assert most[0] - before < MAX_LINE / 1e6 * 3, f"{most[0] - before} MB"
 
@@ -282,7 +305,7 @@ def test_an_empty_input_and_an_empty_output(llama, tmp_path):
 
 def test_the_progress_bar_tells_requests_rate_and_time_left(llama, undisturbed, capsys):
     paths = str(undisturbed / "in"), str(undisturbed / "barred")
-    run_batch(llama, *paths, 1.0, progress=True)
+    run_batch(llama, *paths, sampling_params(temperature=1.0), progress=True)
     last = capsys.readouterr().err.split("\r")[-1]
     assert "100%" in last and " 90/90 " in last and "tokens/s" in last
 

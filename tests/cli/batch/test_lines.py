@@ -11,6 +11,7 @@ import pytest
 from helpers.batch import answers
 from llama.cli.batch.job import run_batch
 from llama.cli.batch.lines import MAX_LINE, parse_line, read_request
+from llama.cli.model import sampling_params
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
 from llama.server.openai.models import CHAT_URL, TEXT_URL
@@ -47,9 +48,9 @@ def test_each_form_gives_the_answers_of_the_api(llama, tmp_path, temperature):
     ]
     chats = [r["generation"]["content"] for r in replies]
     plain = [{"prompt": prompt} for prompt in PROMPTS] + [{"messages": d} for d in dialogs]
-    found = answers(llama, tmp_path, plain, temperature, 0.9, 12)
+    found = answers(llama, tmp_path, plain, temperature=temperature, max_gen_len=12)
     assert [text_of(record) for record in found] == wanted + chats
-    found = answers(llama, tmp_path, PROMPTS, temperature, 0.9, 12)
+    found = answers(llama, tmp_path, PROMPTS, temperature=temperature, max_gen_len=12)
     assert [text_of(record) for record in found] == wanted
     settings = {"temperature": temperature, "top_p": 0.9, "max_tokens": 12}
     lines = [openai({**request, **settings}) for request in plain]
@@ -64,7 +65,7 @@ def test_records_are_openais(llama, tmp_path):
     in line numbers.
     """
     lines = ["", {"prompt": "Hi", "model": "mine"}, "   ", openai({"messages": HELLO})]
-    text, chat = answers(llama, tmp_path, lines, 0.0, 0.9, 3, model="tiny")
+    text, chat = answers(llama, tmp_path, lines, temperature=0.0, max_gen_len=3, model="tiny")
     assert text["id"].startswith("batch_req_000000000002_")
     assert (text["custom_id"], chat["custom_id"]) == ("line-2", "me")
     assert text["response"] == {
@@ -126,7 +127,7 @@ def test_log_probabilities(llama, tmp_path):
 
 def test_several_answers_a_line(llama, tmp_path):
     lines = [{"prompt": "Hello", "n": 3, "best_of": 4, "seed": 5, "max_tokens": 8}] * 2
-    one, other = answers(llama, tmp_path, lines, 1.0)
+    one, other = answers(llama, tmp_path, lines, temperature=1.0)
     texts = [text_of(one, i) for i in range(3)]
     assert texts == [text_of(other, i) for i in range(3)] and len(set(texts)) > 1
     assert [c["index"] for c in one["response"]["body"]["choices"]] == [0, 1, 2]
@@ -138,14 +139,15 @@ def test_a_text_file_is_prompts_as_they_stand(llama, tmp_path):
     Spaces count, a line end of either kind does not, and JSON in a later line is text.
     """
     lines = [b"\xef\xbb\xbfHello  \r", '{"prompt": "x"}', b"caf\xe9", "last"]
-    found = answers(llama, tmp_path, lines, 0.0, 0.9, 4)
+    found = answers(llama, tmp_path, lines, temperature=0.0, max_gen_len=4)
     wanted = llama.text_completion(["Hello  ", '{"prompt": "x"}', "last"], 0.0, 0.9, 4)
     texts = [text_of(found[i]) for i in (0, 1, 3)]
     assert texts == [result["generation"] for result in wanted]
     assert found[2]["error"]["message"] == "the line is not UTF-8 at byte 4: unexpected end of data"
     (tmp_path / "in").write_bytes(b"no end")
     (tmp_path / "out").unlink()
-    run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), max_gen_len=2)
+    paths = str(tmp_path / "in"), str(tmp_path / "out")
+    run_batch(llama, *paths, sampling_params(max_gen_len=2))
     assert len((tmp_path / "out").read_text().splitlines()) == 1
 
 
@@ -187,7 +189,7 @@ def test_each_bad_line_is_a_record_with_its_number(llama, tmp_path):
     lines: list[Any] = [{"prompt": "first"}]
     for bad, _ in BAD:
         lines += [bad, {"prompt": "between"}]
-    found = answers(llama, tmp_path, lines, 0.0, 0.9, 2)
+    found = answers(llama, tmp_path, lines, temperature=0.0, max_gen_len=2)
     assert len(found) == len(lines)
     for i, (_, message) in enumerate(BAD):
         record = found[2 * i + 1]
@@ -202,7 +204,9 @@ def test_each_bad_line_is_a_record_with_its_number(llama, tmp_path):
 
 
 def test_a_broken_first_line_does_not_make_text_of_the_rest(llama, tmp_path):
-    found = answers(llama, tmp_path, ['{"prompt": "x', {"prompt": "Hello"}], 0.0, 0.9, 4)
+    found = answers(
+        llama, tmp_path, ['{"prompt": "x', {"prompt": "Hello"}], temperature=0.0, max_gen_len=4
+    )
     assert found[0]["error"]["line"] == 1
     assert text_of(found[1]) == llama.text_completion(["Hello"], 0.0, 0.9, 4)[0]["generation"]
 
@@ -229,7 +233,7 @@ def test_a_line_of_nan_gets_an_error_and_its_neighbours_their_answers(llama, tmp
     error = found[1]["error"]
     assert (error["code"], error["line"]) == ("server_error", 2) and "NaN" in error["message"]
     files = str(tmp_path / "in"), str(tmp_path / "out")
-    report = run_batch(llama, *files, resume=True)
+    report = run_batch(llama, *files, sampling_params(), resume=True)
     assert (report.written, report.failed) == (0, 1), "it counts as done"
 
 

@@ -27,6 +27,7 @@ from llama.cli import main
 from llama.cli.batch.loop import BatchReport
 from llama.cli.batch.server_job import run_server_batch
 from llama.cli.client import ServerError
+from llama.cli.model import sampling_params
 
 SERVER = ("--max_seq_len", "512", "--dtype", "fp32", "--device", "cpu", "--api_key", "k")
 NUM_LINES = 60
@@ -81,7 +82,7 @@ def test_kills_of_client_and_server_lose_and_double_nothing(demo, tmp_path):
     The client is killed four times and resumed; then the server is killed, and another one starts
     on the same port. After SIGTERM the client finishes running requests and exits with 0.
     """
-    wanted = outcome(answers(demo, tmp_path, lines(), 0.6, 0.9, 40))
+    wanted = outcome(answers(demo, tmp_path, lines(), max_gen_len=40))
     (tmp_path / "out").unlink()
     port, rng = free_port(), random.Random(5)
     url, out = f"http://127.0.0.1:{port}/v1/", tmp_path / "out"
@@ -171,7 +172,7 @@ def run(folder: Path, url: str, asked: list[Any], **kwargs: Any) -> list[dict[st
     (folder / "in").write_bytes(written(asked))
     (folder / "out").unlink(missing_ok=True)
     paths = str(folder / "in"), str(folder / "out")
-    report = run_server_batch(url, *paths, **kwargs)
+    report = run_server_batch(url, *paths, sampling_params(), **kwargs)
     records = of_file(folder / "out")
     assert report == BatchReport(len(records), sum(r["error"] is not None for r in records))
     return records

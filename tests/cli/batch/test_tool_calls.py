@@ -16,6 +16,7 @@ from helpers.web import web
 from llama import Llama
 from llama.cli.batch.loop import BatchReport
 from llama.cli.batch.server_job import run_server_batch
+from llama.cli.model import sampling_params
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -58,7 +59,9 @@ def test_records_hold_the_calls_of_the_servers_answers(make_checkpoint, tmp_path
         wanted = [said(web.post(server.url + url, json=b, timeout=60).json()) for b in BODIES]
         (tmp_path / "in").write_bytes(written(lines))
         out = tmp_path / "by_url"
-        report = run_server_batch(server.url, str(tmp_path / "in"), str(out), concurrency=1)
+        report = run_server_batch(
+            server.url, str(tmp_path / "in"), str(out), sampling_params(), concurrency=1
+        )
     assert report == BatchReport(len(BODIES), 0)
     of_server = [json.loads(line) for line in out.read_text().splitlines()]
     for records in (of_engine, of_server):
