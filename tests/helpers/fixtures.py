@@ -1,4 +1,4 @@
-"""Shared fixtures: a tokenizer, a small random checkpoint, a loaded `Llama`, the CPU kernels.
+"""Shared fixtures: a tokenizer, a small checkpoint, a loaded `Llama`, CPU kernels, distributions.
 
 It is a pytest plugin that conftest.py loads only where tests run, because it imports torch.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import BODIES, HAS_KERNELS, library
@@ -17,8 +18,10 @@ from helpers.launch import DEMO
 from llama import Llama
 from llama.engine.core import EngineCore
 from llama.engine.lookup import Lookup
+from llama.engine.sampler import sample
 from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, DraftState
+from llama.ops import sample as sample_op
 from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel
 
@@ -130,3 +133,28 @@ def device(request) -> torch.device:
 @pytest.fixture
 def no_kernels(monkeypatch):
     monkeypatch.setattr(native, "kernels", lambda: None)
+
+
+@pytest.fixture
+def distribution(monkeypatch) -> Callable[[Tensor, SequenceState], Tensor]:
+    """A function distribution(logits (V), sequence) -> (V), the shares of 4,096 evenly spread
+    draws.
+
+    Each share is within 1 / 4,096 of its probability: a histogram without chance. The weights that
+    race are computed by torch; the winner is found by inverse transform.
+    """
+    n = 4096
+    numbers = (torch.arange(n, dtype=torch.float64)[:, None] + 0.5) / n
+
+    def is_after(fixed_probs: Tensor, ids: Tensor, uniforms: Tensor) -> Tensor:
+        sums = fixed_probs.double().cumsum(dim=1)
+        return sums <= numbers * sums[:, -1:]
+
+    def measure(logits: Tensor, seq: SequenceState) -> Tensor:
+        ids = sample(logits.expand(n, -1), [seq] * n).ids
+        return ids.bincount(minlength=len(logits)) / n
+
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    monkeypatch.setattr(sample_op, "_finishes", lambda *given: is_after(*given).int())
+    monkeypatch.setattr(sample_op, "_can_win", lambda fixed_probs, _: fixed_probs > 0)
+    return measure

@@ -1,31 +1,41 @@
-"""The race that draws a token, computed with Python numbers and an exact logarithm."""
+"""The race that draws a token, computed by NumPy with an exact logarithm."""
 
-import math
 from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 _GROUP = 256
+_Numbers = NDArray[np.uint64]
+_Times = NDArray[np.float64]
 
 
-def split_mix(seed: int, n: int) -> int:
-    """Return the n-th number, counted from 0, of Vigna's splitmix64.c for a seed."""
-    z = (seed + (n + 1) * 0x9E3779B97F4A7C15) % 2**64
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return z ^ z >> 31
+def split_mix(seed: int, n: ArrayLike) -> _Numbers:
+    """Return the n-th numbers, counted from 0, of Vigna's splitmix64.c for a seed."""
+    z: Any = np.asarray(n, np.uint64)
+    with np.errstate(over="ignore"):  # NumPy warns of scalars whose product wraps
+        z = np.uint64(seed) + (z + 1) * 0x9E3779B97F4A7C15
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9
+        z = (z ^ z >> 27) * 0x94D049BB133111EB
+    numbers: _Numbers = z ^ z >> 31
+    return numbers
 
 
-def exponential(number: int) -> float:
-    """Return an exponential variate: the number of halvings, plus a fraction from 23 bits."""
-    halvings = 23 - (number % 2**23 | 1).bit_length()
-    return halvings - math.log2(1 - (number >> 23 | 1) / 2**42)
+def exponential(numbers: _Numbers) -> _Times:
+    """Return exponential variates: the number of halvings, plus a fraction from 23 bits."""
+    _, bit_lengths = np.frexp(numbers % 2**23 | 1)
+    rest = (numbers >> 23 | 1) / 2**42
+    return 23 - bit_lengths - np.log2(1 - rest)
 
 
-def finish(uniform: int, token: int, weight: float) -> float:
-    of_group = split_mix(uniform, token // _GROUP + 2**32)
-    time = exponential(of_group) / _GROUP
-    if (of_group >> 23) % _GROUP != token % _GROUP:
-        time += exponential(split_mix(uniform, token))
-    return time / weight
+def finishes(uniform: int, tokens: NDArray[Any], weights: NDArray[Any]) -> _Times:
+    """Return when tokens of the given weights finish the race."""
+    of_groups = split_mix(uniform, tokens // _GROUP + 2**32)
+    is_first = (of_groups >> 23) % _GROUP == tokens % _GROUP
+    after_first = exponential(split_mix(uniform, tokens))
+    times = exponential(of_groups) / _GROUP + np.where(is_first, 0, after_first)
+    return times / weights
 
 
 def winners(entries: Iterable[tuple[int, int]], uniform: int) -> set[int]:
@@ -33,6 +43,6 @@ def winners(entries: Iterable[tuple[int, int]], uniform: int) -> set[int]:
 
     There is more than one where a logarithm is not exact enough to decide.
     """
-    times = {i: finish(uniform, i, weight) for i, weight in entries if weight}
-    limit = min(times.values()) * (1 + 1e-5)
-    return {i for i, time in times.items() if time <= limit}
+    ids, weights = np.array([entry for entry in entries if entry[1]], np.int64).T
+    times = finishes(uniform, ids, weights)
+    return set(ids[times <= times.min() * (1 + 1e-5)].tolist())

@@ -1,5 +1,6 @@
 """An engine with an artificial model, and access to the scheduler's preemptions."""
 
+import itertools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,11 @@ def next_token(tokens: list[int]) -> int:
     return sum((i + 1) * (t + 3) for i, t in enumerate(tokens)) * 2654435761 % 1009 % VOCAB
 
 
+def prefix_hashes(tokens: list[int]) -> list[int]:
+    """Return the hash of each token with all tokens before it."""
+    return [*itertools.accumulate(tokens, lambda before, token: hash((before, token)))]
+
+
 @dataclass
 class FakeStep:
     """A running step of a runner that has no model."""
@@ -34,7 +40,7 @@ class FakeStep:
 
 class FakeRunner:
     """A runner that stores what was written in each slot, as the KV cache would, and checks each
-    read.
+    read. A slot stores the hash of the tokens up to its own.
 
     Like a device, it has the last sampled token of each sequence, whether the host has read it or
     not.
@@ -44,7 +50,7 @@ class FakeRunner:
         self.page_size = page_size
         self.async_scheduling = async_scheduling
         self.last: dict[SequenceState, int] = {}
-        self.slots: dict[int, tuple[int, ...]] = {}
+        self.slots: dict[int, int] = {}
         self.computed = 0
         self.budgets: list[int] = []
 
@@ -52,15 +58,15 @@ class FakeRunner:
         self.budgets.append(sum(item.count for item in step.items))
         counts = [item.count for item in step.items]
         assert counts == sorted(counts, key=lambda c: c > 1), "single tokens come first"
-        for item in step.items:
-            seq, tokens = item.sequence, self.known(item)
+        prefixes = [prefix_hashes(self.known(item)) for item in step.items]
+        for item, hashes in zip(step.items, prefixes, strict=True):
             for p in range(item.start, item.start + item.count):
-                self.slots[self.slot(seq, p)] = tuple(tokens[: p + 1])
+                self.slots[self.slot(item.sequence, p)] = hashes[p]
                 self.computed += 1
-        for item in step.items:  # after all writes, so that a page shared by mistake is detected
-            seq, tokens = item.sequence, self.known(item)
+        # after all writes, so that a page shared by mistake is detected
+        for item, hashes in zip(step.items, prefixes, strict=True):
             for p in range(item.start + item.count):
-                assert self.slots[self.slot(seq, p)] == tuple(tokens[: p + 1]), "foreign page"
+                assert self.slots[self.slot(item.sequence, p)] == hashes[p], "foreign page"
         results: StepResults = {}
         last: dict[SequenceState, int] = {}
         for kind, rows in step.rows.items():

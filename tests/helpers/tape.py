@@ -17,7 +17,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from llama.engine.graphs import Outputs
 from llama.model.transformer import Transformer
@@ -72,14 +71,21 @@ class _Tape(TorchDispatchMode):
         self._owned = owned
         # id -> each tensor that an operator returned; kept alive
         self._made: dict[int, Tensor] = {}
-        self._calls: list[tuple[Any, tuple, dict, Any]] = []
+        # operator, arguments, and the tensors that it returned
+        self._calls: list[tuple[Any, tuple, dict, list[Tensor]]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, so that the first operator does not import torch.compile for a second."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._check(func, args, kwargs)
         out = func(*args, **kwargs)
-        self._calls.append((func, args, kwargs, out))
-        self._made |= {id(x): x for x in _tensors(out)}
+        made = _tensors(out)
+        self._calls.append((func, args, kwargs, made))
+        self._made |= {id(x): x for x in made}
         return out
 
     def _check(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -101,20 +107,31 @@ class _Tape(TorchDispatchMode):
         now: dict[int, Tensor] = {}
 
         def present(x: Any) -> Any:
-            return now.get(id(x), x) if isinstance(x, Tensor) else x
+            if isinstance(x, (list, tuple)):
+                return [present(y) for y in x]
+            return now.get(id(x), x)
 
-        for func, args, kwargs, out in self._calls:
-            again = func(*tree_map(present, args), **tree_map(present, kwargs))
+        for func, args, kwargs, made in self._calls:
+            present_kwargs = {name: present(x) for name, x in kwargs.items()}
+            again = _tensors(func(*map(present, args), **present_kwargs))
             if "empty" in func._schema.name:
-                for x in _tensors(again):
+                for x in again:
                     _poison(x)
-            now |= {id(x): y for x, y in zip(_tensors(out), _tensors(again), strict=True)}
+            for old, new in zip(made, again, strict=True):
+                now[id(old)] = new
         for output in outputs:
             output.copy_(now.get(id(output), output))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+    """Return the tensors of an operator's arguments or results, which lists and dicts may hold."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [x for part in tree for x in _tensors(part)]
 
 
 def _storage(x: Tensor) -> int:

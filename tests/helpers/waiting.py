@@ -12,9 +12,11 @@ T = TypeVar("T")
 def wait_until(is_so: Callable[[], T], what: object = "it never came true") -> T:
     """Return the first true value of `is_so()`; raise AssertionError with `what` after LIMIT_S."""
     end = time.monotonic() + LIMIT_S
+    pause_s = 0.0001  # a thread needs less than a process
     while not (found := is_so()):
         assert time.monotonic() < end, what() if callable(what) else what
-        time.sleep(0.005)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.005)
     return found
 
 
