@@ -44,14 +44,14 @@ _STATE = (
     "size",
     "spin_ns",
     "sequence",
-    "half",
+    "buffer_index",
     "ticket",
     "completed",
     "stage",
     "offset",
     "awaited",
     "length",
-    "more",
+    "has_more",
 )
 _FIELD = {name: i for i, name in enumerate(_STATE)}
 
@@ -163,7 +163,7 @@ class SharedMemory:
         has_more = 1
         while has_more:
             self._run("shared_receive", self._ring, self._frame, has_limit=not is_idle)
-            length, has_more = self._ring[_FIELD["length"] : _FIELD["more"] + 1].tolist()
+            length, has_more = self._ring[_FIELD["length"] : _FIELD["has_more"] + 1].tolist()
             parts.append(bytes(self._frame_bytes[:length]))
             is_idle = False
         return b"".join(parts)

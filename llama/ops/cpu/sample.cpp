@@ -1,11 +1,16 @@
-// Samples one id per row: probabilities in, divided by that of the likeliest token; ids out. The
-// method is radix select on fixed-point probabilities: nothing is sorted, and sums of whole numbers
-// are exact in any order, so that the ids are those of sample.py, which has the definition in torch
-// and owns the tensors. For 32 rows of 128,256 tokens with top_p it takes 5.8 ms where torch takes
-// 26; 30 where all tokens are equally likely, and torch takes 664.
+// Chooses one token id per row.
 //
-// A row is read whole once, for the sum and the maximum of each block of 256 tokens. Filters and
-// the race then read only the blocks that hold a candidate.
+// In: logits (B, V) float32, or probabilities (B, V) float32 divided by that of the row's likeliest
+// token, and the filters of each row. Out: ids (B). sample.py owns the tensors and contains the
+// definition in PyTorch, which gives the same ids. A draw is an exponential race, see Race.
+//
+// Probabilities are fixed-point integers, so their sums are exact in any order. Thresholds are
+// found by radix select: nothing is sorted. A row is read as a whole once, for the sum and the
+// maximum of each block of 256 tokens; filters and the race then read only the blocks that have
+// candidates. For 32 rows of 128,256 tokens with top_p this takes 5.8 ms, and PyTorch takes 26 ms;
+// if all tokens are equally likely, it takes 30 ms, and PyTorch takes 664 ms.
+//
+// Letters: p, the probabilities of a row; v, the size of the vocabulary; b, the number of rows.
 #include <omp.h>
 
 #include <algorithm>
@@ -17,96 +22,122 @@
 
 namespace {
 
-constexpr long BLOCK = 256;
-constexpr float UNIT = 0x1p40f;  // the fixed-point probability of a row's likeliest token
-constexpr int DIGIT = 11;        // bits that are looked at together
-constexpr int HIGHEST = 33;      // where the first of four digits begins: all are below 2**44
+constexpr long BLOCK = 256;             // tokens; the groups of sample.py
+constexpr float FIXED_ONE = 0x1p40f;    // fixed-point probability of a row's likeliest token
+constexpr int DIGIT_BITS = 11;          // bits per digit of the radix select
+constexpr int HIGHEST_SHIFT = 33;       // first bit of the highest of four digits: 44 bits in all
+constexpr long SHARE_ONE = 1L << 62;    // a share of 1, see share_of()
+constexpr long FIRST_BLOCK = 1L << 32;  // random number of block 0; those below are of single ids
 
+// The parameters of a row, as sample.py packs them.
 struct SamplingRow {
-  long floor;    // the least probability that min_p keeps; 0 without one
-  long top_k;    // 0 without one
-  long top_p;    // of 2**62, as the uniform is
-  long uniform;  // what the random times of the race follow from
+  long min_prob;  // minimum fixed-point probability by min_p; 0 without min_p
+  long top_k;     // 0 without top_k
+  long top_p;     // times 2^62
+  long uniform;   // seed of the row's random times, below 2^62
 };
 
-// What one thread needs for one row.
+// The workspace of one thread, in longs.
 struct Scratch {
-  long *sums, *maxima;             // of each block
-  long *fixed_probs, *ids, *pool;  // of candidates
+  long* sums;         // (blocks), sum of each block
+  long* maxima;       // (blocks), maximum of each block
+  long* fixed_probs;  // (v), probabilities of the candidates
+  long* ids;          // (v), ids of the candidates
+  long* ties;         // (v), remaining values of a radix select
 };
 
 struct Threshold {
   long prob;
-  long above;  // the amounts of all that lie above it
+  long above;  // sum, or number, of the values above `prob`
 };
 
-long to_fixed(float p) { return p > 0 ? (long)(p * UNIT) : 0; }  // NaN becomes 0
+// Returns p times 2^40, rounded down; a NaN becomes 0.
+long to_fixed(float p) { return p > 0 ? (long)(p * FIXED_ONE) : 0; }
 
+// Returns floor(whole * share / 2^62).
 long share_of(long whole, long share) { return (long)((__int128)whole * share >> 62); }
 
-// The sum of a row; the sums and maxima of its blocks go into `own`.
-long sum_blocks(const float* p, long v, const Scratch& own) {
+// Returns the sum of a row, and writes the sums and maxima of its blocks.
+long sum_blocks(const float* p, long v, const Scratch& scratch) {
   long total = 0;
   for (long first = 0; first < v; first += BLOCK) {
     const long end = std::min(first + BLOCK, v);
-    long sum = 0, largest = 0;
+    long sum = 0;
+    long maximum = 0;
     for (long i = first; i < end; i++) {
       const long prob = to_fixed(p[i]);
       sum += prob;
-      largest = std::max(largest, prob);
+      maximum = std::max(maximum, prob);
     }
-    own.sums[first / BLOCK] = sum;
-    own.maxima[first / BLOCK] = largest;
+    scratch.sums[first / BLOCK] = sum;
+    scratch.maxima[first / BLOCK] = maximum;
     total += sum;
   }
   return total;
 }
 
-// The race of a row: whoever is first by random time over probability, see sample.py.
+// The exponential race of a row: the token with the smallest random time over probability wins.
+//
+// A block has one random time, the time of its earliest token, and each other token adds a time of
+// its own (see _finishes() in sample.py). So one number decides whether a block can win at all.
+// Blocks are entered one after the other, each followed by its tokens.
 class Race {
  public:
   Race(long uniform) : uniform_(uniform) {}
 
-  // The block of these ids; returns which of them comes first in it, all being equally likely.
+  // Makes `block` the current block; returns the id of its earliest token. Every token of the block
+  // is equally likely to be that one.
   long enter_block(long block) {
-    const uint64_t of_block = number(block + (1L << 32));
-    earliest_ = exponential(of_block);
-    return first_ = block * BLOCK + (of_block >> 23) % BLOCK;
+    const uint64_t bits = split_mix(block + FIRST_BLOCK);
+    block_time_ = exponential(bits);
+    return earliest_id_ = block * BLOCK + (bits >> 23) % BLOCK;
   }
-  // Whether tokens of the block that are at most so likely can win.
-  bool can_win(long prob) const { return earliest_ / (double)prob <= best_; }
 
-  // A token of the block.
+  // Returns whether a token of the current block with at most this probability can win.
+  bool can_win(long prob) const { return block_time_ / (double)prob <= best_; }
+
+  // Enters a token of the current block. Of equal finishing times, the smaller id wins.
   void enter(long id, long prob) {
     if (!can_win(prob)) return;
-    const long after = id == first_ ? 0 : exponential(number(id)) * BLOCK;
-    const double finish = (earliest_ + after) / (double)prob;
+    const long delay = id == earliest_id_ ? 0 : exponential(split_mix(id)) * BLOCK;
+    const double finish = (block_time_ + delay) / (double)prob;
     if (finish < best_ || (finish == best_ && id < winner_)) {
       best_ = finish;
       winner_ = id;
     }
   }
+
   long winner() const { return winner_; }
 
  private:
-  uint64_t number(uint64_t n) const {  // SplitMix64
+  // Returns the n-th number of SplitMix64 (Steele, Lea and Flood, 2014), counted from 0.
+  uint64_t split_mix(uint64_t n) const {
     uint64_t z = uniform_ + (n + 1) * 0x9E3779B97F4A7C15;
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
     z = (z ^ z >> 27) * 0x94D049BB133111EB;
     return z ^ z >> 31;
   }
-  static long exponential(uint64_t number) {
-    const long halvings = __builtin_clz((number & 0x7fffff) | 1) - 9, rest = number >> 23 | 1;
+
+  // Returns an exponentially distributed integer of mean log2(e) * 2^44, made of 64 random bits:
+  // see exponential() in fixed_point.py. The leading zeros of the low 23 bits are the halvings.
+  static long exponential(uint64_t bits) {
+    const long halvings = __builtin_clz((bits & 0x7fffff) | 1) - 9;
+    const long rest = bits >> 23 | 1;
     long log = 20484697;
-    for (long c : {-15056127, 39049523, 60738888, 193981894, 774535977})
-      log = c + (log * (rest >> 21) >> 20);
+    for (long coefficient : {-15056127, 39049523, 60738888, 193981894, 774535977})
+      log = coefficient + (log * (rest >> 21) >> 20);
     return (halvings << 44) + (rest * (log >> 10) >> 17);
   }
 
-  long uniform_, earliest_ = 0, first_ = 0, winner_ = 0;
-  double best_ = std::numeric_limits<double>::infinity();
+  long uniform_;
+  long block_time_ = 0;
+  long earliest_id_ = 0;
+  long winner_ = 0;
+  double best_ = std::numeric_limits<double>::infinity();  // finishing time of the winner
 };
 
+// Returns an id of a row without filters. The earliest tokens of all blocks race first, so that
+// most blocks cannot win any more and are skipped.
 long sample_from_all(const float* p, long v, long uniform, const long* maxima) {
   Race race(uniform);
   for (long block = 0; block * BLOCK < v; block++) {
@@ -122,99 +153,118 @@ long sample_from_all(const float* p, long v, long uniform, const long* maxima) {
   return race.winner();
 }
 
-// Radix select, 11 bits at a time: the least value such that those above it sum to at most `limit`
-// (COUNT: are at most `limit` many). All n together exceed that. `pool` holds those that still tie.
+// Returns the smallest of n values whose greater values sum to at most `limit`; with COUNT, whose
+// greater values are at most `limit` many. The sum (or number) of all n values exceeds the limit.
+//
+// This is a radix select, one digit at a time from the highest. `ties` gets the values that have
+// the same digits as the result so far.
 template <bool COUNT>
-Threshold radix_select(const long* fixed_probs, long n, long limit, long* pool) {
-  constexpr long mask = (1 << DIGIT) - 1;
-  Threshold found = {0, 0};
-  for (int shift = HIGHEST; shift >= 0; shift -= DIGIT) {
-    long amounts[mask + 1] = {};
+Threshold radix_select(const long* fixed_probs, long n, long limit, long* ties) {
+  constexpr long MASK = (1 << DIGIT_BITS) - 1;
+  Threshold threshold = {0, 0};
+  for (int shift = HIGHEST_SHIFT; shift >= 0; shift -= DIGIT_BITS) {
+    long amounts[MASK + 1] = {};  // sum, or number, of the values with each digit
     for (long i = 0; i < n; i++)
-      amounts[fixed_probs[i] >> shift & mask] += COUNT ? 1 : fixed_probs[i];
-    long digit = mask;
-    while (found.above + amounts[digit] <= limit) found.above += amounts[digit--];
-    long same = 0;
+      amounts[fixed_probs[i] >> shift & MASK] += COUNT ? 1 : fixed_probs[i];
+    long digit = MASK;
+    while (threshold.above + amounts[digit] <= limit) threshold.above += amounts[digit--];
+    long num_ties = 0;
     for (long i = 0; i < n; i++) {
       const long prob = fixed_probs[i];
-      pool[same] = prob;
-      same += (prob >> shift & mask) == digit;
+      ties[num_ties] = prob;
+      num_ties += (prob >> shift & MASK) == digit;
     }
-    found.prob |= digit << shift;
-    fixed_probs = pool;
-    n = same;
+    threshold.prob |= digit << shift;
+    fixed_probs = ties;
+    n = num_ties;
   }
-  return found;
+  return threshold;
 }
 
-// Gathers the tokens of at least `lowest`, in the order of their ids; returns how many.
-long gather(const float* p, long v, long lowest, const Scratch& own) {
+// Gathers the tokens of at least `min_prob`, in ascending order of ids; returns their number.
+long gather(const float* p, long v, long min_prob, const Scratch& scratch) {
   long n = 0;
   for (long first = 0; first < v; first += BLOCK) {
-    if (own.maxima[first / BLOCK] < lowest) continue;
+    if (scratch.maxima[first / BLOCK] < min_prob) continue;
     for (long i = first, end = std::min(first + BLOCK, v); i < end; i++) {
       const long prob = to_fixed(p[i]);
-      own.fixed_probs[n] = prob;
-      own.ids[n] = i;
-      n += prob >= lowest;
+      scratch.fixed_probs[n] = prob;
+      scratch.ids[n] = i;
+      n += prob >= min_prob;
     }
   }
   return n;
 }
 
-// A lower bound on the probabilities in the nucleus: all tokens below it sum to less than `beyond`,
-// the mass outside top_p. Doubled from 1 while the sums and maxima of the blocks prove that.
-long nucleus_bound(long blocks, long beyond, const Scratch& own) {
-  for (long lowest = 1;; lowest *= 2) {
-    long mass = 0;  // at most, of tokens below 2 * lowest
+// Returns a lower bound of the probabilities in the nucleus: all tokens below it sum to less than
+// `beyond`, the mass outside top_p. The bound is doubled from 1 while the sums and maxima of the
+// blocks prove that.
+long nucleus_bound(long blocks, long beyond, const Scratch& scratch) {
+  for (long bound = 1;; bound *= 2) {
+    long mass = 0;  // upper bound of the mass of tokens below 2 * bound
     for (long b = 0; b < blocks; b++) {
-      const long most = own.maxima[b] < 2 * lowest ? own.sums[b] : 2 * lowest * BLOCK;
-      mass += std::min(own.sums[b], most);
+      const bool is_below = scratch.maxima[b] < 2 * bound;
+      const long max_mass = is_below ? scratch.sums[b] : 2 * bound * BLOCK;
+      mass += std::min(scratch.sums[b], max_mass);
     }
-    if (mass >= beyond) return lowest;
+    if (mass >= beyond) return bound;
   }
 }
 
-// Gathers what min_p and top_k keep, or without them what top_p can keep; returns how many, and
-// sets `total` to the sum of the former.
-long candidates(const float* p, long v, const SamplingRow& row, long& total, const Scratch& own) {
-  const long blocks = (v + BLOCK - 1) / BLOCK, k = row.top_k;
-  if (!row.floor && !k)
-    return gather(p, v, nucleus_bound(blocks, total - share_of(total, row.top_p), own), own);
-  long lowest = std::max(1L, row.floor);
-  if (k && k <= blocks)  // the k-th largest of some tokens is at most that of all
-    lowest = std::max(lowest, radix_select<true>(own.maxima, blocks, k - 1, own.pool).prob);
-  long n = gather(p, v, lowest, own);
-  if (k && k < n) {
-    lowest = radix_select<true>(own.fixed_probs, n, k - 1, own.pool).prob;
-    long kept = 0;
-    for (long i = 0; i < n; i++) {
-      const long prob = own.fixed_probs[i];
-      own.fixed_probs[kept] = prob;
-      own.ids[kept] = own.ids[i];
-      kept += prob >= lowest;
-    }
-    n = kept;
+// Gathers the tokens that min_p and top_k keep, and sets `total` to their sum. Without these two
+// filters, gathers the tokens that top_p can keep. Returns the number of gathered tokens.
+long gather_candidates(const float* p, long v, const SamplingRow& row, long& total,
+                       const Scratch& scratch) {
+  const long blocks = (v + BLOCK - 1) / BLOCK;
+  const long k = row.top_k;
+  if (!row.min_prob && !k) {
+    const long beyond = total - share_of(total, row.top_p);
+    return gather(p, v, nucleus_bound(blocks, beyond, scratch), scratch);
   }
-  total = std::accumulate(own.fixed_probs, own.fixed_probs + n, 0L);
+  long min_prob = std::max(1L, row.min_prob);
+  if (k && k <= blocks) {
+    // The k-th largest of the maxima of blocks is a lower bound of the k-th largest of all tokens.
+    const Threshold kth = radix_select<true>(scratch.maxima, blocks, k - 1, scratch.ties);
+    min_prob = std::max(min_prob, kth.prob);
+  }
+  long n = gather(p, v, min_prob, scratch);
+  if (k && k < n) {
+    min_prob = radix_select<true>(scratch.fixed_probs, n, k - 1, scratch.ties).prob;
+    long num_kept = 0;
+    for (long i = 0; i < n; i++) {
+      const long prob = scratch.fixed_probs[i];
+      scratch.fixed_probs[num_kept] = prob;
+      scratch.ids[num_kept] = scratch.ids[i];
+      num_kept += prob >= min_prob;
+    }
+    n = num_kept;
+  }
+  total = std::accumulate(scratch.fixed_probs, scratch.fixed_probs + n, 0L);
   return n;
 }
 
+// Returns an id of a row with filters. Of tokens that are as likely as the last one of the nucleus,
+// top_p keeps those with the smallest ids.
 long sample_from_kept(const float* p, long v, const SamplingRow& row, long total,
-                      const Scratch& own) {
-  const long n = candidates(p, v, row, total, own);
+                      const Scratch& scratch) {
+  const long n = gather_candidates(p, v, row, total, scratch);
   const long limit = share_of(total, row.top_p);
   Threshold last = {0, total};
-  long ties = 0;  // kept tokens that are as likely as the last one of the nucleus
+  long num_ties = 0;  // kept tokens that are as likely as the last one of the nucleus
   if (limit < total) {
-    last = radix_select<false>(own.fixed_probs, n, limit, own.pool);
-    ties = (limit - last.above) / last.prob + 1;
+    last = radix_select<false>(scratch.fixed_probs, n, limit, scratch.ties);
+    num_ties = (limit - last.above) / last.prob + 1;
   }
   Race race(row.uniform);
-  for (long i = 0, block = -1; i < n; i++) {
-    const long prob = own.fixed_probs[i], id = own.ids[i];
-    if (prob < last.prob || (prob == last.prob && --ties < 0)) continue;
-    if (id / BLOCK != block) race.enter_block(block = id / BLOCK);
+  long block = -1;
+  for (long i = 0; i < n; i++) {
+    const long prob = scratch.fixed_probs[i];
+    const long id = scratch.ids[i];
+    if (prob < last.prob || (prob == last.prob && --num_ties < 0)) continue;
+    if (id / BLOCK != block) {
+      block = id / BLOCK;
+      race.enter_block(block);
+    }
     race.enter(id, prob);
   }
   return race.winner();
@@ -222,52 +272,59 @@ long sample_from_kept(const float* p, long v, const SamplingRow& row, long total
 
 constexpr float NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 
-float larger(float a, float b) { return a >= b || a != a ? a : b; }  // NaN, if one is
+// Returns the larger number, or NaN if one of them is NaN.
+float larger(float a, float b) { return a >= b || a != a ? a : b; }
 
+// Returns the largest of x (count), or NaN if one is NaN.
 float largest_of(const float* x, long count) {
-  Floats largest = Floats{} - INFINITE;
-  Ints odd = {};  // NaN, which comparisons pass over
+  Floats maxima = Floats{} - INFINITE;
+  Ints is_nan = {};  // kept apart, because comparisons skip a NaN
   long i = 0;
   for (; i + LANES <= count; i += LANES) {
     const Floats v = load<Floats>(x + i);
-    largest = v > largest ? v : largest, odd |= v != v;
+    maxima = v > maxima ? v : maxima;
+    is_nan |= v != v;
   }
-  float top = -INFINITE;
+  float maximum = -INFINITE;
   for (int lane = 0; lane < LANES; lane++)
-    top = larger(top, odd[lane] ? NOT_A_NUMBER : largest[lane]);
-  for (; i < count; i++) top = larger(top, x[i]);
-  return top;
+    maximum = larger(maximum, is_nan[lane] ? NOT_A_NUMBER : maxima[lane]);
+  for (; i < count; i++) maximum = larger(maximum, x[i]);
+  return maximum;
 }
 
-long numbers_per_thread(long v) { return 3 * v + 2 * ((v + BLOCK - 1) / BLOCK); }
+// Returns the size of Scratch, in longs.
+long scratch_size(long v) { return 3 * v + 2 * ((v + BLOCK - 1) / BLOCK); }
 
 }  // namespace
 
 extern "C" {
 
-// logits (b, v) -> the largest of each row, NaN where there is one, and its first place; -1 where
-// it is not finite.
+// logits (b, v) -> row_max (b), the largest of each row, or NaN if one is NaN; and ids (b), where
+// it comes first, or -1 if it is not finite.
 void top_tokens(const float* logits, float* row_max, long* ids, long b, long v, int threads) {
 #pragma omp parallel for num_threads(std::min<long>(b, threads)) if (b > 1)
   for (long r = 0; r < b; r++) {
     const float* row = logits + r * v;
-    float top = -INFINITE;
-    long block = 0;  // where it is first
-    for (long first = 0; first < v && top == top; first += BLOCK) {
-      const float largest = largest_of(row + first, std::min(BLOCK, v - first));
-      if (larger(top, largest) != top) top = largest, block = first;
+    float maximum = -INFINITE;
+    long i = 0;  // start of the block in which the maximum comes first
+    for (long first = 0; first < v && maximum == maximum; first += BLOCK) {
+      const float block_max = largest_of(row + first, std::min(BLOCK, v - first));
+      if (larger(maximum, block_max) != maximum) {
+        maximum = block_max;
+        i = first;
+      }
     }
-    row_max[r] = top, ids[r] = -1;
-    if (top - top != 0) continue;
-    while (row[block] != top) block++;
-    ids[r] = block;
+    row_max[r] = maximum;
+    ids[r] = -1;
+    if (maximum - maximum != 0) continue;  // it is infinite or NaN
+    while (row[i] != maximum) i++;
+    ids[r] = i;
   }
 }
 
-// Bytes of workspace for sample_ids: per thread, the sums and maxima of a row's blocks, and three
-// numbers per token.
+// Returns the bytes of workspace that sample_ids needs: one Scratch per thread.
 long sample_workspace(long b, long v, long threads) {
-  return std::min(b, threads) * numbers_per_thread(v) * sizeof(long);
+  return std::min(b, threads) * scratch_size(v) * sizeof(long);
 }
 
 // probs (b, v), rows (b) -> ids (b).
@@ -276,19 +333,21 @@ void sample_ids(const float* probs, const SamplingRow* rows, long* ids, long* wo
   const long blocks = (v + BLOCK - 1) / BLOCK;
 #pragma omp parallel for num_threads(std::min<long>(b, threads)) schedule(dynamic)
   for (long r = 0; r < b; r++) {
-    long* sums = workspace + omp_get_thread_num() * numbers_per_thread(v);
+    long* sums = workspace + omp_get_thread_num() * scratch_size(v);
     long* fixed_probs = sums + 2 * blocks;
-    const Scratch own = {sums, sums + blocks, fixed_probs, fixed_probs + v, fixed_probs + 2 * v};
+    const Scratch scratch = {
+        sums, sums + blocks, fixed_probs, fixed_probs + v, fixed_probs + 2 * v,
+    };
     const float* p = probs + r * v;
     const SamplingRow& row = rows[r];
-    const long total = sum_blocks(p, v, own);
-    const bool is_filtered = row.floor || row.top_k || row.top_p < 1L << 62;
+    const long total = sum_blocks(p, v, scratch);
+    const bool is_filtered = row.min_prob || row.top_k || row.top_p < SHARE_ONE;
     if (total == 0)
-      ids[r] = 0;  // NaN everywhere
+      ids[r] = 0;  // all probabilities are NaN; sample.py replaces the id
     else if (is_filtered)
-      ids[r] = sample_from_kept(p, v, row, total, own);
+      ids[r] = sample_from_kept(p, v, row, total, scratch);
     else
-      ids[r] = sample_from_all(p, v, row.uniform, own.maxima);
+      ids[r] = sample_from_all(p, v, row.uniform, scratch.maxima);
   }
 }
 

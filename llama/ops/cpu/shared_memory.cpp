@@ -1,15 +1,27 @@
-// What ranks of one machine do together over memory that all of them have mapped: all-reduce,
-// all-gather and broadcast of tensors, and a ring of messages from rank 0 to the rest.
+// Communication between the ranks of one machine over memory that all of them have mapped:
+// all-reduce, all-gather and broadcast of tensors, and a ring buffer of messages from rank 0 to all
+// other ranks.
 //
-// A channel has, for each rank, a count of the turns that the rank has come to, and two buffers.
-// A rank writes its part into a buffer, then raises its count (release); the others wait for the
-// count (acquire), then read. A rank writes turn k only when all others have come to turn k - 1,
-// and so have read turn k - 2, which lay in the same buffer: one wait per message is enough. Sums
-// are in float32, in the order of the ranks, by the same code on each: all ranks hold the same
-// bits.
+// In: a Channel, the state of this rank's end, and a tensor or a message. Out: the tensor of the
+// result, and a ChannelState. ranks/shared_memory.py owns the memory and decides how long to wait:
+// each function returns PENDING after at most 100 ms, and continues when it is called again with
+// the same ticket.
 //
-// ranks/shared_memory.py owns the memory, and decides how long to wait: each function returns
-// PENDING after at most 100 ms, and goes on where it was when it is called again with its ticket.
+// A channel of R ranks with buffers of `size` bytes is laid out as
+//     R x Slot (128 bytes), R x 2 buffers
+// and a ring as
+//     Slot of the head (rank 0), R x Slot, `size` bytes of messages
+// A message is a header of 8 bytes (uint32 length, uint32 has_more), its bytes, and padding to a
+// multiple of 8.
+//
+// The slot of a rank has the sequence number of the exchange that the rank has reached. A rank
+// writes its data into a buffer, then stores its sequence number (release); the others wait for
+// that number (acquire), then read. The two buffers of a rank are used in turn. A rank writes for
+// number k only when all others have reached k - 1: they have then read number k - 2, which was in
+// the same buffer, so one wait per exchange is enough.
+//
+// Sums are computed in float32, in the order of the ranks, by the same code on each rank, so all
+// ranks get the same bits.
 #include <errno.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -26,41 +38,47 @@ namespace {
 
 enum Kind { ALL_REDUCE = 1, ALL_GATHER, BROADCAST };
 
-constexpr long SLICE_NS = 100'000'000;    // the longest sleep before Python looks at the peers
-constexpr long MIN_SHARED_SUM = 1 << 15;  // bytes: below, each rank sums all of it
-constexpr long BLOCK = 512;               // numbers that are summed at once, in the first cache
+constexpr long MAX_SLEEP_NS = 100'000'000;  // after it, Python looks whether other ranks failed
+constexpr long MIN_SHARED_SUM = 1 << 15;    // bytes; below, each rank sums the whole chunk
+constexpr long BLOCK = 512;                 // elements summed at once, in the L1 cache
+constexpr long HEADER_BYTES = 8;            // header of a message
 
-// A number that others wait for. It wraps: only differences count.
-struct Count {
+// A sequence number that other ranks wait for. It wraps: only differences are compared.
+struct Counter {
   std::atomic<uint32_t> value;
-  std::atomic<uint32_t> sleepers;
+  std::atomic<uint32_t> sleepers;  // ranks that sleep or are about to
 };
 
-// One per rank at the start of a channel; a ring has one for its head, then one per rank.
-struct alignas(128) Place {
-  Count arrived;
-  uint64_t calls[2];  // what the rank does in its last two turns, to find ranks that differ
+// What a rank publishes.
+struct alignas(128) Slot {
+  Counter reached;         // of the head of a ring: bytes sent; of a ring's rank: bytes received
+  uint64_t signatures[2];  // of the rank's last two exchanges: see Call::signature()
 };
 
-// One rank's end of a channel, in its own memory. Python sets the first five; the rest begin as 0.
+// One rank's end of a channel or of a ring, in its own memory. Each field is an int64, in the order
+// of _STATE in ranks/shared_memory.py. Python sets the first five; the others begin as 0.
 struct Channel {
-  char* base;
-  long rank, ranks;
-  long size;  // bytes: of one buffer, or of the ring
-  long spin_ns;
-  long turn;               // to which this rank has come; of a ring: bytes sent or received
-  long half;               // the buffer of the present chunk
-  long ticket, completed;  // of the operation under way, and of the last that ended
-  long stage, offset;      // how far it is
-  long awaited;            // what the last wait was for
-  long length, has_more;   // of the message received
+  char* base;         // start of the shared memory
+  long rank;          // this rank
+  long ranks;         // number of ranks
+  long size;          // bytes of one buffer, or of the ring
+  long spin_ns;       // time of spinning before a sleep
+  long sequence;      // the number that this rank has reached; of a ring: bytes sent or received
+  long buffer_index;  // which of a rank's two buffers the current chunk uses
+  long ticket;        // the current operation
+  long completed;     // ticket of the last completed operation
+  long stage;         // 0: data not written; 1: written; 2: partial sums written
+  long offset;        // bytes of the tensor that are done
+  long awaited;       // the sequence number that the last wait was for
+  long length;        // bytes of the last received message
+  long has_more;      // whether another message continues it
 
-  Place& place(long r) const { return reinterpret_cast<Place*>(base)[r]; }
-  char* buffer(long r) const { return base + ranks * sizeof(Place) + (2 * r + half) * size; }
+  Slot& slot(long r) const { return reinterpret_cast<Slot*>(base)[r]; }
+  char* buffer(long r) const { return base + ranks * sizeof(Slot) + (2 * r + buffer_index) * size; }
 };
 
-bool reached(const Count& count, uint32_t target) {
-  return (int32_t)(count.value.load(std::memory_order_acquire) - target) >= 0;
+bool has_reached(const Counter& counter, uint32_t target) {
+  return (int32_t)(counter.value.load(std::memory_order_acquire) - target) >= 0;
 }
 
 long now_ns() {
@@ -73,110 +91,120 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
   return syscall(SYS_futex, word, operation, value, limit, nullptr, 0);
 }
 
-// Sleeping ranks are woken only if there are any. The fence orders the new value before the look at
-// `sleepers`, as a sleeper counts itself before it looks at the value: one of the two sees the
-// other.
-void raise(Count& count, uint32_t value) {
-  count.value.store(value, std::memory_order_release);
+// Stores a new sequence number and wakes sleeping ranks, if there are any.
+//
+// The fence orders the store of the value before the load of `sleepers`. A sleeper increments
+// `sleepers` before it loads the value, so at least one of the two sees the other.
+void publish(Counter& counter, uint32_t value) {
+  counter.value.store(value, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (count.sleepers.load(std::memory_order_relaxed)) {
-    futex(&count.value, FUTEX_WAKE, MAX_RANKS, nullptr);
+  if (counter.sleepers.load(std::memory_order_relaxed)) {
+    futex(&counter.value, FUTEX_WAKE, MAX_RANKS, nullptr);
   }
 }
 
-bool sleep_until(Count& count, uint32_t target) {
-  const long end = now_ns() + SLICE_NS;
-  count.sleepers.fetch_add(1);
+// Sleeps until the counter has reached the target, for MAX_SLEEP_NS at most or until a signal.
+// Returns whether it has reached it.
+bool sleep_until(Counter& counter, uint32_t target) {
+  const long end = now_ns() + MAX_SLEEP_NS;
+  counter.sleepers.fetch_add(1);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  bool is_there;
+  bool is_reached;
   while (true) {
-    const uint32_t value = count.value.load(std::memory_order_acquire);
-    is_there = (int32_t)(value - target) >= 0;
-    const long left = end - now_ns();
-    if (is_there || left <= 0) break;
-    const timespec limit = {left / 1'000'000'000, left % 1'000'000'000};
-    if (futex(&count.value, FUTEX_WAIT, value, &limit) < 0 && errno == EINTR) break;
+    const uint32_t value = counter.value.load(std::memory_order_acquire);
+    is_reached = (int32_t)(value - target) >= 0;
+    const long remaining = end - now_ns();
+    if (is_reached || remaining <= 0) break;
+    const timespec limit = {remaining / 1'000'000'000, remaining % 1'000'000'000};
+    if (futex(&counter.value, FUTEX_WAIT, value, &limit) < 0 && errno == EINTR) break;
   }
-  count.sleepers.fetch_sub(1);
-  return is_there || reached(count, target);
+  counter.sleepers.fetch_sub(1);
+  return is_reached || has_reached(counter, target);
 }
 
-// Spin for a while, then sleep; false where the count was not reached within a slice.
-bool wait_for(Count& count, uint32_t target, long spin_ns) {
-  if (reached(count, target)) return true;
+// Spins for spin_ns, then sleeps. Returns whether the counter has reached the target.
+bool wait_for(Counter& counter, uint32_t target, long spin_ns) {
+  if (has_reached(counter, target)) return true;
   const long end = now_ns() + spin_ns;
   do {
     for (int i = 0; i < 16; i++) {
-      if (reached(count, target)) return true;
+      if (has_reached(counter, target)) return true;
       _mm_pause();
     }
   } while (now_ns() < end);
-  return sleep_until(count, target);
+  return sleep_until(counter, target);
 }
 
-bool wait_for_all(Channel* c, uint32_t turn) {
-  c->awaited = turn;
+// Waits until all other ranks have reached a sequence number. Returns whether they have.
+bool wait_for_all(Channel* c, uint32_t sequence) {
+  c->awaited = sequence;
   for (long r = 0; r < c->ranks; r++) {
-    if (r != c->rank && !wait_for(c->place(r).arrived, turn, c->spin_ns)) return false;
+    if (r != c->rank && !wait_for(c->slot(r).reached, sequence, c->spin_ns)) return false;
   }
   return true;
 }
 
-void arrive(Channel* c, uint64_t call) {
-  c->turn = (uint32_t)(c->turn + 1);
-  Place& own = c->place(c->rank);
-  own.calls[c->turn & 1] = call;
-  raise(own.arrived, c->turn);
+// Publishes that this rank has reached the next sequence number, in a call of this signature.
+void arrive(Channel* c, uint64_t signature) {
+  c->sequence = (uint32_t)(c->sequence + 1);
+  Slot& slot = c->slot(c->rank);
+  slot.signatures[c->sequence & 1] = signature;
+  publish(slot.reached, c->sequence);
 }
 
-bool all_make(const Channel* c, uint64_t call) {
+// Returns whether all ranks make a call of this signature.
+bool signatures_match(const Channel* c, uint64_t signature) {
   for (long r = 0; r < c->ranks; r++) {
-    if (c->place(r).calls[c->turn & 1] != call) return false;
+    if (c->slot(r).signatures[c->sequence & 1] != signature) return false;
   }
   return true;
 }
 
 // --- sums ---
 
-void to_floats(const uint16_t* from, float* to, long count, bool is_half) {
-  if (!is_half) {
-    for (long i = 0; i < count; i++) to[i] = widen(from[i]);
+// Converts `count` elements of bf16, or of fp16, to float32.
+void to_floats(const uint16_t* x, float* out, long count, bool is_fp16) {
+  if (!is_fp16) {
+    for (long i = 0; i < count; i++) out[i] = widen(x[i]);
     return;
   }
   long i = 0;
   for (; i + 8 <= count; i += 8) {
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(load<__m128i>(from + i)));
+    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(load<__m128i>(x + i)));
   }
-  for (; i < count; i++) to[i] = _cvtsh_ss(from[i]);
+  for (; i < count; i++) out[i] = _cvtsh_ss(x[i]);
 }
 
-void from_floats(const float* from, uint16_t* to, long count, bool is_half) {
-  if (!is_half) {
-    for (long i = 0; i < count; i++) to[i] = to_bf16(from[i]);
+// Rounds `count` elements of float32 to bf16, or to fp16.
+void from_floats(const float* x, uint16_t* out, long count, bool is_fp16) {
+  if (!is_fp16) {
+    for (long i = 0; i < count; i++) out[i] = to_bf16(x[i]);
     return;
   }
   long i = 0;
   for (; i + 8 <= count; i += 8) {
-    store(to + i, _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    store(out + i, _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
   }
-  for (; i < count; i++) to[i] = _cvtss_sh(from[i], _MM_FROUND_TO_NEAREST_INT);
+  for (; i < count; i++) out[i] = _cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT);
 }
 
-// `out` can be one of the inputs: a block is read before it is written.
-void add_halves(uint16_t* out, const char* const* parts, long ranks, long count, bool is_half) {
+// Sums parts (ranks, count) of 16-bit elements -> out (count). `out` may be one of the parts,
+// because a block is read before it is written.
+void sum_16_bit(uint16_t* out, const char* const* parts, long ranks, long count, bool is_fp16) {
   float sums[BLOCK], part[BLOCK];
   for (long first = 0; first < count; first += BLOCK) {
     const long n = std::min(BLOCK, count - first);
-    to_floats((const uint16_t*)parts[0] + first, sums, n, is_half);
+    to_floats((const uint16_t*)parts[0] + first, sums, n, is_fp16);
     for (long r = 1; r < ranks; r++) {
-      to_floats((const uint16_t*)parts[r] + first, part, n, is_half);
+      to_floats((const uint16_t*)parts[r] + first, part, n, is_fp16);
       for (long i = 0; i < n; i++) sums[i] += part[i];
     }
-    from_floats(sums, out + first, n, is_half);
+    from_floats(sums, out + first, n, is_fp16);
   }
 }
 
-void add_floats(float* out, const char* const* parts, long ranks, long count) {
+// Sums parts (ranks, count) of float32 -> out (count), which may be one of the parts.
+void sum_fp32(float* out, const char* const* parts, long ranks, long count) {
   float sums[BLOCK];
   for (long first = 0; first < count; first += BLOCK) {
     const long n = std::min(BLOCK, count - first);
@@ -189,54 +217,59 @@ void add_floats(float* out, const char* const* parts, long ranks, long count) {
   }
 }
 
-void add_up(char* out, const char* const* parts, long ranks, long bytes, SumType type) {
-  if (type == SumType::FP32) return add_floats((float*)out, parts, ranks, bytes / 4);
-  add_halves((uint16_t*)out, parts, ranks, bytes / 2, type == SumType::FP16);
+void sum_parts(char* out, const char* const* parts, long ranks, long bytes, SumType type) {
+  if (type == SumType::FP32) return sum_fp32((float*)out, parts, ranks, bytes / 4);
+  sum_16_bit((uint16_t*)out, parts, ranks, bytes / 2, type == SumType::FP16);
 }
 
-// --- the operations: one chunk, as far as it goes without waiting longer than a slice ---
+// --- operations: each function processes one chunk, and returns PENDING if a wait takes longer
+// than MAX_SLEEP_NS ---
 
 struct Call {
   Kind kind;
   SumType type;
-  char* x;     // this rank's part; all-reduce and broadcast put the result there
-  char* out;   // of all-gather: (rows, ranks * row_bytes)
-  long bytes;  // of x
-  long row_bytes;
+  char* x;         // this rank's tensor; all-reduce and broadcast write the result there
+  char* out;       // all-gather: (rows, ranks * row_bytes)
+  long bytes;      // bytes of x
+  long row_bytes;  // all-gather: bytes of a row of x
 
-  uint64_t name() const { return (uint64_t)bytes << 16 | (uint64_t)type << 8 | kind; }
+  // Returns a number by which ranks detect that they make different calls.
+  uint64_t signature() const { return (uint64_t)bytes << 16 | (uint64_t)type << 8 | kind; }
 };
 
-// The part of a chunk that rank r sums for all.
+// Returns where the slice of a chunk begins that rank r sums for all ranks.
 long slice_start(long bytes, long r, long ranks) {
-  const long each = (bytes / ranks + 63) & -64;
-  return std::min(bytes, r * each);
+  const long slice_bytes = (bytes / ranks + 63) & -64;
+  return std::min(bytes, r * slice_bytes);
 }
 
+// Sums this rank's slice of all buffers into its own buffer.
 void sum_slice(const Channel* c, long bytes, SumType type) {
   const char* parts[MAX_RANKS];
   const long start = slice_start(bytes, c->rank, c->ranks);
   for (long r = 0; r < c->ranks; r++) parts[r] = c->buffer(r) + start;
   const long end = c->rank + 1 == c->ranks ? bytes : slice_start(bytes, c->rank + 1, c->ranks);
-  add_up(c->buffer(c->rank) + start, parts, c->ranks, end - start, type);
+  sum_parts(c->buffer(c->rank) + start, parts, c->ranks, end - start, type);
 }
 
+// All-reduce: a small chunk is summed by each rank. Of a larger one each rank sums a slice, then
+// all ranks copy the slices.
 ChannelState reduce_chunk(Channel* c, const Call& call, long bytes) {
   char* x = call.x + c->offset;
   if (c->stage == 1) {
-    if (!wait_for_all(c, c->turn)) return ChannelState::PENDING;
-    if (!all_make(c, call.name())) return ChannelState::MISMATCH;
+    if (!wait_for_all(c, c->sequence)) return ChannelState::PENDING;
+    if (!signatures_match(c, call.signature())) return ChannelState::MISMATCH;
     if (c->ranks == 2 || bytes < MIN_SHARED_SUM) {
       const char* parts[MAX_RANKS];
       for (long r = 0; r < c->ranks; r++) parts[r] = r == c->rank ? x : c->buffer(r);
-      add_up(x, parts, c->ranks, bytes, call.type);
+      sum_parts(x, parts, c->ranks, bytes, call.type);
       return ChannelState::DONE;
     }
     sum_slice(c, bytes, call.type);
-    arrive(c, call.name());
+    arrive(c, call.signature());
     c->stage = 2;
   }
-  if (!wait_for_all(c, c->turn)) return ChannelState::PENDING;
+  if (!wait_for_all(c, c->sequence)) return ChannelState::PENDING;
   for (long r = 0; r < c->ranks; r++) {
     const long start = slice_start(bytes, r, c->ranks);
     const long end = r + 1 == c->ranks ? bytes : slice_start(bytes, r + 1, c->ranks);
@@ -245,16 +278,17 @@ ChannelState reduce_chunk(Channel* c, const Call& call, long bytes) {
   return ChannelState::DONE;
 }
 
+// All-gather: a chunk may begin and end within a row.
 ChannelState gather_chunk(Channel* c, const Call& call, long bytes) {
-  if (!wait_for_all(c, c->turn)) return ChannelState::PENDING;
-  if (!all_make(c, call.name())) return ChannelState::MISMATCH;
+  if (!wait_for_all(c, c->sequence)) return ChannelState::PENDING;
+  if (!signatures_match(c, call.signature())) return ChannelState::MISMATCH;
   for (long r = 0; r < c->ranks; r++) {
     const char* part = r == c->rank ? call.x + c->offset : c->buffer(r);
     for (long done = 0; done < bytes;) {
       const long row = (c->offset + done) / call.row_bytes;
-      const long within = (c->offset + done) % call.row_bytes;
-      const long n = std::min(bytes - done, call.row_bytes - within);
-      std::memcpy(call.out + (row * c->ranks + r) * call.row_bytes + within, part + done, n);
+      const long column = (c->offset + done) % call.row_bytes;
+      const long n = std::min(bytes - done, call.row_bytes - column);
+      std::memcpy(call.out + (row * c->ranks + r) * call.row_bytes + column, part + done, n);
       done += n;
     }
   }
@@ -263,21 +297,21 @@ ChannelState gather_chunk(Channel* c, const Call& call, long bytes) {
 
 ChannelState broadcast_chunk(Channel* c, const Call& call, long bytes) {
   if (c->rank == 0) return ChannelState::DONE;
-  c->awaited = c->turn;
-  if (!wait_for(c->place(0).arrived, c->turn, c->spin_ns)) return ChannelState::PENDING;
-  if (c->place(0).calls[c->turn & 1] != call.name()) return ChannelState::MISMATCH;
+  c->awaited = c->sequence;
+  if (!wait_for(c->slot(0).reached, c->sequence, c->spin_ns)) return ChannelState::PENDING;
+  if (c->slot(0).signatures[c->sequence & 1] != call.signature()) return ChannelState::MISMATCH;
   std::memcpy(call.x + c->offset, c->buffer(0), bytes);
   return ChannelState::DONE;
 }
 
 ChannelState run_chunk(Channel* c, const Call& call, long bytes) {
   if (c->stage == 0) {
-    if (!wait_for_all(c, c->turn))
-      return ChannelState::PENDING;  // they have read what lay in this buffer
+    // After this wait, all ranks have read the previous data of this buffer.
+    if (!wait_for_all(c, c->sequence)) return ChannelState::PENDING;
     if (call.kind != BROADCAST || c->rank == 0) {
       std::memcpy(c->buffer(c->rank), call.x + c->offset, bytes);
     }
-    arrive(c, call.name());
+    arrive(c, call.signature());
     c->stage = 1;
   }
   if (call.kind == ALL_REDUCE) return reduce_chunk(c, call, bytes);
@@ -285,6 +319,8 @@ ChannelState run_chunk(Channel* c, const Call& call, long bytes) {
   return broadcast_chunk(c, call, bytes);
 }
 
+// Runs an operation chunk by chunk, from where the previous call with this ticket returned. BROKEN:
+// an operation with another ticket was not completed.
 ChannelState run(Channel* c, const Call& call, long ticket) {
   if (c->completed == ticket) return ChannelState::DONE;
   if (c->ticket != c->completed && c->ticket != ticket) return ChannelState::BROKEN;
@@ -296,18 +332,21 @@ ChannelState run(Channel* c, const Call& call, long ticket) {
     if (state != ChannelState::DONE) return state;
     c->offset += bytes;
     c->stage = 0;
-    c->half ^= 1;
+    c->buffer_index ^= 1;
   }
   c->completed = ticket;
   return ChannelState::DONE;
 }
 
-// --- the ring: messages of a header of 8 bytes (length, whether more belongs to it) and a body ---
+// --- the ring ---
 
-// Copy to or from the ring at a position, which wraps at its end.
-template <class Copy> void each_part(const Channel* c, uint32_t position, long bytes, Copy copy) {
-  char* data = c->base + (c->ranks + 1) * sizeof(Place);
-  const long start = position % c->size, first = std::min(bytes, c->size - start);
+// Copies `bytes` bytes to or from the ring at a position, in two parts if they wrap at its end.
+// copy(address in the ring, offset in the data, bytes) copies one part.
+template <class Copy>
+void copy_wrapped(const Channel* c, uint32_t position, long bytes, Copy copy) {
+  char* data = c->base + (c->ranks + 1) * sizeof(Slot);
+  const long start = position % c->size;
+  const long first = std::min(bytes, c->size - start);
   copy(data + start, 0, first);
   if (first < bytes) copy(data, first, bytes - first);
 }
@@ -316,67 +355,73 @@ template <class Copy> void each_part(const Channel* c, uint32_t position, long b
 
 extern "C" {
 
-// Bytes of a channel with buffers of `size` bytes; a ring has one buffer, and a place for its head.
+// Returns the bytes of a channel, or of a ring: see the layouts at the top.
 long shared_channel_bytes(long ranks, long size) {
-  return ranks * (long)sizeof(Place) + 2 * ranks * size;
+  return ranks * (long)sizeof(Slot) + 2 * ranks * size;
 }
-long shared_ring_bytes(long ranks, long size) { return (ranks + 1) * (long)sizeof(Place) + size; }
+long shared_ring_bytes(long ranks, long size) { return (ranks + 1) * (long)sizeof(Slot) + size; }
 
-// x (bytes) becomes the sum over the ranks.
+// All-reduce: x (bytes) of a SumType becomes the sum over the ranks.
 long shared_all_reduce(long* channel, char* x, long bytes, long type, long ticket) {
   const Call call = {ALL_REDUCE, (SumType)type, x, nullptr, bytes, 0};
   return (long)run((Channel*)channel, call, ticket);
 }
 
-// x (rows, row_bytes) of each rank becomes out (rows, ranks * row_bytes).
+// All-gather: x (rows, row_bytes) of each rank -> out (rows, ranks * row_bytes). `bytes` is the
+// size of x.
 long shared_all_gather(long* channel, char* x, char* out, long bytes, long row_bytes, long ticket) {
   const Call call = {ALL_GATHER, SumType::NONE, x, out, bytes, row_bytes};
   return (long)run((Channel*)channel, call, ticket);
 }
 
-// x (bytes) becomes rank 0's.
+// Broadcast: x (bytes) becomes the tensor of rank 0.
 long shared_broadcast(long* channel, char* x, long bytes, long ticket) {
   const Call call = {BROADCAST, SumType::NONE, x, nullptr, bytes, 0};
   return (long)run((Channel*)channel, call, ticket);
 }
 
-// Rank 0: put a message of `bytes` into the ring, once there is room: all of it or nothing.
+// Called by rank 0: writes a message (bytes) into the ring once all other ranks have received
+// enough of the earlier ones. If it returns PENDING, nothing is written.
 long shared_send(long* ring, char* message, long bytes, long has_more) {
   Channel* c = (Channel*)ring;
-  const long needed = 8 + ((bytes + 7) & -8);
-  c->awaited = (uint32_t)(c->turn + needed - c->size);
+  const long needed = HEADER_BYTES + ((bytes + 7) & -8);
+  c->awaited = (uint32_t)(c->sequence + needed - c->size);
   for (long r = 1; r < c->ranks; r++) {
-    if (!wait_for(c->place(r + 1).arrived, c->awaited, c->spin_ns))
+    if (!wait_for(c->slot(r + 1).reached, c->awaited, c->spin_ns))
       return (long)ChannelState::PENDING;
   }
   const uint32_t header[2] = {(uint32_t)bytes, (uint32_t)has_more};
-  each_part(c, c->turn, 8, [&](char* at, long, long n) { std::memcpy(at, header, n); });
-  each_part(c, c->turn + 8, bytes,
-            [&](char* at, long from, long n) { std::memcpy(at, message + from, n); });
-  c->turn = (uint32_t)(c->turn + needed);
-  raise(c->place(0).arrived, c->turn);
+  copy_wrapped(c, c->sequence, HEADER_BYTES,
+               [&](char* part, long, long n) { std::memcpy(part, header, n); });
+  copy_wrapped(c, c->sequence + HEADER_BYTES, bytes,
+               [&](char* part, long offset, long n) { std::memcpy(part, message + offset, n); });
+  c->sequence = (uint32_t)(c->sequence + needed);
+  publish(c->slot(0).reached, c->sequence);
   return (long)ChannelState::DONE;
 }
 
-// Other ranks: take the next message; its length and has_more are then in the ring's state.
+// Called by the other ranks: copies the next message from the ring, and sets `length` and
+// `has_more` of the ring's state.
 long shared_receive(long* ring, char* message) {
   Channel* c = (Channel*)ring;
-  c->awaited = (uint32_t)(c->turn + 1);
-  if (!wait_for(c->place(0).arrived, c->awaited, c->spin_ns)) return (long)ChannelState::PENDING;
+  c->awaited = (uint32_t)(c->sequence + 1);
+  if (!wait_for(c->slot(0).reached, c->awaited, c->spin_ns)) return (long)ChannelState::PENDING;
   uint32_t header[2];
-  each_part(c, c->turn, 8, [&](char* at, long, long n) { std::memcpy(header, at, n); });
-  each_part(c, c->turn + 8, header[0],
-            [&](char* at, long from, long n) { std::memcpy(message + from, at, n); });
+  copy_wrapped(c, c->sequence, HEADER_BYTES,
+               [&](char* part, long, long n) { std::memcpy(header, part, n); });
+  copy_wrapped(c, c->sequence + HEADER_BYTES, header[0],
+               [&](char* part, long offset, long n) { std::memcpy(message + offset, part, n); });
   c->length = header[0];
   c->has_more = header[1];
-  c->turn = (uint32_t)(c->turn + 8 + ((header[0] + 7) & -8));
-  raise(c->place(c->rank + 1).arrived, c->turn);
+  c->sequence = (uint32_t)(c->sequence + HEADER_BYTES + ((header[0] + 7) & -8));
+  publish(c->slot(c->rank + 1).reached, c->sequence);
   return (long)ChannelState::DONE;
 }
 
-// Whether a place (a rank's, or of a ring one more) is behind what the last wait was for.
-long shared_is_behind(long* channel, long place) {
+// Returns whether the rank of a slot has not reached the number that the last wait was for. Slot i
+// is rank i of a channel; of a ring, slot 0 is the head and slot i + 1 is rank i.
+long shared_is_behind(long* channel, long slot) {
   const Channel* c = (Channel*)channel;
-  return !reached(c->place(place).arrived, c->awaited);
+  return !has_reached(c->slot(slot).reached, c->awaited);
 }
 }
