@@ -175,7 +175,7 @@ void unpack_all(const uint8_t* blocks, uint8_t* codes, float* scales, float* off
 // Rows of blocks in a file.
 struct FileRows {
   int file;     // file descriptor
-  long offset;  // of the first row, in bytes
+  long offset;  // bytes before the first row
   long stride;  // bytes from one row to the next
 
   // Reads the first `width` bytes of each of `count` rows -> out (count, width). Returns false if

@@ -16,9 +16,9 @@
 //
 // The slot of a rank has the sequence number of the exchange that the rank has reached. A rank
 // writes its data into a buffer, then stores its sequence number (release); the others wait for
-// that number (acquire), then read. The two buffers of a rank are used in turn. A rank writes for
-// number k only when all others have reached k - 1: they have then read number k - 2, which was in
-// the same buffer, so one wait per exchange is enough.
+// that number (acquire), then read. Chunks of a tensor use the two buffers of a rank in turn. A
+// rank writes a chunk only when all others have reached its own number: they have then read the
+// chunk before the last one, which was in the same buffer, so one wait per chunk is enough.
 //
 // Sums are computed in float32, in the order of the ranks, by the same code on each rank, so all
 // ranks get the same bits.
@@ -49,10 +49,10 @@ struct Counter {
   std::atomic<uint32_t> sleepers;  // ranks that sleep or are about to
 };
 
-// What a rank publishes.
+// The published state of one rank, or of the head of a ring.
 struct alignas(128) Slot {
-  Counter reached;         // of the head of a ring: bytes sent; of a ring's rank: bytes received
-  uint64_t signatures[2];  // of the rank's last two exchanges: see Call::signature()
+  Counter reached;         // sequence number; in a ring, the bytes sent (head) or received (rank)
+  uint64_t signatures[2];  // signatures of the last two exchanges, see Call::signature()
 };
 
 // One rank's end of a channel or of a ring, in its own memory. Each field is an int64, in the order
@@ -252,8 +252,8 @@ void sum_slice(const Channel* c, long bytes, SumType type) {
   sum_parts(c->buffer(c->rank) + start, parts, c->ranks, end - start, type);
 }
 
-// All-reduce: a small chunk is summed by each rank. Of a larger one each rank sums a slice, then
-// all ranks copy the slices.
+// All-reduce. Each rank sums a small chunk as a whole. For a larger chunk, each rank sums a slice,
+// then all ranks copy the slices.
 ChannelState reduce_chunk(Channel* c, const Call& call, long bytes) {
   char* x = call.x + c->offset;
   if (c->stage == 1) {
