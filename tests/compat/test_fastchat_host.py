@@ -258,7 +258,7 @@ def test_what_cannot_be_done_is_a_clear_error(client, named, changes):
 def test_embeddings_are_refused(client):
     import openai
 
-    with pytest.raises(openai.BadRequestError, match="makes no embeddings"):
+    with pytest.raises(openai.BadRequestError, match="does not compute embeddings"):
         client.embeddings.create(model="demo", input="Once upon a time")
 
 

@@ -1,4 +1,4 @@
-"""The program of server/test_lm_eval_host.py in lm-eval's own environment: tasks on several models.
+"""The program of compat/test_lm_eval_host.py in lm-eval's own environment: tasks on several models.
 
 Input: a JSON file, {"url", "model", "hf", "folder"}: a server, its model, the same weights as a
 Hugging Face folder, and a working folder. It makes local data and three tasks. Output: results.json
