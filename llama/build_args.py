@@ -161,7 +161,6 @@ class BuildArgs:
 
         Raises:
             FieldError: a number is out of its limits, or a value has a wrong type.
-            ValueError: two arguments do not go together.
         """
         checked_values: dict[str, Any] = {
             name: checked_number(name, getattr(self, name), *limits)
@@ -175,11 +174,6 @@ class BuildArgs:
         name = self.speculate
         if name is not None and not (isinstance(name, str) and name):
             raise TypeError(f"speculate={brief(name)}: give 'lookup', a draft model, or None")
-        if self.speculate_shared and name != "lookup":
-            raise ValueError(
-                f"speculate_shared looks up the texts of other requests, and speculate={name!r} "
-                "looks nothing up: give speculate='lookup', or leave out speculate_shared"
-            )
         return replace(self, **checked_values)
 
     def shared(self) -> dict[str, Any]:

@@ -120,7 +120,9 @@ class Llama:
                 draft_model=loaded.draft_model,
             )
             if args.speculate:
-                llama.engine.speculate(args.speculate_tokens, is_shared=args.speculate_shared)
+                llama.engine.speculate(
+                    args.speculate_tokens, args.speculate, is_shared=args.speculate_shared
+                )
         llama.is_guard = loaded.files.checkpoint.is_guard
         seconds = time.perf_counter() - began
         llama.load_seconds = seconds

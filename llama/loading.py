@@ -24,7 +24,7 @@ from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import LoadCheck
 from llama.checks import brief, number, path_like
 from llama.device import dtype_name, free_bytes, pick_device, pick_dtype, set_num_threads
-from llama.engine.core import PAGE_SIZE
+from llama.engine.core import DRAFTERS, PAGE_SIZE
 from llama.engine.runner import ModelRunner
 from llama.gpu import selection, selfcheck_cache
 from llama.model.layers import Matrix
@@ -147,6 +147,7 @@ def load_model(args: BuildArgs) -> Loaded:
     parallel = connect(args.model_parallel_size, device, args.timeout_s)
     with parallel.agree("the arguments of Llama.build", world=True) as must_match:
         args = args.checked()
+        _check_drafter(args)
         # Every rank estimates what the first one of its group needs, so that all choose the same.
         files = find_files(args, replace(parallel.placement, rank=0), device)
         kv_format = pick_kv_format(args.kv_cache_dtype, device)
@@ -237,21 +238,34 @@ def find_tokenizer(checkpoint: Checkpoint, path: str | None) -> Tokenizer:
     return load_tokenizer(path_like("tokenizer_path", chosen), checkpoint.params)
 
 
+def _check_drafter(args: BuildArgs) -> None:
+    """Raise a ValueError for `speculate_shared` with a drafter that has no use for it."""
+    name = args.speculate
+    if args.speculate_shared and not (name in DRAFTERS and DRAFTERS[name].can_share):
+        sharing = [repr(known) for known, kind in DRAFTERS.items() if kind.can_share]
+        raise ValueError(
+            f"speculate_shared looks up the texts of other requests, and speculate={name!r} "
+            f"looks nothing up: give speculate={' or '.join(sharing)}, or leave out "
+            "speculate_shared"
+        )
+
+
 def _find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> list[Files]:
-    """Find the draft model, if one is given.
+    """Find the draft model, if `speculate` is one and not the name of a drafter.
 
     Raises:
         ValueError: There is no model, or it does not have the model's vocabulary.
     """
     path = args.speculate
-    if path in (None, "lookup"):
+    if path is None or path in DRAFTERS:
         return []
     try:
         draft_args = replace(args, ckpt_dir=str(path))
         files = find_files(draft_args, model.placement, model.device)
         draft_tokenizer = find_tokenizer(files.checkpoint, None)
     except (OSError, ValueError) as e:
-        raise ValueError(f"speculate={path!r}, neither 'lookup' nor a draft model: {e}") from e
+        names = ", ".join(map(repr, DRAFTERS))
+        raise ValueError(f"speculate={path!r}, neither {names} nor a draft model: {e}") from e
     num_tokens = tokenizer.n_words
     num_draft_tokens = draft_tokenizer.n_words
     if num_tokens != num_draft_tokens or _probe(tokenizer) != _probe(draft_tokenizer):

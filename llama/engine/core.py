@@ -25,11 +25,30 @@ from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter
 from llama.model.transformer import Transformer
 from llama.ops.cpu.openmp import SpinController
+from llama.ranks.collectives import ModelParallel
 
 PAGE_SIZE = 16  # slots; a shared prefix is reused in multiples of this many tokens
 TOKEN_BUDGET = 2048  # tokens per step: bounds its memory, and the wait between two tokens
 
 _Started = tuple[Step, Reader[StepResults]]
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """A drafter that needs no draft model.
+
+    Attributes:
+        make: Makes the drafter of `max_drafts` and a rank among its peers. The last argument says
+            whether it may use the texts of other requests.
+        can_share: Whether it has a use for these texts, so that `speculate_shared` is allowed.
+    """
+
+    make: Callable[[int, ModelParallel, bool], Drafter]
+    can_share: bool = False
+
+
+# The drafters, by the value of `speculate`. Every other value is a draft model.
+DRAFTERS = {"lookup": DrafterKind(Speculator, can_share=True)}
 
 
 @dataclass
@@ -131,20 +150,22 @@ class EngineCore:
         )
         return cls(runners, scheduler)
 
-    def speculate(self, max_draft: int, *, is_shared: bool = False) -> None:
-        """Speculate from now on, with the draft model or by look-up (see `Speculator`).
+    def speculate(self, max_draft: int, name: str = "lookup", *, is_shared: bool = False) -> None:
+        """Speculate from now on, with the draft model, if the core has one.
 
         Steps do not overlap then, since a draft follows the last token.
 
         Args:
             max_draft: The maximum number of draft tokens of a sequence in a step.
-            is_shared: Whether look-up also searches other sequences.
+            name: The drafter of `DRAFTERS` that is used without a draft model.
+            is_shared: Whether that drafter may use the texts of other requests.
         """
         self.runner.async_scheduling = False
         if len(self.runners) > 1:
             self.drafter = ModelDrafter(max_draft, self.runners[0], self.scheduler)
         else:
-            self.drafter = Speculator(max_draft, self.runner.model.parallel, is_shared=is_shared)
+            parallel = self.runner.model.parallel
+            self.drafter = DRAFTERS[name].make(max_draft, parallel, is_shared)
 
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence.

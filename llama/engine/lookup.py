@@ -163,9 +163,7 @@ class Speculator(Drafter):
     the newer one is full, the older one is dropped.
     """
 
-    def __init__(
-        self, max_drafts: int, parallel: ModelParallel, *, is_shared: bool = False
-    ) -> None:
+    def __init__(self, max_drafts: int, parallel: ModelParallel, is_shared: bool = False) -> None:
         super().__init__(max_drafts, parallel, _FIRST_RATES)
         self._ended_texts: list[Text] = []
         if is_shared:
