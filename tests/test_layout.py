@@ -176,7 +176,7 @@ def test_text_stays_out_of_the_engine():
         assert not read & text, path
     fields = dataclasses.fields(SequenceSpec) + dataclasses.fields(SequenceState)
     holds_text = {field.name for field in fields if re.search(r"\bstr\b", str(field.type))}
-    assert holds_text == {"finish_reason"}
+    assert not holds_text, "a finish_reason is one of a fixed set"
 
 
 def test_an_assert_changes_nothing():

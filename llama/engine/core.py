@@ -21,7 +21,7 @@ from llama.engine.pages import PagePool
 from llama.engine.rows import SAMPLE, VERIFY, Reader, Scheduled, Step, StepResults
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduler
-from llama.engine.sequence import SequenceState
+from llama.engine.sequence import FinishReason, SequenceState
 from llama.engine.speculative import Drafter
 from llama.model.transformer import Transformer
 from llama.ops.cpu.openmp import SpinController
@@ -184,7 +184,7 @@ class EngineCore:
             )
         self.scheduler.waiting.add(seq)
 
-    def finish(self, seq: SequenceState, reason: str) -> None:
+    def finish(self, seq: SequenceState, reason: FinishReason) -> None:
         """End a sequence now and free its pages; one that has ended stays as it is."""
         if not seq.finished:
             seq.finish_reason = reason
@@ -276,7 +276,7 @@ class EngineCore:
             self._in_flight = None
             self._moved += self.scheduler.update(step, read())
 
-    def break_off(self, reason: str) -> None:
+    def break_off(self, reason: FinishReason) -> None:
         """End the sequences that a step which broke off may have left in any state.
 
         The content of all pages is forgotten. Sequences that never ran go on waiting.
@@ -286,7 +286,7 @@ class EngineCore:
             seq.finish_reason = seq.finish_reason or reason
         self.scheduler.clear_started()
 
-    def clear(self, reason: str) -> None:
+    def clear(self, reason: FinishReason) -> None:
         """End every sequence, and forget the content of all pages."""
         self._in_flight = None
         for seq in self.scheduler.live():

@@ -11,10 +11,13 @@ import copy
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from llama.engine.request import Constraint, SequenceSpec
 
 TopLogprobs = list[tuple[int, float]]  # ids and log-probabilities, the likeliest first
+# Why a sequence ended: a stop token or text, its maximum length, its caller, or an error.
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 def no_pages() -> "array[int]":
@@ -38,7 +41,7 @@ class SequenceState:
         num_accepted: The drafts that were right.
         pages: Its pages in order, as int64 that the runner copies to the device.
         page_hashes: The hashes of its full pages, in order.
-        finish_reason: "stop", "length", "abort" or "error" once it has ended.
+        finish_reason: Why it ended, once it has ended.
         stop_id: The token that stopped it.
         logprobs: The log-probability of each output token, then of the token that stopped it.
         top_logprobs: The likeliest tokens in the place of each of these.
@@ -57,7 +60,7 @@ class SequenceState:
     num_accepted: int = 0
     pages: "array[int]" = field(default_factory=no_pages)
     page_hashes: list[bytes] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_id: int | None = None
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)

@@ -17,7 +17,10 @@ from llama.tokenizer import Tokenizer
 class AnswerSoFar(Protocol):
     """An answer that may still grow."""
 
-    finish_reason: str | None
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the answer ended, or None if it has not ended."""
+        ...
 
     @property
     def token_ids(self) -> Sequence[int]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from llama.engine.sequence import SequenceState
+from llama.engine.sequence import FinishReason, SequenceState
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.sampling_params import SamplingParams
 
@@ -60,7 +60,7 @@ class Answer:
     first_token_ts: float = 0.0  # time.monotonic() at the first token; 0 before it
     last_token_ts: float = 0.0  # time.monotonic() at the latest token
     cumulative_logprob: float = 0.0
-    finish_reason: str | None = None  # None, "stop", "length", "abort" or "error"
+    finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # stop string or stop token id
 
     def read(self) -> None:
@@ -100,7 +100,7 @@ class CompletionOutput:
 
     Attributes:
         index: The index of the answer within the request.
-        finish_reason: None, "stop", "length", "abort" or "error".
+        finish_reason: Why the answer ended, or None if it has not ended.
         stop_reason: The stop string or the stop token id that ended the answer, if one did.
         cumulative_logprob: The sum of the log-probabilities of the tokens; None if they were not
             requested.
@@ -303,7 +303,7 @@ class Request:
             if self.listener is not None:
                 self.listener()
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: FinishReason) -> None:
         """End all unfinished answers with this finish_reason."""
         for answer in self.answers:
             answer.finish_reason = answer.finish_reason or reason

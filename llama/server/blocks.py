@@ -14,6 +14,7 @@ from pydantic_core import from_json
 
 from llama.prompts.answer import AnswerDeltas
 from llama.requests.request import CompletionOutput, RequestOutput
+from llama.server.endings import ending_of
 from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.request import OpenAIRequest
@@ -31,7 +32,7 @@ class Block:
         call_id: id of the call; empty for text.
         name: name of the called tool; empty for text.
         text: the text, or the arguments of the call as JSON, which may be cut off.
-        is_cut: whether the answer reached its token limit in this block.
+        is_cut: whether the answer ended in this block before it was complete.
     """
 
     index: int
@@ -142,7 +143,7 @@ class BlockAnswer(ABC):
             for call in delta.get("tool_calls", []):
                 yield from self._take_call(call)
         if answer.finish_reason is not None and self.blocks:
-            self.blocks[-1].is_cut = answer.finish_reason == "length"
+            self.blocks[-1].is_cut = ending_of(answer.finish_reason).incomplete is not None
             yield from self.block_stop(self.blocks[-1])
 
     def _take_text(self, text: str) -> Events:

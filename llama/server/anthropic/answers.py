@@ -6,10 +6,8 @@ This file knows no network and runs no model.
 from typing import Any, ClassVar
 
 from llama.server.blocks import Block, BlockAnswer, Events
+from llama.server.endings import ending_of
 from llama.server.errors import ApiError
-
-# Anthropic's stop_reason, by the finish_reason of a chat.
-_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageAnswer(BlockAnswer):
@@ -76,7 +74,7 @@ class MessageAnswer(BlockAnswer):
         (answer,) = self.output.outputs
         if isinstance(answer.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
-        reason = _STOP_REASONS.get(self.finish_reason or "", "end_turn")
+        reason = ending_of(self.finish_reason).stop_reason
         max_tokens = self.request.params.max_tokens
         num_tokens = self.output.usage.completion_tokens
         if reason == "max_tokens" and max_tokens is not None and num_tokens < max_tokens:

@@ -8,6 +8,7 @@ from typing import Any
 from llama.prompts.fields import Fields
 from llama.requests.request import RequestOutput
 from llama.server.blocks import Block, BlockAnswer, Events
+from llama.server.endings import ending_of
 from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.request import OpenAIRequest
@@ -31,11 +32,11 @@ class ResponseAnswer(BlockAnswer):
 
     def body(self) -> dict[str, Any]:
         """Return the response object of a finished request."""
-        is_cut = self.finish_reason == "length"
+        incomplete = ending_of(self.finish_reason).incomplete
         return {
             **self._response,
-            "status": "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "status": "incomplete" if incomplete else "completed",
+            "incomplete_details": {"reason": incomplete} if incomplete else None,
             "output": [self._item(block) for block in self.blocks],
             "usage": _usage(self.output),
         }
