@@ -324,6 +324,35 @@ def test_both_executors_add_a_bias_to_the_first_product(kernels, quantize):
         NativeLayers(model.plan, wrong, model.parallel)
 
 
+class ScaledAttention(Attention):
+    """Attention whose body reads a further weight of the module."""
+
+    scale: nn.Parameter
+
+    def body(self, *args: Any) -> Tensor:
+        return super().body(*args) * self.scale
+
+
+def test_a_body_reads_further_weights_of_its_module(kernels):
+    model = make_model()
+    for layer in model.blocks():
+        layer.attention.__class__ = ScaledAttention
+        layer.attention.scale = nn.Parameter(torch.tensor(0.5).bfloat16(), requires_grad=False)
+    tokens, batch, num_pages = pack(BATCHES[3])
+    x = model.tok_embeddings(tokens)
+    sublayers: list[SubLayer] = []
+    for spec, layer in zip(model.plan.layers, model.blocks(), strict=True):
+        sublayers += layer.sublayers(spec.kv_plane)
+    stack = OpLayers(model.plan, sublayers, model.parallel)
+    caches = [model.new_kv_cache(num_pages, PAGE_SIZE) for _ in range(3)]
+    by_modules = model._run_modules(x, batch, caches[0])
+    by_operators = stack.run(x, model.freqs_cis[batch.positions], caches[1], batch)
+    assert same([by_modules, caches[0]], [by_operators, caches[1]])
+    for layer in model.blocks():
+        layer.attention.scale.fill_(1)
+    assert not torch.equal(by_modules, model._run_modules(x, batch, caches[2]))
+
+
 class OtherAttention(Attention):
     def forward(self, *args: Any) -> Tensor:
         return super().forward(*args) * 0

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from llama.model.kinds import HalfKind
+from llama.model.kinds import HalfKind, HalfLayer
 from llama.model.layers import RMSNorm, WatchedModule
 from llama.model.plan import LayerPlan
 from llama.ops.batch import Batch
@@ -49,7 +49,8 @@ class SubLayer:
     """The weights of a half layer: x + second(body(first(norm(x)) + bias)).
 
     Attributes:
-        kind: What its body is.
+        kind: The kind, which says whether the CPU's kernels have its body.
+        half: The module, which computes the body and has the further weights that this reads.
         norm: The norm, (E).
         first: wqkv ((H + 2K) D, E), or w13 (2F, E).
         second: wo (E, H D), or w2 (E, F).
@@ -58,6 +59,7 @@ class SubLayer:
     """
 
     kind: HalfKind
+    half: HalfLayer
     norm: RMSNorm
     first: Weight
     second: Weight
@@ -99,7 +101,7 @@ class OpLayers:
             if sublayer.bias is not None:
                 part = part + sublayer.bias
             plane = None if sublayer.kv_plane is None else planes[sublayer.kv_plane]
-            part = sublayer.kind.body(part, freqs_cis, batch, plane)
+            part = sublayer.half.body(part, freqs_cis, batch, plane)
             part = self.parallel.all_reduce(sublayer.second.linear(part, context=batch))
             if norm is None:
                 return x + part

@@ -1,10 +1,10 @@
 """The kinds of half layers: what stands between a norm and the residual sum.
 
 A layer of Llama is two halves, x + half(norm(x)): attention, then the feed-forward block. A kind
-describes one half completely: the module that holds its weights, the operators between its two
-products (its body), the keys and values that it stores, and its row in the table of the CPU's
-native layers. The layer plan lists the kinds of each layer; modules, executors, the memory estimate
-and layers.cpp read them there.
+describes one half completely: its module, which holds the weights and computes what stands between
+its two products (its body), the keys and values that it stores, and its row in the table of the
+CPU's native layers. The layer plan lists the kinds of each layer; modules, executors, the memory
+estimate and layers.cpp read them there.
 
 To add a kind, write a `HalfKind` and its module here, name it in `LayerPlan.of`, and either add its
 body to layers.cpp or leave `native` None: such a layer then runs operator by operator.
@@ -62,6 +62,20 @@ class HalfLayer(FusedBlock):
         """Return what is added to each row of the first product, (N), if anything is."""
         return None
 
+    def body(
+        self, part: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
+    ) -> Tensor:
+        """Compute what stands between the two products. It may read further weights of the module.
+
+        Args:
+            part: The rows of the first product, (T, N).
+            freqs_cis: The rotations of the tokens' positions, (T, D/2).
+            batch: The tokens of the step.
+            kv_cache: The plane of the layer, (2, P, S, K, W), written in place; None if the layer
+                stores no keys and values.
+        """
+        raise NotImplementedError
+
 
 class HalfKind(ABC):
     """One kind of half layer, with the sizes of this rank.
@@ -84,20 +98,6 @@ class HalfKind(ABC):
     @abstractmethod
     def build(self, dim: int, parallel: ModelParallel) -> HalfLayer:
         """Make the module, for a model of dimension `dim`."""
-
-    @abstractmethod
-    def body(
-        self, part: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
-    ) -> Tensor:
-        """Compute what stands between the two products.
-
-        Args:
-            part: The rows of the first product, (T, N).
-            freqs_cis: The rotations of the tokens' positions, (T, D/2).
-            batch: The tokens of the step.
-            kv_cache: The plane of the layer, (2, P, S, K, W), written in place; None if the layer
-                stores no keys and values.
-        """
 
     @abstractmethod
     def run(
@@ -124,7 +124,6 @@ class Attention(HalfLayer):
         q = kind.n_heads * kind.head_dim
         kv = kind.n_kv_heads * kind.head_dim
         super().__init__("wqkv", {"wq": q, "wk": kv, "wv": kv})
-        self.kind = kind
         self.n_heads = kind.n_heads
         self.n_kv_heads = kind.n_kv_heads
         self.head_dim = kind.head_dim
@@ -141,12 +140,21 @@ class Attention(HalfLayer):
         """Return wo."""
         return self.wo
 
+    def body(
+        self, part: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
+    ) -> Tensor:
+        """Rotate, store and attend: part (T, (H + 2K) D) -> (T, H D)."""
+        assert kv_cache is not None
+        qkv = part.view(len(part), -1, self.head_dim)
+        queries = rope_and_store(qkv, freqs_cis, kv_cache, batch.slots, batch.kernels)
+        return paged_attention(queries, kv_cache, batch).flatten(1)
+
     def forward(
         self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
     ) -> Tensor:
         """Attend: x (..., E) of T tokens -> (..., E)."""
         part = apply(self.wqkv, x, batch).flatten(0, -2)
-        attended = self.kind.body(part, freqs_cis, batch, kv_cache)
+        attended = self.body(part, freqs_cis, batch, kv_cache)
         return apply(self.wo, attended.view(*x.shape[:-1], -1), batch)
 
 
@@ -170,15 +178,6 @@ class AttentionKind(HalfKind):
     def build(self, dim: int, parallel: ModelParallel) -> Attention:
         """Make the module, for a model of dimension `dim`."""
         return Attention(self, dim, parallel)
-
-    def body(
-        self, part: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
-    ) -> Tensor:
-        """Rotate, store and attend: part (T, (H + 2K) D) -> (T, H D)."""
-        assert kv_cache is not None
-        qkv = part.view(len(part), -1, self.head_dim)
-        queries = rope_and_store(qkv, freqs_cis, kv_cache, batch.slots, batch.kernels)
-        return paged_attention(queries, kv_cache, batch).flatten(1)
 
     def run(
         self,
@@ -215,6 +214,12 @@ class FeedForward(HalfLayer):
         """Return w2."""
         return self.w2
 
+    def body(
+        self, part: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
+    ) -> Tensor:
+        """Multiply by the gate: part (T, 2F) -> (T, F)."""
+        return silu_mul(part, batch.kernels)
+
     def forward(self, x: Tensor, context: ForwardContext = DEFAULT_CONTEXT) -> Tensor:
         """Run the block: x (..., E) -> (..., E)."""
         gated = silu_mul(apply(self.w13, x, context), context.kernels)
@@ -234,12 +239,6 @@ class FeedForwardKind(HalfKind):
     def build(self, dim: int, parallel: ModelParallel) -> FeedForward:
         """Make the module, for a model of dimension `dim`."""
         return FeedForward(self, dim, parallel)
-
-    def body(
-        self, part: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
-    ) -> Tensor:
-        """Multiply by the gate: part (T, 2F) -> (T, F)."""
-        return silu_mul(part, batch.kernels)
 
     def run(
         self,

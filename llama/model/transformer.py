@@ -74,6 +74,7 @@ class TransformerBlock(WatchedModule):
             half: Any = getattr(self, kind.name)
             sublayer = SubLayer(
                 kind=kind,
+                half=half,
                 norm=getattr(self, kind.norm_name),
                 first=half.first.weight,
                 second=half.second.weight,
