@@ -23,7 +23,19 @@ from pydantic_core import from_json
 
 from llama.checks import brief
 from llama.prompts.fields import Fields, read_as
+from llama.tokenizer import Role
 from llama.validation import custom_error, field_error, json_type, with_message
+
+# The roles of messages, and the role that the prompt has for each of them. A new role is also a
+# value of `role` in the class of its messages below, and in chat_template.jinja.
+HEADER_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "ipython",
+    "ipython": "ipython",
+}
 
 _T = TypeVar("_T")
 _MAX_DEPTH = 64  # levels of nested JSON

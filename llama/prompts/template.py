@@ -16,6 +16,7 @@ from pydantic_core import from_json
 
 from llama.checks import FieldError
 from llama.prompts.messages import (
+    HEADER_ROLES,
     AssistantMessage,
     ChatMessage,
     ToolCall,
@@ -186,8 +187,7 @@ class _Reader:
             return self._result(message)
         if isinstance(message, AssistantMessage) and message.tool_calls:
             return self._calls(message, message_index)
-        role: Role = "system" if message.role == "developer" else message.role
-        return Turn(role, [text_of(message.content).strip()])
+        return Turn(HEADER_ROLES[message.role], [text_of(message.content).strip()])
 
     def _result(self, message: ToolMessage) -> Turn:
         content: Any = message.content

@@ -16,8 +16,9 @@ from llama_models.llama3 import tokenizer as oracle_module
 from llama.checkpoint.hf_tokenizer import tokenizer_config, tokenizer_json
 from llama.model.args import ModelArgs
 from llama.prompts import ToolFormat, encode_chat
+from llama.prompts.messages import HEADER_ROLES
 from llama.prompts.template import jinja_template
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import ChatFormat, Message, Tokenizer
 
 FORMATS = list(ToolFormat)
 
@@ -61,7 +62,7 @@ TWO = said("assistant", " I look.\n", tool_calls=[call("f", {"a": 1}, "p"), call
 RESULT = said("tool", 'sunny, "22 °C"\n', tool_call_id="1")
 QUESTION = said("user", "  How is it? ")
 DIALOGS: list[list[dict[str, Any]]] = [
-    *[[said(role, " Hi\n")] for role in ("system", "user", "assistant", "ipython", "tool")],
+    *[[said(role, " Hi\n")] for role in HEADER_ROLES],
     [said("developer", "Be brief."), QUESTION],
     [said("system", ""), QUESTION],
     [said("system", PARTS), said("user", PARTS), said("assistant", PARTS), QUESTION],
@@ -127,6 +128,13 @@ def test_each_dialog_has_the_same_ids(ours, theirs, tool_format, has_header):
         num_prompts += isinstance(wanted, list)
     # A model without tools has prompts only for dialogs without them.
     assert num_prompts > (7 if tool_format is ToolFormat.NONE else 100)
+
+
+@pytest.mark.parametrize("role", HEADER_ROLES)
+def test_each_role_has_the_header_of_its_table(ours, role):
+    written: Message = {"role": HEADER_ROLES[role], "content": "Hi"}
+    prompt = [ours.bos_id, *ChatFormat(ours).encode_message(written)]
+    assert encode_chat(ours, [said(role, "Hi")], add_generation_prompt=False) == prompt
 
 
 def test_a_date_may_be_given(ours, theirs):

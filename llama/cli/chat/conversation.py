@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from llama.cli.flags import SAMPLING_FIELDS, SAMPLING_FLAGS
 from llama.cli.model import BUILD_FLAGS
-from llama.prompts.messages import read_messages, text_of
+from llama.prompts.messages import HEADER_ROLES, read_messages, text_of
 from llama.requests.request import Usage
 from llama.sampling_params import SamplingParams
 
@@ -210,7 +210,7 @@ class Conversation:
     @property
     def _num_system(self) -> int:
         """The number of system messages at the beginning: 0 or 1."""
-        has_system = bool(self.messages) and self.messages[0]["role"] in ("system", "developer")
+        has_system = bool(self.messages) and HEADER_ROLES[self.messages[0]["role"]] == "system"
         return int(has_system)
 
     def _last_question(self) -> int:

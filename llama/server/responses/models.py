@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from llama.prompts.fields import UNUSED, Fields, chosen_by
-from llama.prompts.messages import text_of
+from llama.prompts.messages import HEADER_ROLES, text_of
 from llama.prompts.tools import FunctionName, tool_request
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.accepted import NO_STATE, AcceptedFields
@@ -193,8 +193,7 @@ class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type
         for i, item in enumerate(self.input):
             path = f"input[{i}]"
             if isinstance(item, MessageItem):
-                role = "system" if item.role == "developer" else item.role
-                dialog.add_text(role, text_of(item.content), path)
+                dialog.add_text(HEADER_ROLES[item.role], text_of(item.content), path)
             elif isinstance(item, CallItem):
                 name = qualified_name(item.name, item.namespace)
                 dialog.add_call(item.call_id, name, item.call_arguments(), path)
