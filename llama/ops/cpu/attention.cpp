@@ -455,13 +455,13 @@ long attention_workspace(const int64_t* query_starts, const int64_t* seq_lens, l
 void paged_attention_bf16(const uint16_t* queries, const char* kv_pages, const int64_t* table,
                           const int64_t* query_starts, const int64_t* seq_lens, uint16_t* out,
                           char* workspace, long num_seqs, long heads, long kv_heads, long dim,
-                          long num_pages, long page_size, long pages_each, long kv_format,
+                          long num_pages, long page_size, long pages_per_seq, long kv_format,
                           float scale, int threads) {
   const long row_bytes = kv_row_bytes(dim, (KvFormat)kv_format);
   const char* values = kv_pages + num_pages * page_size * kv_heads * row_bytes;
   const Attention call = {queries,  kv_pages,     values,    out,
                           table,    query_starts, seq_lens,  workspace,
-                          num_seqs, pages_each,   page_size, heads,
+                          num_seqs, pages_per_seq,   page_size, heads,
                           kv_heads, dim,          scale,     (KvFormat)kv_format};
   const double work = plan_attention(call);
   run_team(work > MIN_PARALLEL_WORK ? threads : 1, [&](Worker& member) { attend(member, call); });

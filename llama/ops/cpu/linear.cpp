@@ -363,14 +363,14 @@ void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace)
                          nullptr,
                          0,
                          weight.k * K_BYTES<Bf16>};
-    float* middle = (float*)workspace;
+    float* down_outputs = (float*)workspace;
     workspace += x.count * MAX_RANK * sizeof(float);
-    linear(member, x, {down, weight.rank, weight.k}, {middle, Outputs::FLOAT32}, workspace);
+    linear(member, x, {down, weight.rank, weight.k}, {down_outputs, Outputs::FLOAT32}, workspace);
     out.up = weight.adapter + weight.rank * weight.k;
-    out.down_outputs = middle;
+    out.down_outputs = down_outputs;
     out.rank = weight.rank;
   }
-  constexpr decltype(&linear_of<Bf16>) RUN[] = EACH_FORMAT(linear_of);
+  constexpr decltype(&linear_of<Bf16>) RUN[] = TABLE_BY_FORMAT(linear_of);
   RUN[(int64_t)weight.format](member, x, weight, out, workspace);
 }
 
@@ -382,7 +382,7 @@ long linear_workspace(long m, long k, long threads) { return linear_bytes(m, k, 
 // Rows `ids` (t) of a weight that has no adapter -> out (t, k) bf16; whether all ids are in [0, n).
 long weight_rows(const int64_t* ids, const int64_t* matrix, uint16_t* out, long t, long n, long k,
                  long threads) {
-  constexpr decltype(&unpack_row<Bf16>) RUN[] = EACH_FORMAT(unpack_row);
+  constexpr decltype(&unpack_row<Bf16>) RUN[] = TABLE_BY_FORMAT(unpack_row);
   const Weight weight = {*(const Matrix*)matrix, n, k};
   if (!std::all_of(ids, ids + t, [&](int64_t id) { return id >= 0 && id < n; })) return false;
 #pragma omp parallel for num_threads(std::min(t, threads)) if (t > 1)
