@@ -30,7 +30,7 @@ SHAPES = [  # (M, N, K): around blocks of 14 and 6 rows, K blocks of 1,024 and M
 
 
 KINDS: list[type[Weight]] = [BytesWeight, BlockedWeight]
-FEW_ROWS = 4  # vector instructions compute these, as in amx.h, where weights are quantized
+FEW_ROWS = 4  # vector instructions compute these, as in amx_few_rows.h, where weights are quantized
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
