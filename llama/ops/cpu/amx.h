@@ -303,14 +303,14 @@ struct FlushDenormals {
 
 // Multiplies all rows of x by the weight, see the overload in linear.cpp.
 template <class Kind, class Packed>
-void multiply_all(Worker& member, const PackedX& x, Packed packed, const Weight& weight,
+void multiply_all(Worker& worker, const PackedX& x, Packed packed, const Weight& weight,
                   const Outputs& out) {
   const long blocks = weight.n / N_BLOCK, height = x.height;
   const Partition row_blocks(x.tiles, 2);
   const Partition m_blocks(row_blocks.count, M_BLOCK / (2 * TILE_ROWS));
   // Each thread gets several panels, so that all threads have about the same amount of work.
   const Partition panels(
-      blocks, x.tiles > 2 ? std::clamp(blocks / (4 * member.threads()), 1L, PANEL_BLOCKS) : 1);
+      blocks, x.tiles > 2 ? std::clamp(blocks / (4 * worker.threads()), 1L, PANEL_BLOCKS) : 1);
   alignas(64) float totals[PANEL_BLOCKS * M_BLOCK * N_BLOCK];
   bool is_configured = false;
   const auto count_rows = [&](long first, long end) {
@@ -342,7 +342,7 @@ void multiply_all(Worker& member, const PackedX& x, Packed packed, const Weight&
         write(out, weight.n, totals + (p * rows + r) * N_BLOCK, row + r, row + r + 1,
               (panels.first(panel) + p) * N_BLOCK);
   };
-  member.run(m_blocks.count * panels.count, compute, write_out);
+  worker.run(m_blocks.count * panels.count, compute, write_out);
   if (is_configured) _tile_release();
 }
 

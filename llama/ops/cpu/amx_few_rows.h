@@ -80,7 +80,7 @@ auto select_few_rows(long rows, std::integer_sequence<int, R...>) {
 }
 
 template <class Kind, class Packed>
-void multiply_all(Worker& member, const FewRows& x, Packed packed, const Weight& weight,
+void multiply_all(Worker& worker, const FewRows& x, Packed packed, const Weight& weight,
                   const Outputs& out) {
   constexpr std::make_integer_sequence<int, FEW_ROWS> ROWS;
   const auto run = has_groups(weight) ? select_few_rows<Kind, true>(x.m, ROWS)
@@ -93,7 +93,7 @@ void multiply_all(Worker& member, const FewRows& x, Packed packed, const Weight&
     if (weight.per_group && !has_groups(weight)) scale_sums(weight, block, x.m, sums);
   };
   const auto write_out = [&](long block) { write(out, weight.n, sums, 0, x.m, block * N_BLOCK); };
-  member.run(weight.n / N_BLOCK, compute, write_out);
+  worker.run(weight.n / N_BLOCK, compute, write_out);
 }
 
 // The layout of x for products with nibbles in groups, for up to 16 rows: pairs (K/2, m).
@@ -158,7 +158,7 @@ inline void look_up_rows(const char* packed, Floats values, const float* scales,
 }
 
 template <class Kind, class Packed>
-void multiply_all(Worker& member, const RowsAsPairs& x, Packed packed, const Weight& weight,
+void multiply_all(Worker& worker, const RowsAsPairs& x, Packed packed, const Weight& weight,
                   const Outputs& out) {
   // Steps between the stores of the widened weights and the tile load that waits for them.
   constexpr long DELAY = 2;
@@ -210,7 +210,7 @@ void multiply_all(Worker& member, const RowsAsPairs& x, Packed packed, const Wei
       for (long i = 0; i < N_BLOCK; i++) sums[row * N_BLOCK + i] = by_output[i * x.m + row];
   };
   const auto write_out = [&](long block) { write(out, weight.n, sums, 0, x.m, block * N_BLOCK); };
-  member.run(weight.n / N_BLOCK, compute, write_out);
+  worker.run(weight.n / N_BLOCK, compute, write_out);
   if (is_configured) _tile_release();
 }
 

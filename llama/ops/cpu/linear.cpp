@@ -274,7 +274,7 @@ float* multiply_block(const PackedPairs& x, const char* packed, long first_block
 // each thread calls it when it comes to its first piece of work. amx.h has overloads for its
 // layouts of x.
 template <class Kind, class Packed>
-void multiply_all(Worker& member, const PackedPairs& x, Packed packed, const Weight& weight,
+void multiply_all(Worker& worker, const PackedPairs& x, Packed packed, const Weight& weight,
                   const Outputs& out) {
   const long blocks = weight.n / N_BLOCK;
   alignas(64) float memory[2][M_BLOCK * N_BLOCK];
@@ -290,7 +290,7 @@ void multiply_all(Worker& member, const PackedPairs& x, Packed packed, const Wei
     write(out, weight.n, sums, x.row_blocks.first(x.m_blocks.first(m_block)),
           x.row_blocks.first(x.m_blocks.first(m_block + 1)), column);
   };
-  member.run(x.m_blocks.count * blocks, compute, write_out);
+  worker.run(x.m_blocks.count * blocks, compute, write_out);
 }
 
 long align(long bytes) { return (bytes + 63) & -64; }
@@ -309,11 +309,11 @@ bool are_few(long m, const Weight& weight) { return are_few(m) && !weight.is_rot
 // Prepares the rows of x (RMSNorm or the Hadamard matrix, if requested), packs them in a layout,
 // and multiplies them.
 template <class Kind, class Layout>
-void product(Worker& member, const Rows& x, const Layout& layout, const Weight& weight,
+void product(Worker& worker, const Rows& x, const Layout& layout, const Weight& weight,
              const Outputs& out, char* workspace) {
   const long m = x.count, k = weight.k;
   const bool is_transformed = x.norm || weight.is_rotated;  // never both
-  char* buffer = workspace + (are_few(m, weight) ? member.index * rows_bytes(m, k) : 0);
+  char* buffer = workspace + (are_few(m, weight) ? worker.index * rows_bytes(m, k) : 0);
   uint16_t* transformed = (uint16_t*)(buffer + packed_bytes(m, k));
   const uint16_t* rows = is_transformed ? transformed : x.data;
   const auto transform = [&](long row) {
@@ -333,28 +333,28 @@ void product(Worker& member, const Rows& x, const Layout& layout, const Weight& 
     return buffer;
   };
   if (is_packed) {
-    if (is_transformed) member.run(m, transform);
-    member.run(layout.pieces(), pack);
+    if (is_transformed) worker.run(m, transform);
+    worker.run(layout.pieces(), pack);
   }
-  multiply_all<Kind>(member, layout, packed, weight, out);
+  multiply_all<Kind>(worker, layout, packed, weight, out);
 }
 
 // Chooses the layout of x, and with it the method, for a weight of one kind.
 template <class Kind>
-void linear_of(Worker& member, const Rows& x, const Weight& weight, const Outputs& out,
+void linear_of(Worker& worker, const Rows& x, const Weight& weight, const Outputs& out,
                char* workspace) {
 #if defined(HAS_TILES)
   if (weight.k % TILE_K == 0 && tiles_work()) {
     if constexpr (std::is_same_v<Kind, Nibbles>)
       if (x.count && x.count <= TILE_ROWS && has_groups(weight) && weight.group % TILE_K == 0)
-        return product<Kind>(member, x, RowsAsPairs{x.count, weight.k}, weight, out, workspace);
+        return product<Kind>(worker, x, RowsAsPairs{x.count, weight.k}, weight, out, workspace);
     if constexpr (!IS_BF16<Kind>)
       if (x.count && x.count <= FEW_ROWS)
-        return product<Kind>(member, x, FewRows{x.count, weight.k}, weight, out, workspace);
-    return product<Kind>(member, x, PackedX(x.count, weight), weight, out, workspace);
+        return product<Kind>(worker, x, FewRows{x.count, weight.k}, weight, out, workspace);
+    return product<Kind>(worker, x, PackedX(x.count, weight), weight, out, workspace);
   }
 #endif
-  product<Kind>(member, x, PackedPairs(x.count, weight), weight, out, workspace);
+  product<Kind>(worker, x, PackedPairs(x.count, weight), weight, out, workspace);
 }
 
 // Converts a row of a weight to bf16 (k). The product with the scale and the sum with the offset
@@ -388,7 +388,7 @@ long linear_bytes(long m, long k, long threads) {
 
 // An adapter's product with `down` is computed first, into the beginning of the workspace; write()
 // adds the product with `up`.
-void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace) {
+void linear(Worker& worker, Rows x, Weight weight, Outputs out, char* workspace) {
   if (weight.rank) {
     Matrix down = {};
     down.data = (const char*)weight.adapter;
@@ -399,13 +399,13 @@ void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace)
     down.stride = weight.k * K_BYTES<Bf16>;
     float* down_outputs = (float*)workspace;
     workspace += x.count * MAX_RANK * sizeof(float);
-    linear(member, x, {down, weight.rank, weight.k}, {down_outputs, Outputs::FLOAT32}, workspace);
+    linear(worker, x, {down, weight.rank, weight.k}, {down_outputs, Outputs::FLOAT32}, workspace);
     out.up = weight.adapter + weight.rank * weight.k;
     out.down_outputs = down_outputs;
     out.rank = weight.rank;
   }
   constexpr decltype(&linear_of<Bf16>) RUN[] = TABLE_BY_FORMAT(linear_of);
-  RUN[(int64_t)weight.format](member, x, weight, out, workspace);
+  RUN[(int64_t)weight.format](worker, x, weight, out, workspace);
 }
 
 extern "C" {
@@ -430,8 +430,8 @@ long weight_rows(const int64_t* ids, const int64_t* matrix, uint16_t* out, long 
 void linear_packed(const uint16_t* x, const int64_t* matrix, void* out, char* workspace, long m,
                    long n, long k, bool is_wide, int threads) {
   const Outputs outputs = {out, is_wide ? Outputs::FLOAT32 : Outputs::BF16};
-  run_team(threads, [&](Worker& member) {
-    linear(member, {x, m}, {*(const Matrix*)matrix, n, k}, outputs, workspace);
+  run_team(threads, [&](Worker& worker) {
+    linear(worker, {x, m}, {*(const Matrix*)matrix, n, k}, outputs, workspace);
   });
 }
 }
