@@ -33,9 +33,11 @@ inline void compiler_barrier() { asm volatile("" ::: "memory"); }
 
 // The operand of LDTILECFG.
 struct alignas(64) TileConfiguration {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {};  // of each tile
+  uint8_t rows[16] = {};        // of each tile
 };
 
 // Sets the shapes of this thread's tiles, until _tile_release(). Tiles of x have `height` rows:

@@ -8,6 +8,9 @@
 // M and any number of threads, so a row of x gives the same bytes alone as in any batch. AMX tiles
 // (amx.h) add in another order than vectors. Therefore they compute all products with a weight, or
 // none.
+//
+// The file has slightly more than 400 lines, because the kernel, the packing of x and the blocking
+// share one layout.
 #include <algorithm>
 #include <utility>
 

@@ -207,8 +207,8 @@ struct SixBits {
   static constexpr ElementFormat FORMAT = ElementFormat::SIX_BITS;
   static constexpr long PAIRS = 8, ROW_BYTES = 4, STEP = 3 * N_BLOCK * ROW_BYTES;
   struct Step {
-    UInts
-        codes[4];  // two pairs each; the last consists of the upper four bits of the others' halves
+    // Two pairs each. The last vector consists of the upper four bits of the others' halves.
+    UInts codes[4];
   };
   static Step load(const char* address) {
     Step step;

@@ -20,8 +20,8 @@ constexpr int VECTOR_BYTES = 64;
 constexpr int VECTOR_BYTES = 32;  // AVX2
 #endif
 constexpr int LANES = VECTOR_BYTES / 4;
-// The most rows of a register tile: with two vectors of sums per row, they use 28 of the 32
-// registers of AVX-512, or 12 of the 16 of AVX2.
+// The maximum number of rows of a register tile: with two vectors of sums per row, they use 28 of
+// the 32 registers of AVX-512, or 12 of the 16 of AVX2.
 constexpr int REGISTER_ROWS = LANES == 16 ? 14 : 6;
 
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
@@ -184,7 +184,7 @@ struct Partition {
   long size(long part) const { return first(part + 1) - first(part); }
 };
 
-// Adds to the bits of each float what rounds its upper half to a bf16, ties to even.
+// Rounds the upper half of each float's bits to a bf16, ties to even. The lower half is undefined.
 inline UInts rounded_bits(Floats v) {
   const UInts bits = (UInts)v;
   return bits + 0x7fff + (bits >> 16 & 1);
