@@ -60,6 +60,31 @@ def test_the_names_in_the_python_reference_exist():
         assert pkgutil.resolve_name(name), name
 
 
+WHERE = DOCS / "development" / "where.md"
+_PATH = r"[\w.-]+/[\w./-]*|[\w.-]+\.(?:md|toml|txt|ya?ml)"
+
+
+def test_every_path_of_the_index_of_changes_exists():
+    """Every path of the index exists, except for those that are marked as new."""
+    named = re.findall(rf"`({_PATH})`( \(new\))?", WHERE.read_text())
+    assert len({path for path, _ in named}) > 200
+    assert not {path for path, new in named if (REPO / path).exists() == bool(new)}
+
+
+def test_every_name_of_the_index_of_changes_is_in_its_file():
+    """A name that the index places in a file occurs there."""
+    text = WHERE.read_text()
+    found = re.findall(rf"((?:`[\w.]+`(?:, | and )?)+) (?:in|of) \*{{0,2}}`({_PATH})`", text)
+    placed = [(name, path) for names, path in found for name in re.findall(r"`([\w.]+)`", names)]
+    assert len(placed) > 50
+    missing = [
+        (name, path)
+        for name, path in placed
+        if name.rpartition(".")[2] not in (REPO / path).read_text()
+    ]
+    assert not missing
+
+
 @pytest.mark.parametrize("page", [*navigation()])
 def test_links_of_the_site_lead_to_its_pages(page):
     """Links of the site lead to its pages.
