@@ -17,7 +17,6 @@ slots per page. H, K and F are this rank's.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -40,7 +39,9 @@ from llama.weights import Weight
 # Bytes of workspace that stay allocated between calls: new memory costs a page fault per page.
 _KEPT_BYTES = 16 << 20
 _has_global_hook: Callable[[], bool] = _has_any_global_hook
+# Functions in C, as a step calls them once for each module of each layer.
 _count_of = attrgetter("num_changes")
+_forward_of = attrgetter("forward")
 Forwards = Mapping[type[nn.Module], Callable[..., Any]]  # the forward of each class of a layer
 
 
@@ -271,15 +272,15 @@ class LayerExecution:
         if self._state(kernels) != self._state_at_making:
             self._executor = self._make(kernels)
             self._state_at_making = self._state(kernels)
-        is_defined = all(
-            module_class.forward is forward for module_class, forward in self._definitions.items()
-        )
+        forwards = [*map(_forward_of, self._definitions)]
+        is_defined = forwards == [*self._definitions.values()]
         is_hooked = any(self._hooks) or _has_global_hook()
         return self._executor if is_defined and not is_hooked else None
 
     def _state(self, kernels: KernelSet) -> list[object]:
         """Return what an executor depends on: layers, counts of changes, addresses of weights."""
-        tensors = chain.from_iterable(parameters.values() for parameters in self._parameters)
+        # Most modules have no parameters of their own.
+        tensors = [x for parameters in self._parameters if parameters for x in parameters.values()]
         changes = map(_count_of, self._watched)
         addresses = map(Tensor.data_ptr, tensors)  # type: ignore[arg-type]
         return [kernels, native.kernels() is None, *self._layers, *changes, *addresses]

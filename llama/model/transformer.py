@@ -323,9 +323,11 @@ class Transformer(nn.Module):
 
         The same object means the same operators on the same weights.
         """
-        ends = [module for name, module in self.named_children() if name != "layers"]
-        if any(x._forward_hooks or x._forward_pre_hooks for x in ends):
-            return None
+        for name, part in self._modules.items():
+            if part is None or name == "layers":
+                continue
+            if part._forward_hooks or part._forward_pre_hooks:
+                return None
         return self._execution.find(self.kernels)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ nor which part of a model a rank holds: that is its `Placement`.
 """
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,12 +58,13 @@ class ModelParallel:
     store: Store | None = None
     watch: Watch | None = None
 
-    @property
+    # Every step asks for these, so each is computed once: no field of this class changes.
+    @functools.cached_property
     def rank(self) -> int:
         """This rank within its model-parallel group."""
         return self.placement.rank
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Number of ranks in the model-parallel group."""
         return self.placement.size
@@ -72,7 +74,7 @@ class ModelParallel:
         """Whether this rank decides what the ranks of one model copy do."""
         return self.rank == 0
 
-    @property
+    @functools.cached_property
     def is_alone(self) -> bool:
         """Whether this rank holds a whole copy of the model by itself."""
         return self.size == 1
