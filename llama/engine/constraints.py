@@ -23,7 +23,8 @@ from llama.ops.sample import on_device_of
 
 # For each value of 8 bits, 8 bytes that are 1 where a bit is clear. The device gets bits, which are
 # an eighth of the bytes to send.
-_EXCLUDED = np.unpackbits(~np.arange(256, dtype=np.uint8), bitorder="little").view(np.int64)
+_OCTETS = np.arange(256, dtype=np.uint8)
+_EXCLUDED = np.unpackbits(~_OCTETS, bitorder="little").view(np.int64)
 TokenMask = Callable[[Tensor], Tensor]  # logits (B, V) -> a copy with -inf for excluded tokens
 
 
@@ -79,13 +80,14 @@ class TokenMasks:
         more than the row before it. They are computed together.
         """
         num_rows = len(constrained)
-        bits = np.empty((num_rows, self._row_size), np.int32)
+        shape = (num_rows, self._row_size)
+        bits = np.empty(shape, np.int32)
         first = 0
         last = num_rows - 1
         for row, seq in enumerate(constrained):
-            if row < last and constrained[row + 1].constraint is seq.constraint:
-                continue
             end = row + 1
+            if row < last and constrained[end].constraint is seq.constraint:
+                continue
             _fill_rows(constrained[first], seq, bits[first:end])
             first = end
         return bits
@@ -98,8 +100,10 @@ def _fill_rows(first: SequenceState, last: SequenceState, bits: np.ndarray) -> N
     step of the others.
     """
     try:
-        assert last.constraint is not None
-        drafts = last.tokens[len(first.tokens) :]
-        last.constraint.fill_allowed(first.tokens, last.num_prompt, drafts, bits)
+        constraint = last.constraint
+        assert constraint is not None
+        num_known = len(first.tokens)
+        drafts = last.tokens[num_known:]
+        constraint.fill_allowed(first.tokens, last.num_prompt, drafts, bits)
     except Exception:
         bits.fill(0)

@@ -79,8 +79,10 @@ class Stats:
         self.generated_tokens += len(step.sampling_items())
         if VERIFY in step.rows:
             self._count_drafts(step.rows[VERIFY].items)
-        prompts = [x for x in step.items if x.start < x.sequence.num_prompt]
-        self.prompt_tokens += sum(min(x.count, x.sequence.num_prompt - x.start) for x in prompts)
+        for item in step.items:
+            num_uncomputed = item.sequence.num_prompt - item.start
+            if num_uncomputed > 0:
+                self.prompt_tokens += min(item.count, num_uncomputed)
         has_prompt = VERIFY not in step.rows and step.items[-1].count > 1  # single tokens are first
         if has_prompt:
             self.prompt_seconds += seconds
@@ -192,7 +194,7 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """Return whether any sequence runs or waits."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return bool(self.scheduler.running or self.scheduler.waiting)
 
     @property
     def has_step_in_flight(self) -> bool:

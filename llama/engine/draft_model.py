@@ -52,7 +52,8 @@ class ModelDrafter(Drafter):
     """
 
     def __init__(self, max_drafts: int, runner: ModelRunner, scheduler: Scheduler) -> None:
-        super().__init__(max_drafts, runner.model.parallel, [_FIRST_RATE] * max_drafts)
+        first_rates = [_FIRST_RATE] * max_drafts
+        super().__init__(max_drafts, runner.model.parallel, first_rates)
         assert runner.num_pages >= scheduler.pool.num_pages
         runner.async_scheduling = False  # each draft token depends on the one before it
         self._runner = runner
@@ -72,9 +73,8 @@ class ModelDrafter(Drafter):
         chosen = self.choose(rates, seconds, min_drafts)
         lengths = self.from_rank_zero(chosen)
         self._num_idle = 0 if any(lengths) else self._num_idle + 1
-        reserved = [
-            self._reserve(state.seq, length) for state, length in zip(states, lengths, strict=True)
-        ]
+        sequences = [state.seq for state in states]
+        reserved = [*map(self._reserve, sequences, lengths)]
         self._sample_drafts(states, reserved)
         constrained = [state for state in states if state.seq.spec.is_constrained and state.ids]
         if constrained:
@@ -82,8 +82,11 @@ class ModelDrafter(Drafter):
         return [state.ids for state in states]
 
     def _begin(self, seq: SequenceState) -> SequenceDraft:
-        self._states = {known: state for known, state in self._states.items() if not known.finished}
-        state = SequenceDraft(seq, [*self.rates], kinds=range(self.max_drafts))
+        for ended in [known for known in self._states if known.finished]:
+            del self._states[ended]
+        rates = [*self.rates]
+        kinds = range(self.max_drafts)
+        state = SequenceDraft(seq, rates, kinds=kinds)
         self._states[seq] = state
         return state
 
@@ -100,7 +103,8 @@ class ModelDrafter(Drafter):
         constraint = state.seq.constraint
         if constraint is None:
             return state.ids
-        ids, _ = constraint.draft(state.seq.output, state.ids)
+        output = state.seq.output
+        ids, _ = constraint.draft(output, state.ids)
         return ids[: self.max_drafts]
 
     def _sample_drafts(self, states: list[SequenceDraft], lengths: list[int]) -> None:
@@ -111,18 +115,21 @@ class ModelDrafter(Drafter):
         start = time.perf_counter()
         num_passes = max(lengths)
         for depth in range(num_passes):
-            active = [
-                state for state, length in zip(states, lengths, strict=True) if length > depth
-            ]
+            active = []
+            for state, length in zip(states, lengths, strict=True):
+                if length > depth:
+                    active.append(state)
             active.sort(key=lambda state: _num_new(state) > 1)  # single tokens come first
             tokens = self._run(active)
             for state, token in zip(active, tokens, strict=True):
                 state.ids.append(token)
         if num_passes:
             cost = self._last_cost
-            seconds = (time.perf_counter() - start) / num_passes
+            total_seconds = time.perf_counter() - start
+            seconds = total_seconds / num_passes
             weight = 0.1 if cost.pass_seconds else 1
-            cost.pass_seconds += (seconds - cost.pass_seconds) * weight
+            change = seconds - cost.pass_seconds
+            cost.pass_seconds += change * weight
 
     def _catch_up(self, state: SequenceDraft) -> None:
         """Find the tokens of a sequence that are in the cache, and compute all but the last few."""
@@ -172,27 +179,32 @@ class ModelDrafter(Drafter):
                 item.sequence.tokens = tokens[:first_end]
                 item.drafts = tokens[first_end:]
         rows = kind.rows(items)
-        results = self._runner.run(Step(items, {kind: rows}))
+        step = Step(items, {kind: rows})
+        results = self._runner.run(step)
         ids = results[kind].ids
         row_ends = accumulate(map(len, rows.offsets))
-        return [max(ids[row_end - 1], 0) for row_end in row_ends]
+        last_ids = [ids[row_end - 1] for row_end in row_ends]
+        return [max(token, 0) for token in last_ids]
 
     def _scheduled(self, state: SequenceDraft, end: int | None) -> Scheduled:
         """Return the tokens of one text that `_run` computes, and count them as computed."""
-        tokens = [*state.seq.tokens, *state.ids][:end]
+        text = [*state.seq.tokens, *state.ids]
+        tokens = text[:end]
+        num_tokens = len(tokens)
         start = state.num_computed
-        self._forget_pages(state.seq, start, len(tokens))
-        state.num_computed = len(tokens)
+        self._forget_pages(state.seq, start, num_tokens)
+        state.num_computed = num_tokens
         view = copy(state.seq)
         view.tokens = tokens
         view.constraint = None  # its state follows the sequence, and not the drafts
-        return Scheduled(view, start, len(tokens) - start)
+        return Scheduled(view, start, num_tokens - start)
 
     def _forget_pages(self, seq: SequenceState, start: int, end: int) -> None:
         """Forget the hashes of the pages of these positions, which are about to be overwritten."""
         page_size = self._runner.page_size
+        first_page = start // page_size
         end_page = -(-end // page_size)
-        for page in seq.pages[start // page_size : end_page]:
+        for page in seq.pages[first_page:end_page]:
             self._hashes.pop(page, None)
 
 

@@ -8,6 +8,8 @@ Programming Guide, "CUDA Graphs"). The price is a fixed shape: a batch is padded
 few sizes with rows that write to a page that nobody reads. All shapes share their inputs and
 outputs. A recorder decides what recording means, so that tests can record without a GPU.
 
+The file has over 400 lines, as the inputs of a step and the graph that reads them change together.
+
 Shapes: R rows of the bucket, M pages of a row's table, S slots per page, V vocabulary.
 """
 
@@ -138,6 +140,9 @@ class DecodeInputs:
         self.tensors = [self._rows, self._table, self._arange]
         self._page_size = page_size
         self._null_page = null_page
+        # The fields of a row beyond the sequences, one below the other.
+        null_slot = null_page * page_size
+        self._unused_row = np.array([[0], [-1], [0], [null_slot], [1]], np.int64)
         self._shown: list[Seq[int]] = [()] * rows  # the pages in each row of the table
         self._num_shown = [0] * rows
         self.fill((), (), ())
@@ -168,17 +173,19 @@ class DecodeInputs:
         """
         n = len(scheduled)
         size = self._page_size
+        tables: list[Seq[int]] = [item.sequence.pages for item in scheduled]
         starts = np.array([item.start for item in scheduled], np.int64)
-        pages = np.array([x.sequence.pages[x.start // size] for x in scheduled], np.int64)
+        pages = np.array([item.sequence.pages[item.start // size] for item in scheduled], np.int64)
         rows = np.empty(self._rows.shape, np.int64)
-        rows[:, n:] = [[0], [-1], [0], [self._null_page * size], [1]]
+        rows[:, n:] = self._unused_row
         rows[0, :n] = tokens
         rows[1, :n] = sources
         rows[2, :n] = starts
         rows[3, :n] = pages * size + starts % size
         rows[4, :n] = starts + 1
-        self._rows.copy_(pinned(rows, self._rows.device), non_blocking=True)
-        self._update_tables([item.sequence.pages for item in scheduled])
+        sent = pinned(rows, self._rows.device)
+        self._rows.copy_(sent, non_blocking=True)
+        self._update_tables(tables)
 
     def _update_tables(self, tables: list[Seq[int]]) -> None:
         """Copy the changed entries of the page tables to the device.
@@ -202,10 +209,13 @@ class DecodeInputs:
             indices.append(range(start, start + len(new)))
             values.append(new)
         if indices:
-            changes = np.array([np.concatenate(indices), np.concatenate(values)], np.int64)
+            all_indices = np.concatenate(indices)
+            all_values = np.concatenate(values)
+            changes = np.array([all_indices, all_values], np.int64)
             device = self._table.device
             sent = pinned(changes, device).to(device, non_blocking=True)
-            self._table.view(-1)[sent[0]] = sent[1]
+            flat_table = self._table.view(-1)
+            flat_table[sent[0]] = sent[1]
 
 
 class DecodeGraphs:
@@ -242,7 +252,8 @@ class DecodeGraphs:
         )
         # All graphs write to these outputs, as one of them runs at a time.
         self._ids = torch.zeros_like(last_ids)
-        self._logits = torch.empty(max_rows, model.vocab_size, dtype=torch.float32, device=device)
+        logits_shape = (max_rows, model.vocab_size)
+        self._logits = torch.empty(logits_shape, dtype=torch.float32, device=device)
         self._has_one_width = "attention" in model.kernels.names
         self._graphs: dict[_Shape, tuple[Decoded, Callable[[], None]]] = {}
         self._path: object = None  # the model's execution path when the graphs were recorded
@@ -290,7 +301,9 @@ class DecodeGraphs:
         Raises:
             CaptureError: The shape cannot be recorded.
         """
-        shape = bucket_of(len(scheduled)), self._width_of(scheduled), wants_logits
+        rows = bucket_of(len(scheduled))
+        width = self._width_of(scheduled)
+        shape = (rows, width, wants_logits)
         self._inputs.fill(tokens, sources, scheduled)
         if is_eager:
             return Decoded(*self._step(*shape))
@@ -303,9 +316,9 @@ class DecodeGraphs:
     def _width_of(self, scheduled: Seq[Scheduled]) -> int:
         if self._has_one_width:
             return self._max_pages
-        longest = max(item.start for item in scheduled) + 1
+        last_position = max(item.start for item in scheduled)
         width = _MIN_TABLE_WIDTH
-        while width * self._page_size < longest:
+        while width * self._page_size <= last_position:
             width *= 2
         return min(width, self._max_pages)
 
@@ -314,10 +327,15 @@ class DecodeGraphs:
         if not self._has_one_width:
             return []
         max_rows = self._model.params.max_batch_size
-        buckets = sorted({bucket_of(n + 1) for n in range(max_rows)}, reverse=True)
+        buckets = {bucket_of(n + 1) for n in range(max_rows)}
         # Several ranks exchange the top ids of greedy rows, and need no logits for that.
-        wants_logits = (True,) if self._model.parallel.is_alone else (True, False)
-        return [(rows, self._max_pages, wants) for rows in buckets for wants in wants_logits]
+        is_alone = self._model.parallel.is_alone
+        wants_logits = (True,) if is_alone else (True, False)
+        shapes = []
+        for rows in sorted(buckets, reverse=True):
+            for wants in wants_logits:
+                shapes.append((rows, self._max_pages, wants))
+        return shapes
 
     @torch.inference_mode()
     def num_bytes(self) -> int:
@@ -333,7 +351,10 @@ class DecodeGraphs:
             self._record(*shape)
             used.append(free - self._recorder.free_bytes())
         self.close()
-        return sum(used[:2]) + used[-1] * (len(shapes) - 1) + self._logits.nbytes
+        first_bytes = sum(used[:2])
+        num_further = len(shapes) - 1
+        further_bytes = used[-1] * num_further
+        return first_bytes + further_bytes + self._logits.nbytes
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -354,7 +375,11 @@ class DecodeGraphs:
 
         def step() -> Outputs:
             results = self._step(rows, width, wants_logits)
-            return tuple(x[:rows].copy_(new) for x, new in zip(shared, results, strict=False))
+            outputs = []
+            for tensor, result in zip(shared, results, strict=False):
+                used_rows = tensor[:rows]
+                outputs.append(used_rows.copy_(result))
+            return tuple(outputs)
 
         inputs = [*self._inputs.tensors, self._kv_cache, self._last_ids, *shared]
         try:
@@ -376,7 +401,9 @@ class DecodeGraphs:
         if not wants_logits:
             return (top_of_ranks(self._model, hidden),)
         logits = self._model.logits(hidden)
-        return choose_ids(logits, [None] * rows, (), (), self._model.kernels), logits
+        greedy = [None] * rows
+        ids = choose_ids(logits, greedy, (), (), self._model.kernels)
+        return ids, logits
 
     def close(self) -> None:
         """Free all graphs."""
@@ -386,4 +413,7 @@ class DecodeGraphs:
 
 def bucket_of(num_rows: int) -> int:
     """Return the rows of the graph in which `num_rows` sequences run."""
-    return next((rows for rows in _BUCKETS if rows >= num_rows), -(-num_rows // 64) * 64)
+    for rows in _BUCKETS:
+        if rows >= num_rows:
+            return rows
+    return -(-num_rows // 64) * 64

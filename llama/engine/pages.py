@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 
 def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Return sha256 over the parent's hash and the page's ids, equal only for equal prefixes."""
-    return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
+    ids = array("q", tokens).tobytes()
+    return hashlib.sha256(parent + ids).digest()
 
 
 class PagePool:
@@ -30,7 +31,8 @@ class PagePool:
     def reset(self) -> None:
         """Free all pages and forget their content."""
         self._ref_counts = [0] * self.num_pages
-        self._free: OrderedDict[int, None] = OrderedDict((p, None) for p in range(self.num_pages))
+        all_pages = range(self.num_pages)
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(all_pages)
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
@@ -81,7 +83,8 @@ class PagePool:
 
     def num_free_without(self, pages: Sequence[int]) -> int:
         """Return how many pages would be free if `pages` were in use."""
-        return len(self._free) - sum(page in self._free for page in pages)
+        num_taken = sum(page in self._free for page in pages)
+        return len(self._free) - num_taken
 
     def incref(self, pages: Sequence[int]) -> None:
         """Add a reference to each page, which may be free or in use by others."""
@@ -96,5 +99,7 @@ class PagePool:
             for page in pages:
                 counts[page] += 1
         assert counts == self._ref_counts, "a reference count is wrong"
-        assert set(self._free) == {p for p, n in enumerate(counts) if n == 0}, "free list is wrong"
-        assert {p: h for h, p in self._page_of.items()} == self._hash_of, "the two maps differ"
+        unused = {page for page, count in enumerate(counts) if count == 0}
+        assert set(self._free) == unused, "free list is wrong"
+        hashes = {page: content for content, page in self._page_of.items()}
+        assert hashes == self._hash_of, "the two maps differ"

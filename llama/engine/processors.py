@@ -73,14 +73,16 @@ class LogitsProcessors:
         self.positions = [seq.num_known for seq in sequences]
         biased = self._apply_biases(logits)
         processed = self._apply_penalties(biased)
-        banned = [
-            (row, token) for row, seq in self._banning for token in _ends_of_bad_sequences(seq)
-        ]
+        banned = list[tuple[int, int]]()
+        for row, seq in self._banning:
+            for token in _ends_of_bad_sequences(seq):
+                banned.append((row, token))
         if not banned:
             return processed
         cells = on_device_of(processed, np.array(banned))
         rows, tokens = cells.unbind(1)
-        return processed.index_put((rows, tokens), processed.new_tensor(-math.inf))
+        lowest = processed.new_tensor(-math.inf)
+        return processed.index_put((rows, tokens), lowest)
 
     def count(self, ids: Tensor) -> None:
         """Count the tokens (B) that the rows of the last `apply` got.
@@ -103,13 +105,14 @@ class LogitsProcessors:
         self._biases = None
         self.rows = [_sampling_row(seq) for seq in sequences]
         self.seeds = [seq.spec.seed for seq in sequences]
-        num_likeliest = [seq.spec.logprobs for seq in sequences if seq.spec.logprobs is not None]
-        self.logprobs = max(num_likeliest, default=None)
+        self.logprobs = None
         self._banning = []
         self._biasing = []
         penalized: _Rows = []
         for row, seq in enumerate(sequences):
             spec = seq.spec
+            if spec.logprobs is not None:
+                self.logprobs = max(self.logprobs or 0, spec.logprobs)
             if spec.has_long_bad_words:
                 self._banning.append((row, seq))
             if spec.logit_bias or spec.min_tokens or spec.bad_words:
@@ -164,7 +167,9 @@ class LogitsProcessors:
         has_all_rows = len(self._penalized) == len(logits)
         values = logits if has_all_rows else logits[self._penalized_rows]
         repetition, presence, frequency = self._penalties
-        repeated = torch.where(values > 0, values / repetition, values * repetition)
+        divided = values / repetition
+        multiplied = values * repetition
+        repeated = torch.where(values > 0, divided, multiplied)
         values = torch.where(counts > 0, repeated, values)
         counts &= _IN_PROMPT - 1
         values.addcmul_(presence, counts > 0, value=-1)
@@ -179,15 +184,19 @@ class LogitsProcessors:
         counted = dict(zip(previous, self._num_counted, strict=True))
         live = {seq for _, seq in penalized}
         self._penalized = penalized
-        self._slots = {seq: slot for seq, slot in self._slots.items() if seq in live}
+        for ended in self._slots.keys() - live:
+            del self._slots[ended]
         self._num_counted = []
         if not penalized:
             return
         if self._counts is None or len(self._counts) < len(live):
-            num_slots = 1 << (len(live) - 1).bit_length()
-            self._counts = logits.new_zeros(num_slots, logits.shape[1], dtype=torch.int32)
+            max_slot = len(live) - 1
+            num_slots = 1 << max_slot.bit_length()
+            num_tokens = logits.shape[1]
+            self._counts = logits.new_zeros(num_slots, num_tokens, dtype=torch.int32)
             self._slots = {}
-        slots = set(range(len(self._counts)))
+        num_slots = len(self._counts)
+        slots = set(range(num_slots))
         free = iter(slots.difference(self._slots.values()))
         for _, seq in penalized:
             if seq in self._slots:
@@ -200,7 +209,8 @@ class LogitsProcessors:
         penalties = [_penalties(seq) for _, seq in penalized]
         self._penalized_rows = on_device_of(logits, rows)
         self._penalized_slots = on_device_of(logits, penalized_slots)
-        sent = on_device_of(logits, np.array(penalties, np.float32))
+        table = np.array(penalties, np.float32)
+        sent = on_device_of(logits, table)
         self._penalties = sent[:, None].unbind(2)
         self._one = self._counts.new_ones(())
 
@@ -216,7 +226,8 @@ class LogitsProcessors:
                 continue
             slot = self._slots[seq]
             counts = self._counts[slot].zero_()
-            prompt = on_device_of(counts, seq.tokens[: seq.num_prompt])
+            prompt_ids = seq.tokens[: seq.num_prompt]
+            prompt = on_device_of(counts, prompt_ids)
             counts[prompt] = _IN_PROMPT
             if seq.output:
                 output = on_device_of(counts, seq.output)
@@ -251,7 +262,10 @@ def _token_biases(seq: SequenceState, is_below_min: bool) -> Iterator[tuple[int,
     """
     yield from dict(seq.spec.logit_bias).items()
     spec = seq.spec
-    single_tokens = {word[0] for word in spec.bad_words if len(word) == 1}
+    single_tokens = set[int]()
+    for word in spec.bad_words:
+        if len(word) == 1:
+            single_tokens.update(word)
     for token in single_tokens:
         yield token, -math.inf
     if is_below_min:

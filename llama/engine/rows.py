@@ -21,7 +21,7 @@ This file knows neither the model nor torch. `compute` gets tensors that it pass
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -65,6 +65,10 @@ class Rows:
     def num_rows(self) -> int:
         """The number of rows of all items."""
         return sum(map(len, self.offsets))
+
+    def pairs(self) -> Iterator[tuple[Scheduled, range]]:
+        """Return each item with its offsets."""
+        return zip(self.items, self.offsets, strict=True)
 
 
 @dataclass(slots=True)
@@ -124,7 +128,8 @@ class RowKind(ABC, Generic[_Results]):
         """
         rows = Rows([], [])
         for item in items:
-            if offsets := self.offsets(item.sequence, item.start, item.count):
+            offsets = self.offsets(item.sequence, item.start, item.count)
+            if offsets:
                 rows.items.append(item)
                 rows.offsets.append(offsets)
         return rows
@@ -143,7 +148,7 @@ class RowKind(ABC, Generic[_Results]):
     def distribute(self, rows: Rows, results: _Results, ended: Container[SequenceState]) -> None:
         """Give each sequence its results; those in `ended` want none any more."""
         first = 0
-        for item, offsets in zip(rows.items, rows.offsets, strict=True):
+        for item, offsets in rows.pairs():
             end = first + len(offsets)
             if item.sequence not in ended:
                 self.take(item, results, range(first, end))
@@ -160,15 +165,16 @@ class _Sample(RowKind[Tokens]):
     def rows(self, items: list[Scheduled]) -> Rows:
         # The same as `offsets` of each item, in a third of the time: nearly all rows are of
         # this kind, and nearly all of them are single tokens.
-        chosen = [
-            item
-            for item in items
-            if item.start + item.count == item.sequence.num_known < item.sequence.spec.max_len
-        ]
-        offsets = [
-            _FIRST_ROW if item.count == 1 else range(item.count - 1, item.count) for item in chosen
-        ]
-        return Rows(chosen, offsets)
+        rows = Rows([], [])
+        for item in items:
+            seq = item.sequence
+            end = item.start + item.count
+            if end == seq.num_known < seq.spec.max_len:
+                last = item.count - 1
+                offsets = range(last, item.count) if last else _FIRST_ROW
+                rows.items.append(item)
+                rows.offsets.append(offsets)
+        return rows
 
     def compute(self, computer: RowComputer, hidden: HiddenStates, rows: Rows) -> Reader[Tokens]:
         return computer.sample(hidden)
@@ -204,7 +210,9 @@ class _Verify(RowKind[Tokens]):
         seq = item.sequence
         drafts = item.drafts
         num_right = 0
-        while num_right < len(drafts) and results.ids[part[num_right]] == drafts[num_right]:
+        for row, draft in zip(part, drafts, strict=False):
+            if results.ids[row] != draft:
+                break
             num_right += 1
         seq.num_drafted += len(drafts)
         seq.num_accepted += num_right
@@ -233,27 +241,33 @@ class _Score(RowKind[Tokens]):
     is_read_at_once = True
 
     def offsets(self, seq: SequenceState, start: int, count: int) -> range:
-        first = max(len(seq.prompt_logprobs) - 1 - start, 0)
-        return range(first, min(count, seq.num_prompt - 1 - start))
+        next_position = len(seq.prompt_logprobs) - 1
+        end_position = seq.num_prompt - 1
+        first = max(next_position - start, 0)
+        end = min(count, end_position - start)
+        return range(first, end)
 
     def rows(self, items: list[Scheduled]) -> Rows:
         asking = [item for item in items if item.sequence.spec.prompt_logprobs is not None]
         return super().rows(asking)
 
     def compute(self, computer: RowComputer, hidden: HiddenStates, rows: Rows) -> Reader[Tokens]:
-        ids = [
-            item.sequence.tokens[item.start + offset + 1]
-            for item, offsets in zip(rows.items, rows.offsets, strict=True)
-            for offset in offsets
-        ]
-        num_top = max(item.sequence.spec.prompt_logprobs or 0 for item in rows.items)
+        ids = list[int]()
+        num_top = 0
+        for item, offsets in rows.pairs():
+            seq = item.sequence
+            next_position = item.start + 1
+            ids += [seq.tokens[next_position + offset] for offset in offsets]
+            num_top = max(num_top, seq.spec.prompt_logprobs or 0)
         return computer.score(hidden, ids, num_top)
 
     def take(self, item: Scheduled, results: Tokens, part: range) -> None:
         seq = item.sequence
+        num_top = seq.spec.prompt_logprobs
         for row in part:
+            tops = results.tops[row]
             seq.prompt_logprobs.append(results.logprobs[row])
-            seq.prompt_top_logprobs.append(results.tops[row][: seq.spec.prompt_logprobs])
+            seq.prompt_top_logprobs.append(tops[:num_top])
 
     def needs_all_rows(self, seq: SequenceState) -> bool:
         return seq.spec.prompt_logprobs is not None
@@ -283,8 +297,12 @@ class Step:
     @classmethod
     def of(cls, items: list[Scheduled]) -> "Step":
         """Return the step of these items, with the rows that their sequences ask for."""
-        rows = {kind: kind.rows(items) for kind in KINDS}
-        return cls(items, {kind: found for kind, found in rows.items() if found.items})
+        rows_of_kinds = {}
+        for kind in KINDS:
+            rows = kind.rows(items)
+            if rows.items:
+                rows_of_kinds[kind] = rows
+        return cls(items, rows_of_kinds)
 
     def verify_drafts(self) -> None:
         """Turn a decode step whose items have drafts by now into one that verifies them."""
@@ -294,9 +312,11 @@ class Step:
     @property
     def is_decode(self) -> bool:
         """Whether each sequence has one new token and samples the next, and nothing else."""
-        if self.rows.keys() != {SAMPLE} or self.items[-1].count > 1:
+        if self.rows.keys() != {SAMPLE}:
             return False
-        return len(self.rows[SAMPLE].items) == len(self.items)
+        sampled = self.rows[SAMPLE].items
+        has_single_tokens = self.items[-1].count == 1
+        return has_single_tokens and len(sampled) == len(self.items)
 
     @property
     def is_read_at_once(self) -> bool:
@@ -305,7 +325,10 @@ class Step:
 
     def sampled(self) -> list[Scheduled]:
         """Return an item per row behind which a token is sampled, in the order of the rows."""
-        return [item for kind, rows in self.rows.items() for item in kind.sampled(rows)]
+        sampled: list[Scheduled] = []
+        for kind, rows in self.rows.items():
+            sampled += kind.sampled(rows)
+        return sampled
 
     def sampling_items(self) -> list[Scheduled]:
         """Return the items whose sequences get a token, or several, of this step."""
@@ -319,7 +342,9 @@ class Step:
 def _take_token(seq: SequenceState, tokens: Tokens, row: int) -> None:
     """Append a sampled token to a sequence; the id that stops it has a log-probability as well."""
     token = tokens.ids[row]
-    if seq.spec.logprobs is not None and token >= 0:
+    num_top = seq.spec.logprobs
+    if num_top is not None and token >= 0:
+        tops = tokens.tops[row]
         seq.logprobs.append(tokens.logprobs[row])
-        seq.top_logprobs.append(tokens.tops[row][: seq.spec.logprobs])
+        seq.top_logprobs.append(tops[:num_top])
     seq.append(token)

@@ -86,8 +86,10 @@ class ModelRunner:
         small = model.new_kv_cache(2, size)
         graph_bytes = 0
         with contextlib.suppress(CaptureError):  # the error is reported below
-            graph_bytes = DecodeGraphs(model, small, recorder, self._last_ids).num_bytes()
-        fitting = 2 * (free_bytes(small.device) - graph_bytes - reserve) // small.nbytes - 1
+            graphs = DecodeGraphs(model, small, recorder, self._last_ids)
+            graph_bytes = graphs.num_bytes()
+        cache_bytes = free_bytes(small.device) - graph_bytes - reserve
+        fitting = 2 * cache_bytes // small.nbytes - 1
         min_pages = -(-model.params.max_seq_len // size)
         fitting = max(min_pages, model.parallel.all_reduce_min(fitting))
         self.num_pages = min(self.num_pages, fitting)
@@ -115,13 +117,12 @@ class ModelRunner:
         """Run a step and wait for its results."""
         return self.start(step).compute_rows()()
 
-    @torch.inference_mode()
     def start(self, step: Step) -> "RunningStep":
         """Begin a step: its pass of the model is under way when this returns.
 
         Steps run in the order in which they are started.
         """
-        with current(self.kv_cache.device):
+        with torch.inference_mode(), current(self.kv_cache.device):
             try:
                 return RunningStep(self, step)
             except kernel_errors() as error:
@@ -135,7 +136,7 @@ class ModelRunner:
         """
         if not self.model.parallel.is_alone:
             raise error
-        warnings.warn(f"torch runs in place of the GPU's kernels: {error}", stacklevel=4)
+        warnings.warn(f"torch runs in place of the GPU's kernels: {error}", stacklevel=3)
         self.close()
         self.model.use_kernels(TORCH_ONLY)
 
@@ -147,8 +148,9 @@ class ModelRunner:
         Graphs take steps of single tokens that are all sampled. A step that cannot be recorded, for
         want of memory say, is the end of graphs.
         """
-        is_recorded_kind = num_tokens == len(sampled)
-        if self._graphs is None or not is_recorded_kind or not self._graphs.takes(sampled):
+        if self._graphs is None or num_tokens != len(sampled):
+            return None
+        if not self._graphs.takes(sampled):
             return None
         sequences = [item.sequence for item in sampled]
         tokens = [seq.tokens[-1] for seq in sequences]
@@ -171,19 +173,21 @@ class ModelRunner:
         first_of = dict[SequenceState, int]()
         for item in step.items:
             seq = item.sequence
-            first_of[seq] = first = len(tokens)
-            tokens += seq.tokens[item.start : item.start + item.count]
+            first = len(tokens)
+            end = item.start + item.count
+            first_of[seq] = first
+            tokens += seq.tokens[item.start : end]
             tokens += item.drafts
             if len(tokens) < first + item.count:
                 pending.append(len(tokens))
                 sources.append(self._last_rows[seq])
                 tokens.append(0)
-        logit_rows = [
-            first_of[item.sequence] + offset
-            for rows in step.rows.values()
-            for item, offsets in zip(rows.items, rows.offsets, strict=True)
-            for offset in offsets
-        ]
+        logit_rows = list[int]()
+        for rows in step.rows.values():
+            for item, offsets in rows.pairs():
+                first = first_of[item.sequence]
+                for offset in offsets:
+                    logit_rows.append(first + offset)
         ids, batch = Batch.pack(
             tokens,
             [item.start for item in step.items],
@@ -202,7 +206,8 @@ class ModelRunner:
         """Keep the tokens that a step sampled on the device, for the step that starts next."""
         if self.async_scheduling:
             # A row without a token has the id -1; nothing that the next step makes of it is read.
-            self._last_ids[: len(sequences)] = ids.clamp(min=0)
+            num_rows = len(sequences)
+            self._last_ids[:num_rows] = ids.clamp(min=0)
             self._last_rows = {seq: row for row, seq in enumerate(sequences)}
 
     def close(self) -> None:
@@ -241,10 +246,9 @@ class RunningStep:
         )
         self._hidden = runner.hidden_states(step) if decoded is None else decoded
 
-    @torch.inference_mode()
     def compute_rows(self) -> Reader[StepResults]:
         """Begin to compute the results of all rows; the function returned waits for them."""
-        with current(self._runner.kv_cache.device):
+        with torch.inference_mode(), current(self._runner.kv_cache.device):
             try:
                 return self._compute_rows()
             except kernel_errors() as error:
@@ -297,8 +301,10 @@ class RunningStep:
         for start in range(0, len(ids), _SCORED_ROWS):
             chunk = slice(start, start + _SCORED_ROWS)
             targets = on_device_of(hidden, ids[chunk])
-            scored = Sampled(targets, *score(self._model.logits(hidden[chunk]), targets, num_top))
-            part = _tokens(_to_host(self._columns(scored))())
+            logits = self._model.logits(hidden[chunk])
+            scored = Sampled(targets, *score(logits, targets, num_top))
+            read = _to_host(self._columns(scored))
+            part = _tokens(read())
             tokens.logprobs += part.logprobs
             tokens.tops += part.tops
         return lambda: tokens
@@ -321,11 +327,16 @@ class RunningStep:
         if sampled.logprobs is None:
             is_constrained = any(seq.spec.is_constrained for seq in self._sequences)
             is_alike = parallel.shares_memory_of(ids) and not is_constrained
-            return ids if self._is_greedy or is_alike else parallel.broadcast(ids.contiguous())
-        columns = [ids, sampled.logprobs[:, None].view(torch.int32)]
+            if self._is_greedy or is_alike:
+                return ids
+            return parallel.broadcast(ids.contiguous())
+        logprobs = sampled.logprobs[:, None]
+        columns = [ids, logprobs.view(torch.int32)]
         if sampled.top_ids is not None and sampled.top_logprobs is not None:
-            columns += [sampled.top_ids.int(), sampled.top_logprobs.view(torch.int32)]
-        return parallel.broadcast(torch.cat(columns, dim=1))
+            columns.append(sampled.top_ids.int())
+            columns.append(sampled.top_logprobs.view(torch.int32))
+        table = torch.cat(columns, dim=1)
+        return parallel.broadcast(table)
 
 
 def _to_host(x: Tensor) -> Callable[[], Tensor]:
@@ -351,9 +362,14 @@ def _tokens(columns: Tensor) -> Tokens:
     if columns.shape[1] == 1:
         return Tokens(ids)
     k = (columns.shape[1] - 2) // 2
-    rows = zip(columns[:, 2 : 2 + k].tolist(), _as_floats(columns[:, 2 + k :]), strict=True)
-    tops = [list(zip(*row, strict=True)) for row in rows]
-    return Tokens(ids, [value for (value,) in _as_floats(columns[:, 1:2])], tops)
+    end_of_ids = 2 + k
+    logprobs = [value for (value,) in _as_floats(columns[:, 1:2])]
+    top_ids = columns[:, 2:end_of_ids].tolist()
+    top_logprobs = _as_floats(columns[:, end_of_ids:])
+    tops = []
+    for row in zip(top_ids, top_logprobs, strict=True):
+        tops.append(list(zip(*row, strict=True)))
+    return Tokens(ids, logprobs, tops)
 
 
 def _as_floats(bits: Tensor) -> list[list[float]]:

@@ -71,7 +71,8 @@ def sample(
     if processors.logprobs is None:
         return Sampled(ids)
     targets = ids.clamp(min=0)
-    return Sampled(ids, *score(logits, targets, processors.logprobs))
+    logprobs, top_ids, top_logprobs = score(logits, targets, processors.logprobs)
+    return Sampled(ids, logprobs, top_ids, top_logprobs)
 
 
 def needs_top_only(sequences: Sequence[SequenceState]) -> bool:
@@ -126,8 +127,9 @@ def top_of_all(pairs: Tensor) -> Tensor:
     values = bits.view(torch.float32)
     ids = pairs[:, 1::2]
     row_max, rank = values.max(dim=-1)  # the first of equal ones, which has the lowest id
-    top_ids = ids.gather(-1, rank[:, None]).squeeze(-1)
-    return top_ids.long().where(row_max.isfinite(), -1)
+    top_ids = ids.gather(-1, rank[:, None])
+    has_top = row_max.isfinite()
+    return top_ids.squeeze(-1).long().where(has_top, -1)
 
 
 def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:

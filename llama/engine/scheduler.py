@@ -43,7 +43,8 @@ class Scheduler:
         """
         budget = self.token_budget
         chosen: list[Scheduled] = []
-        self._favour_new_calls()
+        if self.waiting:
+            self._favour_new_calls()
         row = 0
         while row < len(self.running) and budget > 0:
             seq = self.running[row]
@@ -85,14 +86,15 @@ class Scheduler:
         has_drafts = False
         for item, draft in zip(step.items, drafts, strict=True):
             seq = item.sequence
-            stops = (i for i, token in enumerate(draft) if token in seq.spec.stop_ids)
+            num_usable = _num_before_stop(draft, seq.spec.stop_ids)
             longest = seq.spec.max_len - len(seq.tokens) - 1
-            draft = draft[: min(next(stops, len(draft)), budget, longest)]
-            if draft := draft[: self.reserve(seq, len(draft))]:
-                item.drafts = draft
-                item.count = 1 + len(draft)
-                seq.num_computed += len(draft)
-                budget -= len(draft)
+            num_wanted = min(num_usable, budget, longest)
+            num_drafts = self.reserve(seq, num_wanted)
+            if num_drafts > 0:
+                item.drafts = draft[:num_drafts]
+                item.count = 1 + num_drafts
+                seq.num_computed += num_drafts
+                budget -= num_drafts
                 has_drafts = True
         if has_drafts:
             step.verify_drafts()
@@ -159,8 +161,9 @@ class Scheduler:
         self.pool.check(seq.pages for seq in self.live())
         for seq in self.live():
             assert 0 <= seq.num_computed <= seq.num_known <= seq.spec.max_len, vars(seq)
-            assert seq.num_computed <= len(seq.pages) * self.pool.page_size, vars(seq)
-            assert seq.num_offered * self.pool.page_size <= seq.num_computed, vars(seq)
+            num_slots = len(seq.pages) * self.pool.page_size
+            num_offered = seq.num_offered * self.pool.page_size
+            assert num_offered <= seq.num_computed <= num_slots, vars(seq)
 
     def _schedule(self, seq: SequenceState, count: int) -> Scheduled:
         """Return the next `count` tokens of a sequence as an item of the step.
@@ -172,15 +175,18 @@ class Scheduler:
         """
         start = seq.num_computed
         seq.num_computed += count
-        if (seq.num_offered + 1) * self.pool.page_size <= seq.num_computed:
+        next_offer = (seq.num_offered + 1) * self.pool.page_size
+        if next_offer <= seq.num_computed:
             self._offer(seq)
         return Scheduled(seq, start, count)
 
     def _offer(self, seq: SequenceState) -> None:
         """Let the full pages of a sequence be found, if their tokens are known and computed."""
-        full = min(seq.num_computed, len(seq.tokens)) // self.pool.page_size
+        num_final = min(seq.num_computed, len(seq.tokens))
+        full = num_final // self.pool.page_size
+        hashes = self._hashes(seq, full)
         for i in range(seq.num_offered, full):
-            self.pool.cache(seq.pages[i], self._hashes(seq, full)[i])
+            self.pool.cache(seq.pages[i], hashes[i])
         seq.num_offered = full
 
     def _admit(self, seq: SequenceState) -> bool:
@@ -205,7 +211,8 @@ class Scheduler:
     def _cached_pages(self, seq: SequenceState) -> list[int] | None:
         """Return the pages that hold its first tokens; None where the other tokens do not fit."""
         cached = self.pool.match_prefix(self._reusable_hashes(seq))
-        num_missing = self.pool.pages_for(len(seq.tokens)) - len(cached)
+        num_pages = self.pool.pages_for(len(seq.tokens))
+        num_missing = num_pages - len(cached)
         return cached if num_missing <= self.pool.num_free_without(cached) else None
 
     def _reusable_hashes(self, seq: SequenceState) -> list[bytes]:
@@ -215,7 +222,8 @@ class Scheduler:
         """
         if any(kind.needs_all_rows(seq) for kind in KINDS):
             return []
-        full = (len(seq.tokens) - 1) // self.pool.page_size
+        max_computed = len(seq.tokens) - 1
+        full = max_computed // self.pool.page_size
         return self._hashes(seq, full)[:full]
 
     def _hashes(self, seq: SequenceState, full: int) -> list[bytes]:
@@ -224,7 +232,9 @@ class Scheduler:
         hashes = seq.page_hashes
         for i in range(len(hashes), full):
             parent = hashes[-1] if hashes else seq.spec.prefix_root
-            hashes.append(page_hash(parent, seq.tokens[i * size : (i + 1) * size]))
+            start = i * size
+            tokens = seq.tokens[start : start + size]
+            hashes.append(page_hash(parent, tokens))
         return hashes
 
     def _grow(self, seq: SequenceState, count: int) -> bool:
@@ -233,14 +243,17 @@ class Scheduler:
         Returns:
             Whether `seq` has them; it has not if it was preempted itself.
         """
-        if seq.num_computed + count <= len(seq.pages) * self.pool.page_size:
+        num_tokens = seq.num_computed + count
+        num_slots = len(seq.pages) * self.pool.page_size
+        if num_tokens <= num_slots:
             return True
-        wanted = self.pool.pages_for(seq.num_computed + count)
+        wanted = self.pool.pages_for(num_tokens)
         while len(seq.pages) < wanted:
             if self.pool.num_free:
                 seq.pages.append(self.pool.allocate())
                 continue
-            victim = self._newest(self.running[self.running.index(seq) :])
+            row = self.running.index(seq)
+            victim = self._newest(self.running[row:])
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -251,10 +264,9 @@ class Scheduler:
 
         The call that has the most running gives up slots and pages for them, but not its last one.
         """
-        if not self.waiting:
-            return
         calls = {seq.spec.call for seq in self.running}
-        firsts = self.waiting.firsts(calls, self.max_batch_size - len(calls))
+        max_firsts = self.max_batch_size - len(calls)
+        firsts = self.waiting.firsts(calls, max_firsts)
         num_calls = len(calls) + len(firsts)
         while firsts and len(self.running) + len(firsts) > num_calls:
             has_slot = len(self.running) + len(firsts) <= self.max_batch_size
@@ -280,3 +292,11 @@ class Scheduler:
         seq.pages = no_pages()
         seq.num_computed = 0
         seq.num_offered = 0
+
+
+def _num_before_stop(draft: list[int], stop_ids: frozenset[int]) -> int:
+    """Return the number of tokens of a draft before one that would end the sequence."""
+    for i, token in enumerate(draft):
+        if token in stop_ids:
+            return i
+    return len(draft)
