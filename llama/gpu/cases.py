@@ -116,14 +116,16 @@ class Cases:
         """Yield caches a little below and above _PLANE, if there is enough memory for them."""
         if self.device.type != "cuda":
             return
-        page_elements = math.prod(small.shape[2:])
+        page_shape = small.shape[2:]
+        page_elements = math.prod(page_shape)
+        plane_pages = _PLANE // page_elements
         small_pages = small.shape[1]
-        for num_pages in (_PLANE // page_elements - 1, _PLANE // page_elements + small_pages):
+        for num_pages in (plane_pages - 1, plane_pages + small_pages):
             num_bytes = 2 * num_pages * page_elements * small.element_size()
             free_bytes, _total = torch.cuda.mem_get_info(self.device)
             if num_bytes > free_bytes // 2:
                 continue
-            large = small.new_empty(2, num_pages, *small.shape[2:])
+            large = small.new_empty(2, num_pages, *page_shape)
             first_page = num_pages - small_pages
             large[:, first_page:] = small
             yield LargeCache(f"a cache of {num_pages:,} pages", large, first_page)
@@ -182,10 +184,11 @@ class Cases:
         job = self.job
         tokens = 17
         first = max(job.lengths) - 5
-        freqs = precompute_freqs_cis(job.head_dim, first + tokens, 5e5, None)[first:]
-        freqs = freqs.to(self.device)
+        all_freqs = precompute_freqs_cis(job.head_dim, first + tokens, 5e5, None)
+        freqs = all_freqs[first:].to(self.device)
         padding_slot = (_ROPE_PAGES - 1) * job.page_size
-        slots = random.Random(2).sample(range(padding_slot), tokens - 2)
+        draw = random.Random(2)
+        slots = draw.sample(range(padding_slot), tokens - 2)
         slots += [padding_slot, padding_slot + 1]
         num_heads = job.n_heads + 2 * job.n_kv_heads
         qkv = self.normal(tokens, num_heads, job.head_dim)
@@ -215,7 +218,8 @@ class Cases:
             if rows > 1:
                 logits[0, 0] = math.nan
                 logits[1] = -math.inf
-            chosen = [_SAMPLING_ROWS[(i + 5) % len(_SAMPLING_ROWS)] for i in range(rows)]
+            kinds = itertools.cycle(_SAMPLING_ROWS)
+            chosen = list(itertools.islice(kinds, 5, 5 + rows))
             seeds = [2**40 + 7 * i for i in range(rows)]
             positions = list(range(rows))
             yield Case(f"{rows} rows", choose_ids, (logits, chosen, seeds, positions))
@@ -232,7 +236,8 @@ class Cases:
             for tile in choices:
                 name = f"{m} rows times {n} x {k} of kind {kind} with {tile and tuple(tile)}"
                 op = partial(_multiply, weight, tile, self.out_dtype(n))
-                yield Case(name, op, (self.normal(m, k),))
+                x = self.normal(m, k)
+                yield Case(name, op, (x,))
 
     def out_dtype(self, n: int) -> torch.dtype:
         """Return the dtype of a product with N outputs: logits are float32."""
@@ -242,12 +247,14 @@ class Cases:
         """Yield the products with wqkv, wo, w13, w2 and lm_head, in each of the job's formats."""
         from llama.ops.triton.linear import BUCKETS, candidates
 
-        for format, (n, k) in itertools.product(self.job.formats, self._weight_shapes()):
-            weight = self._weight(format, n, k)
+        shapes = self._weight_shapes()
+        for format, shape in itertools.product(self.job.formats, shapes):
+            weight = self._weight(format, *shape)
             for m in BUCKETS:
-                tiles = candidates(weight.kind, n, k, m)
+                sizes = (weight.kind, *shape, m)
+                tiles = candidates(*sizes)
                 if tiles:
-                    yield Product(weight, (weight.kind, n, k, m), tiles)
+                    yield Product(weight, sizes, tiles)
 
     def _weight(self, format: str | QuantKey | None, n: int, k: int) -> Weight:
         """Return a random weight (N, K) in a format."""
@@ -281,7 +288,8 @@ class _Sequences(NamedTuple):
     def of(cls, job: Job) -> "_Sequences":
         page_counts = [-(-n // job.page_size) for n in job.lengths]
         num_pages = sum(page_counts)
-        order = random.Random(1).sample(range(num_pages), num_pages)
+        draw = random.Random(1)
+        order = draw.sample(range(num_pages), num_pages)
         pages = []
         for count in page_counts:
             pages.append(order[:count])
@@ -299,7 +307,15 @@ class _Sequences(NamedTuple):
         starts = [self.lengths[i] - counts[i] for i in rows]
         row_counts = [counts[i] for i in rows]
         tables = [self.pages[i] for i in rows]
-        _ids, batch = Batch.pack([], starts, row_counts, tables, self.page_size, [], device)
+        _ids, batch = Batch.pack(
+            tokens=[],
+            starts=starts,
+            query_lens=row_counts,
+            pages=tables,
+            page_size=self.page_size,
+            logit_rows=[],
+            device=device,
+        )
         return batch
 
 
@@ -309,7 +325,8 @@ def fill_cache(kv_cache: Tensor, head_dim: int, draw: Callable[..., Tensor]) -> 
     for plane in kv_cache.flatten(0, -5):
         slots = torch.arange(p * s, device=plane.device)
         values = draw(p * s, k, head_dim)
-        format_of(plane).store(plane, slots, values)
+        kv_format = format_of(plane)
+        kv_format.store(plane, slots, values)
     return kv_cache
 
 
@@ -319,12 +336,15 @@ def read_cache(kv_cache: Tensor) -> Tensor:
     slots = torch.arange(p * s, device=kv_cache.device)
     planes = []
     for plane in kv_cache.flatten(0, -5):
-        planes.append(format_of(plane).load(plane, slots, torch.float32))
+        kv_format = format_of(plane)
+        values = kv_format.load(plane, slots, torch.float32)
+        planes.append(values)
     return torch.stack(planes)
 
 
 def _attend(queries: Tensor, cache: Tensor, batch: Batch, kernels: KernelSet) -> Tensor:
-    return paged_attention(queries, cache, batch.with_kernels(kernels))
+    batch = batch.with_kernels(kernels)
+    return paged_attention(queries, cache, batch)
 
 
 def _rope_and_read(
@@ -344,8 +364,10 @@ def _multiply(
 ) -> Tensor:
     """Multiply x by a weight with this tile, or with none."""
     n, k = weight.shape
-    tiles = {(weight.kind, n, k, len(x)): tile} if tile else {}
+    sizes = (weight.kind, n, k, len(x))
+    tiles = {sizes: tile} if tile else {}
     if not weight.kind:
-        weight = PlainWeight.pack(weight.plain().to(x.dtype))
+        plain = weight.plain().to(x.dtype)
+        weight = PlainWeight.pack(plain)
     context = ForwardContext(kernels=replace(kernels, tiles=tiles))
     return weight.linear(x, dtype, context)

@@ -45,16 +45,19 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
     Raises:
         ArithmeticError: Ids, logits, keys or values differ.
     """
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     weight = model.norm.weight
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(weight)
+
     all_lengths = [n for n in _LENGTHS if n <= model.params.max_seq_len]
     num_pages = sum(-(-n // page_size) for n in all_lengths)
-    kv_cache = fill_cache(
-        model.new_kv_cache(num_pages + 1, page_size),
-        model.params.head_dim,
-        lambda *shape: torch.randn(shape, generator=draw).to(weight),
-    )
-    last_ids = torch.randint(model.vocab_size, (_MAX_ROWS,), generator=draw)
+    kv_cache = model.new_kv_cache(num_pages + 1, page_size)
+    fill_cache(kv_cache, model.params.head_dim, draw)
+    used_pages = kv_cache[:, :, :-1]
+    unused_page = kv_cache[:, :, -1]  # the page of unused rows
+    last_ids = torch.randint(model.vocab_size, (_MAX_ROWS,), generator=generator)
     last_ids = last_ids.to(kv_cache.device)
     graphs = DecodeGraphs(model, kv_cache, recorder, last_ids)
     batches = [
@@ -69,14 +72,15 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
         n = len(lengths)
         sources = [-1 if i % 2 else i for i in range(n)]  # every second token is on the device
         for wants_logits, _ in itertools.product((True, False), range(_REPEATS)):
-            tokens = torch.randint(model.vocab_size, (n,), generator=draw).tolist()
-            step = (tokens, sources, scheduled)
+            tokens = torch.randint(model.vocab_size, (n,), generator=generator)
+            step = (tokens.tolist(), sources, scheduled)
             eager = graphs.run(*step, wants_logits=wants_logits, is_eager=True)
-            eager_cache = read_cache(kv_cache[:, :, :-1])
-            kv_cache[:, :, -1] = 7.0  # the page of unused rows, which nobody may read
+            eager_cache = read_cache(used_pages)
+            unused_page.fill_(7.0)  # nobody may read it
             replayed = graphs.run(*step, wants_logits=wants_logits)
             _expect_same(n, replayed, eager)
-            _expect_close("keys and values", read_cache(kv_cache[:, :, :-1]), eager_cache)
+            replayed_cache = read_cache(used_pages)
+            _expect_close("keys and values", replayed_cache, eager_cache)
     graphs.close()
 
 
@@ -85,8 +89,10 @@ def _decoding(lengths: Sequence[int], page_size: int) -> list[Scheduled]:
     scheduled = []
     pages = itertools.count()
     for n in lengths:
-        seq = SequenceState(SequenceSpec((0,) * n, n + 1))
-        seq.pages.extend(itertools.islice(pages, -(-n // page_size)))
+        spec = SequenceSpec(tokens=(0,) * n, max_len=n + 1)
+        seq = SequenceState(spec)
+        num_pages = -(-n // page_size)
+        seq.pages.extend(itertools.islice(pages, num_pages))
         scheduled.append(Scheduled(seq, n - 1, 1))
     return scheduled
 
@@ -176,7 +182,8 @@ def check_graphs(job: Job, _: str) -> list[Choice]:
     model.pack(quantize=str(format) if format else None)
     kernels = KernelSet(frozenset(job.in_use), frozenset({dtype}))
     model.use_kernels(kernels)
-    compare(model, CudaRecorder(torch.device(job.device)), job.page_size)
+    recorder = CudaRecorder(torch.device(job.device))
+    compare(model, recorder, job.page_size)
     return []
 
 

@@ -106,15 +106,17 @@ def _check_case(case: Case, kernels: KernelSet, dtype: torch.dtype) -> None:
     tensors = [x for x in case.inputs if isinstance(x, Tensor)]
     if any(format_of(x).name for x in tensors):
         tolerance += _CACHE_TOLERANCE
-    right_results = _right_results(case, kernels, has_floats=results[0].is_floating_point())
+    has_floats = results[0].is_floating_point()
+    right_results = _right_results(case, kernels, has_floats=has_floats)
     for i, (result, right) in enumerate(zip(results, right_results, strict=True)):
         if not result.is_floating_point():
             if not torch.equal(result, right):
                 count = int((result != right).sum())
                 raise ArithmeticError(f"{count} of {result.numel()} ids differ")
             continue
-        norms = right.double().norm(dim=-1).clamp(min=_MIN_NORM)
-        errors = (result.double() - right).norm(dim=-1) / norms
+        norms = right.double().norm(dim=-1)
+        differences = (result.double() - right).norm(dim=-1)
+        errors = differences / norms.clamp(min=_MIN_NORM)
         error = float(errors.max())
         if not error <= tolerance:  # so written, the condition holds for NaN
             raise ArithmeticError(f"result {i} is off by {error:.2g} where {tolerance:.2g} may be")
@@ -129,7 +131,8 @@ def _right_results(case: Case, kernels: KernelSet, *, has_floats: bool) -> Resul
         return _results(case.op, case.small, kernels)
     if not has_floats:
         return _results(case.op, case.inputs)
-    return _results(case.op, [_widened(x) for x in case.inputs])
+    wide = [_widened(x) for x in case.inputs]
+    return _results(case.op, wide)
 
 
 def _widened(value: Any) -> Any:
@@ -152,12 +155,15 @@ def fastest_tile(cases: Cases, weight: Weight, sizes: Sizes, tiles: Sequence[Til
 
     _, n, k, m = sizes
     x = cases.normal(m, k)
-    copies = range(_COLD_BYTES // weight.nbytes)
-    weights = [weight, *(copy.deepcopy(weight) for _ in copies)]
+    out_dtype = cases.out_dtype(n)
+    weights = [weight]
+    for _ in range(_COLD_BYTES // weight.nbytes):
+        weights.append(copy.deepcopy(weight))
 
     def multiply_all(kernels: KernelSet) -> None:
+        context = ForwardContext(kernels=kernels)
         for weight in weights:
-            weight.linear(x, cases.out_dtype(n), ForwardContext(kernels=kernels))
+            weight.linear(x, out_dtype, context)
 
     def seconds(kernels: KernelSet) -> float:
         run = partial(multiply_all, kernels)
@@ -165,7 +171,10 @@ def fastest_tile(cases: Cases, weight: Weight, sizes: Sizes, tiles: Sequence[Til
 
     library = KernelSet(frozenset({"linear"}), frozenset({cases.dtype}))
     library_time = seconds(library)
-    times = [seconds(replace(library, tiles={sizes: tile})) for tile in tiles]
+    times = []
+    for tile in tiles:
+        kernels = replace(library, tiles={sizes: tile})
+        times.append(seconds(kernels))
     best = min(range(len(times)), key=times.__getitem__)
     return tiles[best] if times[best] < _MIN_SPEEDUP * library_time else None
 
