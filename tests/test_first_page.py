@@ -7,7 +7,6 @@ port of the server is changed, since another process may use it.
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -19,6 +18,7 @@ import pytest
 from helpers.launch import REPO
 from helpers.lean import lean_environment
 from helpers.pages import blocks
+from helpers.ports import reserved_port
 
 pytestmark = pytest.mark.slow
 _INSTALLS = re.compile(r"pip install|python3 -m venv|\. \.venv/|\./scripts/(demo|test)\b")
@@ -81,14 +81,15 @@ def test_a_block_of_commands(block, variables):
     if _STARTS_SERVER.search(block):
         serve_until_ready(block, variables)
         return
-    port = free_port()
-    script = f"trap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n{block}".replace("8000", str(port))
     question = "What is the capital of France?\n"
-    out = run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        variables | {"LLAMA_PORT": str(port)},
-        stdin=question if "llama chat" in block else "",
-    )
+    with reserved_port() as port:
+        commands = block.replace("8000", str(port))
+        script = f"trap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n{commands}"
+        out = run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            variables | {"LLAMA_PORT": str(port)},
+            stdin=question if "llama chat" in block else "",
+        )
     assert out.strip()
     if "llama chat" in block:
         assert "Paris" in out
@@ -96,19 +97,19 @@ def test_a_block_of_commands(block, variables):
 
 def serve_until_ready(block: str, variables: dict[str, str]) -> None:
     """Start a server as README does, wait until it is ready, and end it with SIGTERM."""
-    port = free_port()
     command = block.split("#")[0].split()
-    process = subprocess.Popen(command, env=variables | {"LLAMA_PORT": str(port)})
-    try:
-        until = time.monotonic() + _LIMIT_S
-        while not is_ready(port):
-            assert process.poll() is None and time.monotonic() < until
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
+    with reserved_port() as port:
+        process = subprocess.Popen(command, env=variables | {"LLAMA_PORT": str(port)})
+        try:
+            until = time.monotonic() + _LIMIT_S
+            while not is_ready(port):
+                assert process.poll() is None and time.monotonic() < until
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
 
 
 def is_ready(port: int) -> bool:
@@ -117,8 +118,3 @@ def is_ready(port: int) -> bool:
             return response.status == 200
     except (urllib.error.URLError, OSError):
         return False
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import pytest
 
 from helpers.fastchat import DIALOGS
 from helpers.launch import DEMO, PROGRAMS, environment
+from helpers.ports import reserved_port
 from helpers.waiting import wait_until
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.fastchat import as_trained, conversation_template
@@ -78,11 +78,6 @@ def running(folder: Path, *words: str) -> Iterator[Process]:
         process.kill()
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        return str(s.getsockname()[1])
-
-
 def post(url: str, **body: Any) -> Any:
     data = json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -97,8 +92,8 @@ def answers(url: str, **body: Any) -> bool:
 
 
 @contextlib.contextmanager
-def controller_at(folder: Path, port: str) -> Iterator[str]:
-    words = ["fastchat.serve.controller", "--host", "127.0.0.1", "--port", port]
+def controller_at(folder: Path, port: int) -> Iterator[str]:
+    words = ["fastchat.serve.controller", "--host", "127.0.0.1", "--port", str(port)]
     with running(folder, *words) as controller:
         url = f"http://127.0.0.1:{port}"
         controller.wait_until(lambda: answers(f"{url}/list_models"))
@@ -118,13 +113,14 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def worker_url(folder) -> Iterator[tuple[str, str]]:
     """The addresses of the API server and of the worker."""
-    port = free_port()
     with (
-        controller_at(folder, free_port()) as controller,
+        reserved_port() as port,
+        reserved_port() as controller_port,
+        controller_at(folder, controller_port) as controller,
         worker(folder, controller) as ours,
         running(
             folder, "fastchat.serve.openai_api_server", "--controller-address", controller,
-            "--host", "127.0.0.1", "--port", port,
+            "--host", "127.0.0.1", "--port", str(port),
         ) as server,
     ):  # fmt: skip
         url = ours.wait_for(r"listening on (\S+);")
@@ -302,8 +298,7 @@ def test_a_client_that_leaves_frees_the_engine(client, worker_url):
 
 
 def test_a_controller_that_starts_again_knows_the_worker(folder):
-    port = free_port()
-    with worker(folder, f"http://127.0.0.1:{port}") as ours:
+    with reserved_port() as port, worker(folder, f"http://127.0.0.1:{port}") as ours:
         ours.wait_for("(no answer) from the controller")  # the worker is there first
         for _ in range(2):
             with controller_at(folder, port) as url:

@@ -9,12 +9,14 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
 
 from helpers.launch import DEMO, PROGRAMS, environment
 from helpers.prompts import FRANCE, prompts_of, user
+from helpers.waiting import wait_until
 from llama import Llama
 from llama.checkpoint.convert import convert
 from llama.compat.vllm import (
@@ -320,18 +322,33 @@ def test_async_requests_stream_side_by_side(shared_llama):
     assert not shared_llama.llm_engine.has_unfinished_requests()
 
 
-def test_async_requests_can_be_aborted_and_the_engine_shut_down(shared_llama):
+def test_async_requests_can_be_aborted_and_the_engine_shut_down(shared_llama, monkeypatch):
+    """Requests can be aborted, and the engine shut down.
+
+    Each request waits in its first step until it is aborted, so that it cannot end before.
+    """
     served = AsyncLLMEngine(shared_llama)
+    step, may_step = shared_llama.engine.step, threading.Event()
+    monkeypatch.setattr(
+        shared_llama.engine, "step", lambda *args: may_step.wait(60) and step(*args)
+    )
 
     async def reason_of(i: int, asked: SamplingParams, *, shut_down: bool = False) -> str | None:
+        may_step.clear()
         stream = served.generate(IDS[i], asked, f"r{i}")
         task = asyncio.ensure_future(anext(stream))
-        while not (shared_llama.llm_engine.has_unfinished_requests() or task.done()):
+        request = None
+        while request is None:
+            request = shared_llama.llm_engine.find(f"r{i}")
             await asyncio.sleep(0)
         if shut_down:
-            await asyncio.to_thread(served.shutdown)
+            ending = asyncio.create_task(asyncio.to_thread(served.shutdown))
+            await asyncio.to_thread(wait_until, lambda: request.finished)
+            may_step.set()
+            await ending
         else:
             await served.abort([f"r{i}", "unknown"])
+            may_step.set()
         output = await task
         async for later in stream:
             output = later

@@ -4,7 +4,6 @@ A job is {"do": name, ...}, a function of programs/ranks.py, as in launch.py.
 """
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,12 +11,7 @@ from pathlib import Path
 
 from helpers import warm
 from helpers.launch import WORKER, environment
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+from helpers.ports import reserved_port
 
 
 def agent(
@@ -52,17 +46,17 @@ def two_machines(
     """
     folder.mkdir(exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    port = free_port()
     program = [WORKER, str(folder / "jobs.json"), str(folder)]
-    agents = [
-        agent(machine, 2, ranks[machine], "127.0.0.1", port, program, static=static)
-        for machine in range(2)
-    ]  # fmt: skip
-    try:
-        errors = [machine.communicate(timeout=120)[1] for machine in agents]
-    finally:
-        for machine in agents:
-            machine.kill()
+    with reserved_port() as port:
+        agents = [
+            agent(machine, 2, ranks[machine], "127.0.0.1", port, program, static=static)
+            for machine in range(2)
+        ]
+        try:
+            errors = [machine.communicate(timeout=120)[1] for machine in agents]
+        finally:
+            for machine in agents:
+                machine.kill()
     assert [machine.returncode for machine in agents] == [0, 0], errors
     results = [json.loads((folder / f"rank{r}.json").read_text()) for r in range(sum(ranks))]
     return results, "".join(errors)

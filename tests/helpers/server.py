@@ -1,18 +1,21 @@
 """A server in a separate process: `llama serve` on a free port of this machine."""
 
 import contextlib
+import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
 from helpers import warm
 from helpers.launch import environment
+from helpers.waiting import wait_until
 from helpers.web import web
 
 START_S = 60.0
@@ -90,6 +93,19 @@ def _wait_for(log: list[str], process: subprocess.Popen, pattern: str) -> str:
         assert process.poll() is None, "".join(log)
         time.sleep(0.05)
     raise AssertionError(f"the server did not start: {''.join(log)}")
+
+
+def post_and_leave(url: str, body: dict, has_begun: Callable[[], bool]) -> None:
+    """Post a request, wait until it has begun, and close the connection without an answer."""
+    host, port, path = re.fullmatch(r"http://(.+):(\d+)(/.*)", url).groups()  # type: ignore[union-attr]
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(head.encode() + data)
+        wait_until(has_begun)
 
 
 def raw_events(url: str, body: dict) -> list[str]:

@@ -11,7 +11,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from helpers.ports import reserved_port
+from helpers.waiting import wait_until
 from llama import Llama
 from llama.cli.batch.job import run_batch
 from llama.cli.chat.engine_session import chat_on_engine as chat
@@ -64,34 +66,46 @@ def fail(fault: str, mark: Path) -> None:
     if fault.startswith("stop"):  # a signal to all ranks, as torchrun passes it on
         os.killpg(0, signal.SIGTERM)
     if fault == "stop twice":
-        time.sleep(0.7)
+        time.sleep(3.0)  # by then every rank has recorded the first signal, 0.5 s ago or earlier
         os.killpg(0, signal.SIGTERM)
     if fault == "stop, and go on":
-        time.sleep(3.0)
+        time.sleep(20.0)  # the ranks are ended long before
 
 
 def meet_and_fail(case: dict[str, Any], rank: int, mark: Path) -> None:
     """Let the faulty rank fail before the groups are complete, and the last one come late."""
-    if rank == case["rank"]:
+    last = case["world"] - 1
+    if case["when"] == "came" and rank == last:
+        wait_until(mark.with_suffix(".alone").exists)
+    elif case["when"] == "came":
+        fail_once_all_came(case, rank, mark)
+    elif rank == case["rank"]:
         if case["when"] == "never":
             fail(case["fault"], mark)
-        beat, new_group = Rendezvous._beat, dist.new_group
-
-        def beat_and_fail(self: Rendezvous, store: Store) -> None:
-            beat(self, store)
-            if case["when"] == "came" and len(self.peers.all) == case["world"] - 2:
-                time.sleep(1.0)  # the others have seen it
-                fail(case["fault"], mark)
+        new_group = dist.new_group
 
         def new_group_and_fail(*args: Any, **kwargs: Any) -> Any:
             if case["when"] == "groups":
                 fail(case["fault"], mark)
             return new_group(*args, **kwargs)
 
-        Rendezvous._beat = beat_and_fail  # type: ignore[method-assign]
         dist.new_group = new_group_and_fail
-    elif case["when"] == "came" and rank == case["world"] - 1:
-        time.sleep(6.0)
+
+
+def fail_once_all_came(case: dict[str, Any], rank: int, mark: Path) -> None:
+    """Let the faulty rank fail when all ranks but the last know each other."""
+    num_others = case["world"] - 2
+    complete = [mark.with_suffix(f".complete-{i}") for i in range(case["world"] - 1)]
+    beat = Rendezvous._beat
+
+    def beat_and_fail(self: Rendezvous, store: Store) -> None:
+        beat(self, store)
+        if len(self.peers.all) == num_others:
+            complete[rank].touch()
+        if rank == case["rank"] and all(path.exists() for path in complete):
+            fail(case["fault"], mark)
+
+    Rendezvous._beat = beat_and_fail  # type: ignore[method-assign]
 
 
 def chat_in_a_pipe(llama: Llama, rank: int, out: Path) -> None:
@@ -158,18 +172,13 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
 
 
 def run_case(case: dict[str, Any], folder: str, out: Path) -> None:
-    """Run the ranks of a case, and write the result.
-
-    It is repeated once if they did not reach the fault, as another process may have taken their
-    port.
-    """
+    """Run the ranks of a case, and write the result."""
     mark, errors = out.with_suffix(".mark"), out.with_suffix(".err")
     os.setpgid(0, 0)  # a group of these processes alone
-    for _ in range(3):
-        os.dup2(os.open(errors, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND), 2)
+    os.dup2(os.open(errors, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND), 2)
+    with reserved_port() as port:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         statuses, ended = run_ranks(case, folder, mark)
-        if mark.exists():
-            break
     done = {
         "statuses": [statuses.get(rank) for rank in range(case["world"])],
         "seconds": ended - float(mark.read_text()) if mark.exists() else None,
@@ -182,9 +191,6 @@ def run_case(case: dict[str, Any], folder: str, out: Path) -> None:
 def run_ranks(case: dict[str, Any], folder: str, mark: Path) -> tuple[dict[int, int], float]:
     """Fork the ranks and wait for them; return {rank: exit code} and the time of the last exit."""
     world = case["world"]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -203,6 +209,8 @@ def run_ranks(case: dict[str, Any], folder: str, mark: Path) -> tuple[dict[int, 
             if rank not in statuses and (waited := os.waitpid(pid, os.WNOHANG))[0]:
                 statuses[rank] = os.waitstatus_to_exitcode(waited[1])
                 ended = time.time()
+                if len(statuses) == world - 1:
+                    mark.with_suffix(".alone").touch()
         time.sleep(0.02)
     for rank in set(range(world)) - statuses.keys():
         os.kill(pids[rank], signal.SIGKILL)

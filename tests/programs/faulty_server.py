@@ -2,7 +2,8 @@
 
 FAULT="load": loading the weights never ends. "raise" or "kill": the failure of rank FAULT_RANK (of
 all ranks by default) in a step with the token RAISE, once the file FAULT_FILE exists, if it is
-given. A prompt whose last token is NAN has logits of NaN; other rows do not.
+given. A prompt whose last token is NAN has logits of NaN; other rows do not. Each step waits for as
+long as the file HOLD_FILE exists, if it is given.
 """
 
 import os
@@ -26,16 +27,24 @@ _hidden_states = Transformer.hidden_states
 
 
 def faulty(self: Transformer, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+    while "HOLD_FILE" in os.environ and Path(os.environ["HOLD_FILE"]).exists():
+        time.sleep(0.01)
     rank = os.environ.get("RANK", "0")
     if RAISE in tokens.tolist() and os.environ.get("FAULT_RANK", rank) == rank:
-        while not Path(os.environ.get("FAULT_FILE", "/")).exists():
-            time.sleep(0.01)
+        if "FAULT_FILE" in os.environ:
+            wait_for_file(Path(os.environ["FAULT_FILE"]))
         if os.environ["FAULT"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise IndexError("made to fail")
     hidden = _hidden_states(self, tokens, batch, kv_cache)
     hidden[tokens[batch.logit_rows] == NAN] = torch.nan
     return hidden
+
+
+def wait_for_file(path: Path) -> None:
+    path.with_suffix(".awaited").touch()
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def read_for_ever(*_: object, **__: object) -> None:

@@ -11,6 +11,7 @@ import functools
 import gc
 import io
 import json
+import operator
 import os
 import sys
 import time
@@ -27,6 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from helpers import drafts
+from helpers.waiting import wait_until
 from llama import AsyncLLMEngine, Llama
 from llama.compat import hosts, vllm
 from llama.ranks import one_shot as one_shot_module
@@ -371,14 +373,25 @@ def in_8_bits(folder: str, prompts: list) -> list:
 
 
 def build_often(folder: str) -> list[list[int]]:
-    """Return threads and open files of this rank after each of some builds."""
+    """Return threads and open files of this rank after the second of five builds and the last.
+
+    A thread that was joined may exist for a moment longer, so the last count waits for it.
+    """
     counts = []
-    for _ in range(3):
+    for _ in range(5):
         with contextlib.redirect_stdout(io.StringIO()):
             Llama.build(folder, None, 64, 1, dtype="fp32", device="cpu").close()
         gc.collect()
-        counts.append([len(os.listdir(f"/proc/self/{x}")) for x in ("task", "fd")])
-    return counts
+        counts.append(threads_and_files())
+    second, last = counts[1], counts[-1]
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: all(map(operator.le, threads_and_files(), second)))
+        last = second
+    return [second, last]
+
+
+def threads_and_files() -> list[int]:
+    return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")]
 
 
 def speak(folder: str) -> list[str]:

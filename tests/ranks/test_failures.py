@@ -26,7 +26,7 @@ from llama.ranks.stalls import find_stalled_rank
 pytestmark = pytest.mark.dist
 
 LIMIT_S = 60  # distinguishes a hang from a slow end
-SLACK_S = 5  # slack for a busy machine
+SLACK_S = 30  # slack for a busy machine
 HOST = socket.gethostname()
 KILLED = "was killed by SIGKILL (if nobody sent it, memory ran out: check `dmesg`)"
 STALLED = ": the others waited 2 s in "
@@ -232,13 +232,13 @@ def test_the_kernel_kills_a_process_that_does_not_set_the_timer_again():
 import os, signal, sys, time
 from llama.ranks.processes import KillTimer
 timer = KillTimer()
-for _ in range(6):
-    timer.set(2.0)
+for _ in range(9):
+    timer.set(4.0)
     time.sleep(0.5)
 if sys.argv[1] == "stops":
     os.kill(os.getpid(), signal.SIGSTOP)
 timer.set(0)
-time.sleep(2.5)
+time.sleep(4.5)
 """
     runs = [
         subprocess.Popen([sys.executable, "-c", code, word], env=environment())
@@ -351,14 +351,14 @@ def test_ranks_without_torchrun_end_together(folder, tmp_path):
 LAUNCH = """
 import sys
 from llama.ranks import launch
-launch._FOLLOW_S = 1
+launch._FOLLOW_S = 1 if sys.argv[2] == "killed" else 60
 sys.exit(launch.launch(["-c", *sys.argv[1:]], 3))
 """
 CHILD = """
 import json, os, signal, socket, sys, time
 rank, how, terms = int(os.environ["RANK"]), sys.argv[1], []
 signal.signal(signal.SIGTERM, lambda *_: terms.append(time.time()))
-socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 5).close()
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 60).close()
 got = sys.stdin.read()  # rank 0's ends when the others have said this
 line = json.dumps([rank, os.environ["TORCH_CPP_LOG_LEVEL"], got, os.getpid()])
 os.write(1, line.encode() + b"\\n")  # whole

@@ -22,6 +22,7 @@ import pytest
 import llama.engine
 import llama.requests
 from helpers.prompts import prompts_of
+from helpers.waiting import wait_until
 from llama import Llama, SamplingParams
 from llama.requests.llm_engine import LLMEngine
 
@@ -70,11 +71,13 @@ def test_sixteen_threads_get_what_each_gets_alone(shared_llama, engine):
         return str(index in range(4))
 
     def aborted() -> str | None:
-        name = f"abort-{threading.get_ident()}"
-        engine.submit([engine.prepare(name, prompts[3], SamplingParams(max_tokens=60))])
-        output = engine.abort_request(name)
-        assert output is not None
-        return output.outputs[0].finish_reason
+        name, reason = f"abort-{threading.get_ident()}", "length"
+        while reason == "length":  # other threads have run all of its steps before the abort
+            engine.submit([engine.prepare(name, prompts[3], SamplingParams(max_tokens=60))])
+            output = engine.abort_request(name)
+            assert output is not None
+            reason = str(output.outputs[0].finish_reason)
+        return reason
 
     jobs: list[Callable[[], Any]] = [
         lambda: llama.generate(prompts[:1], 30, 0.0),
@@ -98,17 +101,30 @@ def test_sixteen_threads_get_what_each_gets_alone(shared_llama, engine):
         assert result == wanted[i], i
 
 
-def test_threads_are_one_batch(shared_llama, engine):
+def hold_first_step(engine: LLMEngine, monkeypatch, num_waiting: int) -> None:
+    """Let the first step wait until so many other threads have queued requests, and sleep."""
+    step, steps = engine.core.step, itertools.count()
+
+    def held_step(*args):
+        if next(steps) == 0:
+            wait_until(lambda: len(engine._waiters) >= num_waiting)
+        return step(*args)
+
+    monkeypatch.setattr(engine.core, "step", held_step)
+
+
+def test_threads_are_one_batch(shared_llama, engine, monkeypatch):
     """Threads are one batch.
 
-    Eight threads of one prompt each take about the steps of one call with eight, not the sum. Steps
-    are counted, not timed: 30 tokens take 30 steps, and the threads do not start at the same step.
+    Four threads of one prompt each take about the steps of one call with four, not the sum. Steps
+    are counted, not timed; the threads do not start at the same step.
     """
+    hold_first_step(engine, monkeypatch, num_waiting=3)
     prompts = prompts_of([9] * 4, seed=51)
     steps = shared_llama.engine.stats
     before = steps.steps
     in_threads([partial(shared_llama.generate, [p], 100, 0.0) for p in prompts], 4)
-    assert steps.steps - before < 3 * 100
+    assert steps.steps - before < 100 + 10
 
 
 def test_a_failing_step_reaches_everyone_in_it_and_nobody_after(shared_llama, engine, monkeypatch):
@@ -121,6 +137,7 @@ def test_a_failing_step_reaches_everyone_in_it_and_nobody_after(shared_llama, en
         return start(step)
 
     monkeypatch.setattr(engine.core.runner, "start", fail)
+    hold_first_step(engine, monkeypatch, num_waiting=1)
     prompts = prompts_of([5, 6], seed=52)
     found = in_threads([partial(shared_llama.generate, [p], 100, 0.0) for p in prompts], 2)
     assert found == ["MemoryError: no room"] * 2

@@ -16,6 +16,7 @@ from helpers.scripted import ScriptedServer
 from helpers.web import web
 from llama.prompts import ToolFormat, encode_chat
 from llama.server import encoding
+from llama.server.encoding import EventStream
 from llama.server.errors import ApiError
 from llama.server.service import Service
 
@@ -379,10 +380,21 @@ def test_an_error_in_the_stream_and_the_pings_before_it(scripted, monkeypatch):
     async def broken(self: Service, requests: Any, request_id: str, *more: Any) -> Any:
         async with contextlib.aclosing(outputs(self, requests, request_id, *more)) as real:
             yield await anext(real)
-        await asyncio.sleep(0.2)
+        num_before = len(pings)
+        while len(pings) == num_before:
+            await asyncio.sleep(0.01)
         raise ApiError(500, "the model failed in this step")
 
-    outputs = Service.outputs
+    async def noted(self: EventStream, send_part: Any) -> None:
+        async def send_and_note(body: bytes) -> None:
+            await send_part(body)
+            pings.append(body)
+
+        await keep_open(self, send_and_note)
+
+    pings: list[bytes] = []
+    keep_open, outputs = EventStream._keep_open, Service.outputs
+    monkeypatch.setattr(EventStream, "_keep_open", noted)
     monkeypatch.setattr(Service, "outputs", broken)
     monkeypatch.setattr(encoding, "KEEP_ALIVE_S", 0.05)
     scripted.says("x")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -13,6 +12,7 @@ import httpx
 import pytest
 
 from helpers.launch import REPO
+from helpers.ports import reserved_port
 from helpers.server import RunningServer, raw_events, run_server
 from helpers.waiting import num_lines, wait_until
 from helpers.web import web
@@ -32,7 +32,8 @@ def test_a_server_that_dies_behind_nginx_is_not_noticed(tmp_path):
     """
     with ExitStack() as stack:
         servers = [stack.enter_context(run_server("--max_seq_len", "512")) for _ in range(2)]
-        url = stack.enter_context(_Nginx(tmp_path, servers))
+        port = stack.enter_context(reserved_port())
+        url = stack.enter_context(_Nginx(tmp_path, port, servers))
         assert web.get(f"{url}/ready").json() == {"status": "ready"}
         events = raw_events(f"{url}/v1/completions", {"prompt": "Once", "stream": True})
         assert events[-1] == "[DONE]" and len(events) > 3
@@ -47,22 +48,21 @@ def test_a_server_that_dies_behind_nginx_is_not_noticed(tmp_path):
         thread.start()
         wait_until(lambda: num_lines(out) >= 40)
         servers[0].process.kill()
-        thread.join(60)
+        thread.join(240)
         assert reports == [BatchReport(300, 0)]
         assert all(len(server.log) > 5 for server in servers), "both had a part"
 
 
 class _Nginx:
-    """A context that runs nginx with the example's configuration on free ports; gives its URL."""
+    """A context that runs nginx with the example's configuration on these ports; gives its URL."""
 
-    def __init__(self, folder: Path, servers: list[RunningServer]) -> None:
-        self._folder, conf = folder, CONF.read_text()
-        for server, port in zip(servers, ("8001", "8002"), strict=True):
-            assert f"server 127.0.0.1:{port} " in conf
-            conf = conf.replace(f"127.0.0.1:{port}", server.url.removeprefix("http://"))
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            self._port = found.getsockname()[1]
-        conf = conf.replace("127.0.0.1:8000", f"127.0.0.1:{self._port}")
+    def __init__(self, folder: Path, port: int, servers: list[RunningServer]) -> None:
+        self._folder, self._port = folder, port
+        conf = CONF.read_text()
+        for server, usual in zip(servers, ("8001", "8002"), strict=True):
+            assert f"server 127.0.0.1:{usual} " in conf
+            conf = conf.replace(f"127.0.0.1:{usual}", server.url.removeprefix("http://"))
+        conf = conf.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
         (folder / "nginx.conf").write_text(conf)
 
     def __enter__(self) -> str:

@@ -11,7 +11,8 @@ import jsonschema
 import openai
 import pytest
 
-from helpers.server import raw_events, run_server
+from helpers.launch import PROGRAMS, REPO
+from helpers.server import post_and_leave, raw_events, run_server
 from helpers.waiting import wait_until
 from helpers.web import web
 from llama import Llama, SamplingParams
@@ -131,13 +132,14 @@ def test_token_counters_go_on_while_a_request_runs(server):
         return [float(x.split()[1]) for n in names for x in lines if x.startswith(f"llama:{n} ")]
 
     before = counts()
-    body = {"prompt": "Some words", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    # 32 answers take long enough for the figures to be read; then the client leaves
+    body = {"prompt": "Some words", "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 32}
     with web.stream("POST", f"{server.url}/v1/completions", json=body) as response:
         parts = response.iter_bytes()
         assert b"data: " in next(parts)
         during = counts()
         running = web.get(f"{server.url}/load").json()["server_load"]
-    assert running == 1 and all(a < b for a, b in zip(before, during, strict=True))
+    assert running == 32 and all(a < b for a, b in zip(before, during, strict=True))
 
 
 def test_echo_scores_the_prompt(client, demo):
@@ -199,7 +201,9 @@ def test_a_stream_is_the_answer_that_does_not_stream(server, body):
     assert count == whole["usage"]["completion_tokens"]
     if len(whole["choices"]) == 1:
         timings = usage["timings"]
-        assert timings["predicted_n"] == count and taken_ms / 9 < timings["predicted_ms"] < taken_ms
+        assert timings["predicted_n"] == count
+        # no unit but milliseconds; most of the time may be the client's on a busy machine
+        assert taken_ms / 500 < timings["predicted_ms"] < taken_ms
         rate = 1000 * (count - 1) / timings["predicted_ms"]
         assert timings["predicted_per_second"] == pytest.approx(rate)
     else:
@@ -312,13 +316,13 @@ def test_a_client_that_leaves_frees_its_pages(server, stream):
         with web.stream("POST", url, json=body) as response:
             next(response.iter_bytes())
     else:
-        with pytest.raises(httpx.ReadTimeout):
-            web.post(url, json=body, timeout=httpx.Timeout(60, read=0.2))
+        load = f"{server.url}/load"
+        post_and_leave(url, body, lambda: web.get(load).json() != {"server_load": 0})
     wait_for_load(server.url, 0)
     wait_until(lambda: "kv_cache_usage_perc 0.0\n" in web.get(f"{server.url}/metrics").text)
 
 
-def test_signals_drain_and_a_full_queue_is_refused():
+def test_signals_drain_and_a_full_queue_is_refused(tmp_path):
     """Signals drain the server, and a full queue refuses requests.
 
     With one slot and a queue of one, the third request is refused at once. After SIGTERM the two
@@ -328,8 +332,11 @@ def test_signals_drain_and_a_full_queue_is_refused():
     flags = ("--max_seq_len", "512", "--max_batch_size", "1", "--max_queue", "1")
     body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True}
     more = ("--api_key", "k", "--tool_format", "llama3.2", "--speculate", "lookup")
+    hold = tmp_path / "hold"  # while it exists, no request advances
+    program = (str(PROGRAMS / "faulty_server.py"),)
     # the number of threads is the user's
-    with run_server(*flags, *more, env=dict(os.environ)) as server:
+    env = {**os.environ, "PYTHONPATH": str(REPO), "HOLD_FILE": str(hold)}
+    with run_server(*flags, *more, program=program, env=env) as server:
         url, headers = f"{server.url}/v1/completions", {"Authorization": "Bearer k"}
         messages = f"{server.url}/v1/messages"
         assert web.post(messages, json={}, headers={"x-api-key": "k"}).status_code == 400
@@ -344,6 +351,7 @@ def test_signals_drain_and_a_full_queue_is_refused():
         def ask() -> None:
             answers.append(web.post(url, json=body, headers=headers, timeout=60))
 
+        hold.touch()
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -354,6 +362,7 @@ def test_signals_drain_and_a_full_queue_is_refused():
         wait_until(lambda: web.get(f"{server.url}/ready").status_code != 200)
         late = web.post(url, json=body, headers=headers)
         assert (late.status_code, "shutting down" in late.text) == (503, True)
+        hold.unlink()
         for thread in threads:
             thread.join(60)
         assert [answer.status_code for answer in answers] == [200, 200]

@@ -15,7 +15,7 @@ import pytest
 
 from helpers import warm
 from helpers.launch import PROGRAMS, environment
-from helpers.server import RunningServer, run_server
+from helpers.server import RunningServer, post_and_leave, run_server
 from helpers.waiting import wait_until
 from helpers.web import web
 
@@ -26,8 +26,7 @@ PROGRAM = (str(PROGRAMS / "faulty_server.py"),)
 FLAGS = ("--max_seq_len", "2048", "--dtype", "fp32", "--device", "cpu")
 LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True}
 LIMIT_S = 60.0  # generous: distinguishes a hang from a slow end
-SLACK_S = 5.0  # slack for a busy machine
-SOON = httpx.Timeout(LIMIT_S, read=0.5)  # a client that does not wait for its answer
+SLACK_S = 30.0  # slack for a busy machine
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.dist)])
@@ -95,9 +94,8 @@ def test_a_step_that_fails_when_all_clients_have_left_ends_the_server(tmp_path):
     go_on = tmp_path / "go_on"
     env = environment(FAULT="raise", FAULT_FILE=str(go_on))
     with run_server(*FLAGS, program=PROGRAM, env=env) as server:
-        with pytest.raises(httpx.ReadTimeout):
-            body = {"prompt": [5, RAISE], "max_tokens": 4}
-            web.post(f"{server.url}/v1/completions", json=body, timeout=SOON)
+        body = {"prompt": [5, RAISE], "max_tokens": 4}
+        post_and_leave(f"{server.url}/v1/completions", body, go_on.with_suffix(".awaited").exists)
         with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client:
             wait_until(lambda: client.get("/load").json() == {"server_load": 0})
             assert client.get("/health").status_code == 200, "the step still runs"

@@ -8,7 +8,6 @@ import http.server
 import json
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ import pytest
 from helpers import warm
 from helpers.batch import answers, written
 from helpers.launch import environment
+from helpers.ports import reserved_port
 from helpers.server import run_server
 from helpers.waiting import num_lines, wait_until
 from llama.cli import main
@@ -59,11 +59,6 @@ def of_file(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
-
-
 def start_job(folder: Path, url: str, *flags: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "llama", "batch", str(folder / "in"), str(folder / "out")]
     return warm.Popen(
@@ -76,6 +71,16 @@ def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:
     wait_until(lambda: process.poll() is not None or num_lines(path) >= count)
 
 
+def kill_clients(folder: Path, url: str) -> None:
+    """Start the job four times, and kill each after some more lines."""
+    rng = random.Random(5)
+    for kill in range(4):
+        job = start_job(folder, url, "--resume")
+        wait_for_lines(folder / "out", 5 * kill + rng.randint(0, 2), job)
+        job.kill()
+        job.communicate()
+
+
 def test_kills_of_client_and_server_lose_and_double_nothing(demo, tmp_path):
     """Kills of client and server lose and double nothing.
 
@@ -84,30 +89,27 @@ def test_kills_of_client_and_server_lose_and_double_nothing(demo, tmp_path):
     """
     wanted = outcome(answers(demo, tmp_path, lines(), max_gen_len=40))
     (tmp_path / "out").unlink()
-    port, rng = free_port(), random.Random(5)
-    url, out = f"http://127.0.0.1:{port}/v1/", tmp_path / "out"
-    at_port = (*SERVER, "--port", str(port))
-    with run_server(*at_port) as server:
-        for kill in range(4):
+    out = tmp_path / "out"
+    with reserved_port() as port:
+        url = f"http://127.0.0.1:{port}/v1/"
+        at_port = (*SERVER, "--port", str(port))
+        with run_server(*at_port) as server:
+            kill_clients(tmp_path, url)
             job = start_job(tmp_path, url, "--resume")
-            wait_for_lines(out, 5 * kill + rng.randint(0, 2), job)
-            job.kill()
-            job.communicate()
-        job = start_job(tmp_path, url, "--resume")
-        wait_for_lines(out, 30, job)
-        job.send_signal(signal.SIGTERM)
-        _, told = job.communicate(timeout=60)
-        assert (job.returncode, "stopped by a signal" in told) == (0, True), told
-        before = len(of_file(out))
-        assert 30 <= before < NUM_LINES
-        job = start_job(tmp_path, url, "--resume", "--concurrency", "1")
-        wait_for_lines(out, before + 1, job)
-        server.process.kill()
-        server.process.wait()
-        assert job.poll() is None and len(of_file(out)) < NUM_LINES
-    with run_server(*at_port):
-        _, told = job.communicate(timeout=60)
-        assert job.returncode == 0, told
+            wait_for_lines(out, 30, job)
+            job.send_signal(signal.SIGTERM)
+            _, told = job.communicate(timeout=60)
+            assert (job.returncode, "stopped by a signal" in told) == (0, True), told
+            before = len(of_file(out))
+            assert 30 <= before < NUM_LINES
+            job = start_job(tmp_path, url, "--resume", "--concurrency", "1")
+            wait_for_lines(out, before + 1, job)
+            server.process.kill()
+            server.process.wait()
+            assert job.poll() is None and len(of_file(out)) < NUM_LINES
+        with run_server(*at_port):
+            _, told = job.communicate(timeout=60)
+            assert job.returncode == 0, told
         assert "2 errors in the file" in told
         assert outcome(of_file(out)) == wanted
 
@@ -216,14 +218,15 @@ def test_a_server_that_cannot_be_used_ends_the_job(tmp_path, capsys):
     with flaky(401) as (url, _), pytest.raises(ServerError, match="refuses the key"):
         run(tmp_path, url, ["a"])
     assert not (tmp_path / "out").read_bytes()
-    for words, message in [
-        (["--url", f"http://127.0.0.1:{free_port()}"], "cannot be reached"),
-        (["--url", "localhost:8000"], "must begin with http://"),
-        (["--url", "http://x", "--dtype", "fp32"], "leave out --dtype"),
-        (["--url", "http://x", "--concurrency", "0"], "concurrency=0"),
-    ]:
-        assert main(["batch", str(tmp_path / "in"), str(tmp_path / "new"), *words]) == 2
-        assert message in capsys.readouterr().err
+    with reserved_port() as port:
+        for words, message in [
+            (["--url", f"http://127.0.0.1:{port}"], "cannot be reached"),
+            (["--url", "localhost:8000"], "must begin with http://"),
+            (["--url", "http://x", "--dtype", "fp32"], "leave out --dtype"),
+            (["--url", "http://x", "--concurrency", "0"], "concurrency=0"),
+        ]:
+            assert main(["batch", str(tmp_path / "in"), str(tmp_path / "new"), *words]) == 2
+            assert message in capsys.readouterr().err
     with (
         flaky() as (url, _),
         pytest.raises(ValueError, match="no model z: its models are m, other"),

@@ -4,6 +4,7 @@ The oracle is the same chat on the engine.
 """
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,8 +70,10 @@ def test_ctrl_c_stops_the_answer_and_frees_the_server(server, demo):
         session.command("/set min_tokens 490", "min_tokens 490")
         session.at_prompt(f"{STORY}\r")
         session.expect("Once upon a time")
+        server.process.send_signal(signal.SIGSTOP)  # so that the answer does not end meanwhile
         session.keys(CTRL_C)
         session.expect("stopped | ")
+        server.process.send_signal(signal.SIGCONT)
         headers = {"Authorization": "Bearer k"}
         load = f"{server.url}/load"
         wait_until(lambda: web.get(load, headers=headers).json() == {"server_load": 0})

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -382,7 +383,7 @@ def test_what_is_wrong_dies_or_hangs_is_out_and_the_rest_in(tmp_path, monkeypatc
     A kernel that kills a child affects no other: a new child checks the remaining ones, and checks
     again a kernel that failed after others had run in its process.
     """
-    monkeypatch.setattr(cached, "CHILD_S", 3.0)
+    monkeypatch.setattr(cached, "CHILD_S", 4.0)
     program = tmp_path / "child.py"
     program.write_text(DYING_CHILD)
     names = ("attention", "add_norm", "rope_and_store", "linear", "silu_mul", "sample")
@@ -391,7 +392,7 @@ def test_what_is_wrong_dies_or_hangs_is_out_and_the_rest_in(tmp_path, monkeypatc
     assert result.failed == {
         "add_norm": "off by 1",
         "rope_and_store": "the check was ended by SIGABRT",
-        "silu_mul": "the check did not end within 3 s",
+        "silu_mul": "the check did not end within 4 s",
     }
     assert result.kernels("fp16", names) == KernelSet(
         frozenset({"attention", "linear", "sample"}), frozenset({torch.float16})
@@ -404,15 +405,16 @@ def test_a_check_ends_before_those_who_wait_for_it_give_up(tmp_path, cache, monk
     Whatever hangs, kernels that it has no time for are left to PyTorch and checked again later.
     """
     assert cached.LIMIT_S + 10 < 600 and cached.CHILD_S < cached.LIMIT_S
-    monkeypatch.setattr(cached, "CHILD_S", 1.0)
-    monkeypatch.setattr(cached, "LIMIT_S", 1.5)
+    monkeypatch.setattr(cached, "CHILD_S", 3.0)
+    monkeypatch.setattr(cached, "LIMIT_S", 5.5)
     program = tmp_path / "child.py"
     program.write_text("import time; time.sleep(600)")
     began = time.monotonic()
     result = cached.load_or_check(job(), [str(program)])
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     first, second, third = result.failed.values()
-    assert first == "the check did not end within 1 s" and "did not end within 0." in second
+    assert first == "the check did not end within 3 s"
+    assert re.search(r"did not end within [0-2](\.\d+)? s", second)
     assert third == "there was no time left to check it"
     assert not result.is_final and not list(cache.glob("gpu-*.json"))
 
