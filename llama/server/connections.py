@@ -128,6 +128,9 @@ class BoundedProtocol(HttpToolsProtocol):
     uvicorn limits neither the time of headers and bodies nor, with httptools, the size of headers,
     so that a client could send them without end. Headers that arrive in one read are counted by
     `AuthAndLimits`.
+
+    A connection keeps this protocol until it is closed. After an upgrade, the transport would
+    report its end to another protocol, and the connection would be counted as open forever.
     """
 
     def __init__(self, connections: Connections, **options: Any) -> None:
@@ -181,6 +184,18 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._num_head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self._end_with(headers_too_large())
 
+    def _has_body(self) -> bool:
+        """Return whether the headers of the request announce a body."""
+        headers = dict(self.headers)
+        return headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+
+    def _should_upgrade(self) -> bool:
+        """Return whether to hand the connection to a WebSocket protocol, if there is one."""
+        return False
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing: the request is answered without its upgrade (RFC 9110, section 7.8)."""
+
     def on_message_begin(self) -> None:
         """Wait for the headers of a request."""
         self._is_in_head = True
@@ -193,6 +208,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._set_deadline("body", BODY_S)
         super().on_headers_complete()
+        if self.parser.should_upgrade() and self._has_body():
+            # httptools reads no body of such a request. What follows is no new request.
+            problem = "an upgrade cannot be asked for with a body: leave out the Upgrade header"
+            self._end_with(ApiError(400, problem))
 
     def on_message_complete(self) -> None:
         """Stop the deadline: the request has arrived."""

@@ -76,6 +76,7 @@ class Server:
         config = uvicorn.Config(
             make_app(service, api_keys=api_keys, loopback=loopback, **app_options),
             http=protocol,
+            ws="none",  # There is no WebSocket route. See `BoundedProtocol`.
             access_log=False,
             log_config=None,
             timeout_graceful_shutdown=int(_FLUSH_S),

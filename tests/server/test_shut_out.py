@@ -3,6 +3,7 @@
 A server with small limits runs in this process; a second signal needs a process of its own.
 """
 
+import asyncio
 import contextlib
 import json
 import re
@@ -207,6 +208,59 @@ def test_connections_have_limits(url, connect, caplog):
     for each in held:
         each.close()
     wait_until(lambda: ask(url).status_code == 200, "the server has not seen that they are closed")
+
+
+class SilentProtocol(asyncio.Protocol):
+    """A WebSocket protocol, of which uvicorn finds one wherever a library for it is installed."""
+
+    def __init__(self, config: Any, server_state: Any, app_state: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/realtime"])
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_upgrades_use_up_no_connections(path, is_forced, monkeypatch, caplog):
+    """Hundreds of upgrades leave all connections of their address free.
+
+    They are answered as other requests are, and cost no further lines of the log. That is so where
+    a library for WebSockets is installed, and where uvicorn is even told to use it.
+    """
+    automatic = "uvicorn.protocols.websockets.auto.AutoWebSocketsProtocol"
+    monkeypatch.setattr(automatic, SilentProtocol)
+    caplog.set_level("INFO", "llama.server")
+    server = Server(Service("demo", LIMITS), host="127.0.0.1", port=0, api_keys=[])
+    if is_forced:
+        server._uvicorn.config.ws = SilentProtocol
+    head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n".encode()
+    status = b"HTTP/1.1 200 " if path == "/health" else b"HTTP/1.1 404 "
+    server.start()
+    try:
+        for name in [b"websocket"] * 200 + [b"h2c"]:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+                client.sendall(head + b"Connection: Upgrade\r\nUpgrade: " + name + b"\r\n\r\n")
+                assert client.recv(65536).startswith(status)
+                client.sendall(head + b"Connection: close\r\n\r\n")
+                assert status in all_of(client), "the connection is of no use after an upgrade"
+        assert web.get(f"http://127.0.0.1:{server.port}/health").status_code == 200
+    finally:
+        server.stop()
+    refused = 0 if path == "/health" else 2 * 201
+    assert len(caplog.records) == refused, "an upgrade has lines of its own"
+    assert {record.name for record in caplog.records} <= {"llama.server"}
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 60", b"Transfer-Encoding: chunked"])
+def test_an_upgrade_with_a_body_is_refused_by_name(url, connect, length):
+    """The parser skips the body of such a request, and would read a late one as a new request."""
+    head = POST + b"Connection: Upgrade\r\nUpgrade: h2c\r\n" + length + b"\r\n\r\n"
+    connection = connect(head)
+    time.sleep(0.05)
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    answer = all_of(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"leave out the Upgrade header" in answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert ask(url).status_code == 200
 
 
 def test_descriptors_are_kept_back(monkeypatch):
