@@ -24,6 +24,7 @@ from llama.validation import (
 MAX_COUNT = 2**31 - 1  # the largest token id, and the largest count that nothing else limits
 MAX_BIASES = 1024
 BIAS = Range(-100, 100)
+CACHE_SALT = Length(1, 512)
 _MAX_CHARACTERS = 100_000  # length of a schema, a regular expression or a grammar
 
 TokenId = Annotated[int, Range(0, MAX_COUNT)]
@@ -177,6 +178,9 @@ class SamplingParams:
             decoding its tokens are drafts; the answer does not depend on it.
         structured_output: the format that the answer must have, as a `StructuredOutput` or as a
             mapping of its fields. It ends the answer, so it excludes min_tokens and ignore_eos.
+        cache_salt: a text that separates requests (vLLM's field): those with different salts share
+            neither pages of the prefix cache, nor drafts, nor compiled grammars. The answer does
+            not depend on it.
     """
 
     max_tokens: Annotated[int | None, Range(0, MAX_COUNT)] = 16
@@ -204,6 +208,7 @@ class SamplingParams:
     bad_words: Annotated[Sequence[str], BadWords] = ()
     prediction: Annotated[str, with_message("={value} must be a string")] = ""
     structured_output: AnswerFormat = None
+    cache_salt: Annotated[str | None, CACHE_SALT] = None
 
     def __post_init__(self) -> None:
         """Check the fields that depend on one another."""

@@ -7,7 +7,8 @@
 and clients ask http://localhost:8000/v1. Without LLAMA_CKPT_DIR it is the demo model. Ray sends a
 request to the replica with fewer under way, and none to one that is not healthy. Each replica is
 one process: a model on several GPUs is for torchrun, with nginx or Kubernetes before it. Keys in
-LLAMA_API_KEY, with commas between them, are checked; without one, only for localhost.
+LLAMA_API_KEY, with commas between them, are checked, and each is a tenant, for which /metrics is
+closed; without one, only for localhost.
 """
 
 import asyncio

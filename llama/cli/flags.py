@@ -148,7 +148,15 @@ FLAGS = {
     "api_key": Flag(
         str, "KEY", "Key of the server; required to listen beyond this machine", "none"
     ),
-    "api_key_file": Flag(str, "FILE", "File with further keys, one per line", "none"),
+    "api_key_file": Flag(
+        str,
+        "FILE",
+        "File with further keys, one per line; with several keys, each is a tenant",
+        "none",
+    ),
+    "metrics_key_file": Flag(
+        str, "FILE", "File with keys that open /metrics and /load, and nothing else", "none"
+    ),
     "allow_origin": Flag(
         str,
         "URL",

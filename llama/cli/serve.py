@@ -24,6 +24,7 @@ NETWORK_FLAGS: dict[str, Any] = {
     "port": 8000,
     "api_key": None,
     "api_key_file": None,
+    "metrics_key_file": None,
     "allow_origin": None,
     "max_per_address": None,
     "fastchat_controller": None,
@@ -123,6 +124,7 @@ def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket |
         host=options.host,
         port=options.port,
         api_keys=_keys(options),
+        metrics_keys=_metrics_keys(options),
         allowed_origins=_origins(options),
         host_routes=_fastchat(options),
         lenient=options.lenient,
@@ -175,14 +177,32 @@ def _keys(options: argparse.Namespace) -> list[str]:
     """Return the key of the flag and those of the file, which has one key per line."""
     keys = [options.api_key] if options.api_key else []
     if options.api_key_file:
-        lines = Path(options.api_key_file).read_text().splitlines()
-        keys += [line.strip() for line in lines if line.strip()]
-        if not keys:
-            raise UsageError(f"{options.api_key_file} has no key: write one key per line")
+        keys += _keys_in(options.api_key_file)
+    return _sendable(keys, "--api_key and --api_key_file")
+
+
+def _metrics_keys(options: argparse.Namespace) -> list[str]:
+    """Return the keys of the operator's paths."""
+    if not options.metrics_key_file:
+        return []
+    return _sendable(_keys_in(options.metrics_key_file), "--metrics_key_file")
+
+
+def _keys_in(path: str) -> list[str]:
+    """Return the keys of a file, which has one per line."""
+    lines = Path(path).read_text().splitlines()
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise UsageError(f"{path} has no key: write one key per line")
+    return keys
+
+
+def _sendable(keys: list[str], flags: str) -> list[str]:
+    """Return the keys if a client can send them; `flags` are those that gave them."""
     for key in keys:
         if not (key.isascii() and key.isprintable() and key == key.strip()):
             raise UsageError(
                 "a key must be printable ASCII without blanks at its ends, since no client can "
-                "send another: see --api_key and --api_key_file"
+                f"send another: see {flags}"
             )
     return keys

@@ -19,6 +19,7 @@ from starlette.responses import Response, StreamingResponse
 
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.hosts import Pace, read_params, report_of
+from llama.server.auth import ONE_TENANT
 from llama.server.encoding import JsonResponse, unless_client_leaves
 from llama.server.errors import ApiError, ErrorFields
 from llama.server.exchange import body_router
@@ -132,7 +133,9 @@ class FastChatWorker:
             max_seq_len = llama.llm_engine.max_seq_len
             request = read_params(params, None, tokenizer, max_seq_len, has_raw_echo=True)
             fields = ErrorFields()
-            prepared = await self.service.prepare(request.prompt, request.sampling, fields)
+            prepared = await self.service.prepare(
+                request.prompt, request.sampling, fields, tenant=ONE_TENANT
+            )
             outputs = self.service.outputs([prepared], request_id, fields)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:

@@ -5,6 +5,7 @@ Oliaro et al., 2024, suffix decoding, for the texts of other requests). The toke
 forces are drafts as well.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ _MAX_CANDIDATES = 16  # latest occurrences that are compared with the end of a t
 _MAX_MATCH = 16  # tokens compared per occurrence
 _SHARED_RUN = 4  # tokens by which occurrences in texts of other requests are indexed
 _MAX_STORED = 1 << 16  # tokens after which a text of other requests is full; two need 30 MB
+_MAX_TOTAL = 4 * _MAX_STORED  # tokens of all roots after which the texts of one root are dropped
+_MAX_ROOTS = 256  # roots whose texts are stored
 _PREDICTION_MATCH = 8  # a prediction begins like the continuation of a match of this length
 # Kinds of draft tokens: 1 to 5 follow matches of 1, 2, 4, 8 and 16 tokens.
 _FORCED = 6  # the kind of tokens that a constraint forces
@@ -143,6 +146,41 @@ def count_predicted(prediction: Sequence[int], output: list[int]) -> tuple[int, 
     return len(predicted), len(prediction) - len(predicted)
 
 
+class EndedTexts:
+    """The texts of finished sequences, by the root of their prefix hashes.
+
+    A sequence is drafted for from the texts of its own root alone, so that response times reveal
+    nothing about other tenants. Each root has two texts; when the newer one is full, the older one
+    is dropped. The roots that were used least recently are dropped with their texts.
+    """
+
+    def __init__(self) -> None:
+        self._by_root: OrderedDict[bytes, list[Text]] = OrderedDict()
+
+    def of(self, root: bytes) -> list[Text]:
+        """Return the texts of a root, the newer one first; later texts appear in the same list."""
+        if root not in self._by_root:
+            self._by_root[root] = [Text(_SHARED_RUN), Text(_SHARED_RUN)]
+        self._by_root.move_to_end(root)
+        while len(self._by_root) > 1 and self._is_full():
+            self._by_root.popitem(last=False)
+        return self._by_root[root]
+
+    def store(self, ended: SequenceState) -> None:
+        """Append the tokens of a finished sequence to the newer text of its root."""
+        texts = self.of(ended.spec.prefix_root)
+        if len(texts[0].ids) > _MAX_STORED:
+            # The list is changed in place: the look-ups of running sequences refer to it.
+            texts[:] = [Text(_SHARED_RUN), texts[0]]
+        for token in [*ended.tokens[-_MAX_STORED:], -1]:
+            texts[0].append(token)
+
+    def _is_full(self) -> bool:
+        """Return whether there are more roots, or more tokens of them, than are stored."""
+        num_tokens = sum(len(text.ids) for texts in self._by_root.values() for text in texts)
+        return len(self._by_root) > _MAX_ROOTS or num_tokens > _MAX_TOTAL
+
+
 @dataclass
 class _LookupState(DraftState):
     """The state of one sequence.
@@ -159,15 +197,12 @@ class _LookupState(DraftState):
 class Speculator(Drafter):
     """A drafter that looks drafts up in a sequence, and proposes what its constraint forces.
 
-    With `is_shared`, finished sequences are searched as well. Two texts of these are stored; when
-    the newer one is full, the older one is dropped.
+    With `is_shared`, finished sequences with the same prefix root are searched as well.
     """
 
     def __init__(self, max_drafts: int, parallel: ModelParallel, is_shared: bool = False) -> None:
         super().__init__(max_drafts, parallel, _FIRST_RATES)
-        self._ended_texts: list[Text] = []
-        if is_shared:
-            self._ended_texts += [Text(_SHARED_RUN), Text(_SHARED_RUN)]
+        self._ended_texts = EndedTexts() if is_shared else None
 
     def _draft(self, states: list[_LookupState], seconds: float) -> list[list[int]]:
         drafts = list[list[int]]()
@@ -182,23 +217,11 @@ class Speculator(Drafter):
     def _begin(self, seq: SequenceState) -> _LookupState:
         for ended in [known for known in self._states if known.finished]:
             del self._states[ended]
-            if self._ended_texts:
-                self._store(ended)
+            if self._ended_texts is not None:
+                self._ended_texts.store(ended)
         state = _LookupState(seq, [*self.rates], seq.num_prompt)
         self._states[seq] = state
         return state
-
-    def _store(self, ended: SequenceState) -> None:
-        """Append the tokens of a finished sequence to the newer shared text.
-
-        The list is changed in place, because the look-ups of running sequences refer to it.
-        """
-        newer = self._ended_texts[0]
-        if len(newer.ids) > _MAX_STORED:
-            self._ended_texts[:] = [Text(_SHARED_RUN), newer]
-            newer = self._ended_texts[0]
-        for token in [*ended.tokens[-_MAX_STORED:], -1]:
-            newer.append(token)
 
     def _look_up(self, state: _LookupState) -> list[float]:
         """Set the draft of a sequence, and return the rate of each of its tokens.
@@ -213,7 +236,9 @@ class Speculator(Drafter):
         lookup = state.lookup
         if lookup is None:
             prompt = seq.tokens[: seq.num_prompt]
-            lookup = Lookup(prompt, seq.spec.prediction, self._ended_texts)
+            ended = self._ended_texts
+            others = [] if ended is None else ended.of(seq.spec.prefix_root)
+            lookup = Lookup(prompt, seq.spec.prediction, others)
             state.lookup = lookup
         self.note(state)
         lookup.extend(new_tokens)

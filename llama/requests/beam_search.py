@@ -60,6 +60,7 @@ class _Search:
     limit: int  # largest number of generated tokens
     stop_ids: frozenset[int]
     params: BeamParams
+    root: bytes = b""  # prefix root of the prompt's sequence
     running: list[Beam] = field(default_factory=lambda: [Beam([], 0.0)])
     finished: list[Beam] = field(default_factory=list)
     length: int = 0  # generated tokens, including stop tokens, as in the scores
@@ -150,7 +151,7 @@ def beam_search(
     for request in checked:
         seq = request.answers[0].sequence
         limit = seq.spec.max_len - seq.num_prompt
-        searches.append(_Search(seq.tokens, limit, seq.spec.stop_ids, params))
+        searches.append(_Search(seq.tokens, limit, seq.spec.stop_ids, params, seq.spec.prefix_root))
     while unfinished := [search for search in searches if search.may_improve()]:
         _advance(engine, unfinished)
     return [search.finished for search in searches]
@@ -164,8 +165,12 @@ def _advance(engine: LLMEngine, searches: list[_Search]) -> None:
     params = SamplingParams(
         max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=num_candidates, seed=0
     )
-    prompts = [search.prompt + beam.tokens for search in searches for beam in search.running]
-    outputs = iter(engine.run(engine.prepare("", prompt, params) for prompt in prompts))
+    requests = (
+        engine.prepare("", search.prompt + beam.tokens, params, tenant=search.root)
+        for search in searches
+        for beam in search.running
+    )
+    outputs = iter(engine.run(requests))
     for search in searches:
         search.advance([_likeliest(next(outputs)) for _ in search.running])
 

@@ -98,20 +98,29 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._compiled = functools.lru_cache(_CACHE_SIZE)(self._compile)
+        self._compiled = functools.lru_cache(_CACHE_SIZE)(self._compile_for)
 
-    def matcher(self, response_format: StructuredOutput) -> Matcher:
+    def matcher(self, response_format: StructuredOutput, root: bytes = b"") -> Matcher:
         """Return a matcher at the beginning of a format.
+
+        Args:
+            response_format: The format.
+            root: The prefix root of the request. A grammar that was compiled for another root is
+                compiled again, so that the time does not reveal the formats of other tenants.
 
         Raises:
             FieldError: The format cannot be compiled, or llguidance is not installed.
         """
-        return Matcher(self._compiled(response_format).deep_copy())
+        return Matcher(self._compiled(root, response_format).deep_copy())
 
     def warm_up(self) -> None:
         """Build the index now if llguidance is installed; that keeps the GIL for a second."""
         with contextlib.suppress(ModuleNotFoundError):
             _ = self._index
+
+    def _compile_for(self, _root: bytes, response_format: StructuredOutput) -> "LLMatcher":
+        """Compile a format; the root distinguishes the entries of the cache."""
+        return self._compile(response_format)
 
     def _compile(self, response_format: StructuredOutput) -> "LLMatcher":
         try:

@@ -3,8 +3,12 @@
 In: text or token ids, and SamplingParams. Out: a request with one sequence per answer, or a
 TypeError or ValueError that names the value at fault. Nothing is queued and no shared state is
 changed, so any thread may call it at any time.
+
+Every sequence gets the root of its prefix hashes here, and nowhere else: whatever is reused between
+requests (pages, drafts, compiled grammars) is reused only between equal roots.
 """
 
+import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -54,6 +58,7 @@ class Preparer:
         *,
         index: int | None = None,
         must_fit: bool = False,
+        tenant: bytes = b"",
     ) -> Request:
         """Check a request and create its sequences without queueing them.
 
@@ -67,6 +72,8 @@ class Preparer:
             index: The position of the prompt in the caller's list, if there is a list.
             must_fit: Whether `max_tokens` beyond the context length is an error. If not, the
                 answer ends at the context length.
+            tenant: The prefix root of whoever sends the request. Nothing is reused between
+                requests of different tenants.
 
         Raises:
             TypeError: A value has the wrong type.
@@ -91,22 +98,25 @@ class Preparer:
                 f"context of {self.max_seq_len} tokens: ask for fewer"
             )
             raise ContextLengthError("max_tokens", message, max_len, self.max_seq_len)
-        answers = self._answers(ids, params, min(max_len, self.max_seq_len))
+        root = prefix_root(tenant, params.cache_salt)
+        answers = self._answers(ids, params, min(max_len, self.max_seq_len), root)
         request = Request(request_id, text, params, answers, index or 0)
         if params.seed is not None:
             request.set_seed(derived_seed(params.seed, request.index))
         return request
 
-    def _answers(self, ids: list[int], params: SamplingParams, max_len: int) -> list[Answer]:
+    def _answers(
+        self, ids: list[int], params: SamplingParams, max_len: int, root: bytes
+    ) -> list[Answer]:
         """Return the answers of a request, each with a sequence of at most `max_len` tokens."""
-        spec = self._spec(ids, params, max_len)
+        spec = self._spec(ids, params, max_len, root)
         response_format = params.structured_output
         assert not isinstance(response_format, Mapping)  # SamplingParams converts mappings
         answers = []
         for _ in range(params.best_of or params.n):
             constraint = None
             if response_format is not None:
-                constraint = self.grammars.matcher(response_format)
+                constraint = self.grammars.matcher(response_format, root)
             stops = StopStrings(params.stop, params.include_stop_str_in_output)
             skip = params.skip_special_tokens
             detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip)
@@ -115,7 +125,9 @@ class Preparer:
             spec = replace(spec, prompt_logprobs=None)
         return answers
 
-    def _spec(self, ids: list[int], params: SamplingParams, max_len: int) -> SequenceSpec:
+    def _spec(
+        self, ids: list[int], params: SamplingParams, max_len: int, root: bytes
+    ) -> SequenceSpec:
         """Return the specification of the request's sequences for the engine."""
         banned = []
         for word in params.bad_words:
@@ -132,11 +144,23 @@ class Preparer:
             tokens=tuple(ids),
             max_len=max_len,
             stop_ids=frozenset(params.stop_token_ids) | frozenset(model_stops),
+            prefix_root=root,
             is_constrained=params.structured_output is not None,
             prediction=tuple(prediction),
             bad_words=tuple(banned),
             **shared,
         )
+
+
+def prefix_root(tenant: bytes, cache_salt: str | None) -> bytes:
+    """Return the root of the prefix hashes for a tenant and a salt.
+
+    A salt is mixed in under the tenant: whoever sends another tenant's salt still meets only
+    requests of their own.
+    """
+    if cache_salt is None:
+        return tenant
+    return hmac.digest(tenant, cache_salt.encode(errors="surrogatepass"), "sha256")
 
 
 def _token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> list[int]:

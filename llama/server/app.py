@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 import llama
 from llama.checks import FieldError, brief
 from llama.server import routes, tokens
-from llama.server.auth import AuthAndLimits
+from llama.server.auth import ApiKeys, AuthAndLimits
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, first_name, log_refusal
 from llama.server.exchange import IGNORED, BodyMemory
@@ -37,6 +37,7 @@ def make_app(
     service: Service,
     *,
     api_keys: Iterable[str] = (),
+    metrics_keys: Iterable[str] = (),
     loopback: bool = True,
     allowed_origins: Sequence[str] = (),
     host_routes: APIRouter | None = None,
@@ -46,7 +47,8 @@ def make_app(
 
     Args:
         service: the model and its limits.
-        api_keys: the keys that are accepted; without any, no key is needed. See `AuthAndLimits`.
+        api_keys: the keys that are accepted; without any, no key is needed. See `ApiKeys`.
+        metrics_keys: the keys that open /metrics and /load. See `ApiKeys`.
         loopback: whether the server listens on this machine alone. See `AuthAndLimits`.
         allowed_origins: origins whose web pages may send requests; "*" allows all.
         host_routes: more routes, which need no key.
@@ -63,7 +65,7 @@ def make_app(
     for kind in (ApiError, FieldError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _error_response)
     keyless_paths = frozenset(getattr(route, "path", "") for route in host.routes)
-    checked = AuthAndLimits(app, list(api_keys), loopback, keyless_paths)
+    checked = AuthAndLimits(app, ApiKeys(api_keys, metrics_keys), loopback, keyless_paths)
     if not allowed_origins:
         return checked
     # CORS comes before the key, because a browser's first request has none, and because pages

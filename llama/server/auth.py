@@ -1,14 +1,16 @@
 """The checks that every HTTP request passes before its route: its id, its host, its key.
 
 In: an ASGI app. Out: an app that answers with the error object of the API where a check fails,
-before any work is done for the request. It knows no routes but the ones that need no key.
+before any work is done for the request, and that tells routes whose request it is. It knows no
+routes but the ones that need no key or another one.
 """
 
 import hmac
 import ipaddress
 import re
+import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -19,17 +21,77 @@ from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large, l
 
 # A load balancer has no key, and the page asks a person for it.
 _OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+# They show what all tenants do together.
+_OPERATOR_PATHS = frozenset({"/metrics", "/load"})
+ONE_TENANT = b""  # the prefix root of requests where there are no several keys
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class ApiKeys:
+    """The keys of a server, and what each of them opens.
+
+    With two or more API keys, each key is a tenant. The prefix root of a tenant is random, and so
+    differs in each process; see `llama.requests.prepare`.
+    """
+
+    def __init__(self, api_keys: Iterable[str] = (), metrics_keys: Iterable[str] = ()) -> None:
+        """Make a tenant of each key.
+
+        Args:
+            api_keys: the keys of the API; without any, it needs no key.
+            metrics_keys: the keys of /metrics and /load; without any, these need an API key, and
+                are closed where there are several.
+        """
+        self._api_keys = list(dict.fromkeys(api_keys))
+        self._metrics_keys = list(metrics_keys)
+        self._has_tenants = len(self._api_keys) > 1
+        self._roots = [
+            secrets.token_bytes(32) if self._has_tenants else ONE_TENANT for _ in self._api_keys
+        ]
+
+    def tenant(self, key: str) -> bytes:
+        """Return the prefix root of the tenant of an API key; raise ApiError 401 if it is wrong."""
+        if not self._api_keys:
+            return ONE_TENANT
+        index = _index_of(key, self._api_keys)
+        if index is None:
+            message = "give the server's key as Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key")
+        return self._roots[index]
+
+    def check_operator(self, key: str, path: str) -> None:
+        """Check the key of a request for a path of the operator.
+
+        Raises:
+            ApiError: 401 if the key is wrong, 403 if it is an API key that does not open the path.
+        """
+        if not (self._has_tenants or self._metrics_keys):
+            self.tenant(key)
+        elif _index_of(key, self._metrics_keys) is None:
+            is_known = _index_of(key, self._api_keys) is not None
+            message = f"{path} shows the requests of all keys: it needs one of --metrics_key_file"
+            if is_known:
+                raise ApiError(403, message)
+            raise ApiError(401, message, code="invalid_api_key")
+
+
+def _index_of(key: str, keys: Sequence[str]) -> int | None:
+    """Return the index of a key, or None where it is not among `keys`."""
+    # Every key is compared, in constant time, so that the time reveals nothing about them.
+    matches = [hmac.compare_digest(key.encode(), known.encode()) for known in keys]
+    return matches.index(True) if any(matches) else None
 
 
 @dataclass(frozen=True)
 class AuthAndLimits:
     """An ASGI app that checks each request before it passes it on.
 
+    `scope["state"]` gets the id of the request, and the prefix root of its tenant.
+
     Attributes:
         app: the app that gets the requests.
-        api_keys: the keys of which a request must have one, as "Authorization: Bearer KEY" or as
-            "x-api-key: KEY"; without any, no key is needed.
+        keys: the keys of which a request must have one, as "Authorization: Bearer KEY" or as
+            "x-api-key: KEY".
         loopback: whether the server listens on this machine alone. Then the Host header must name
             this machine, so that no web page reaches the server through a name of its own (DNS
             rebinding).
@@ -37,7 +99,7 @@ class AuthAndLimits:
     """
 
     app: ASGIApp
-    api_keys: Sequence[str]
+    keys: ApiKeys
     loopback: bool
     open_paths: frozenset[str] = frozenset()
 
@@ -57,7 +119,9 @@ class AuthAndLimits:
 
         path = scope["path"]
         try:
-            self._check(path, headers)
+            scope["state"]["tenant"] = self._check(
+                path.removeprefix(scope.get("root_path", "")), headers
+            )
         except ApiError as error:
             log_refusal(request_id, scope["method"], path, error)
             body = error.body_for(path)
@@ -65,23 +129,22 @@ class AuthAndLimits:
             return await response(scope, receive, send_with_id)
         await self.app(scope, receive, send_with_id)
 
-    def _check(self, path: str, headers: Headers) -> None:
-        """Raise an ApiError where a request must not pass."""
+    def _check(self, path: str, headers: Headers) -> bytes:
+        """Return the prefix root of the tenant; raise an ApiError where a request must not pass."""
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             raise headers_too_large()
         if self.loopback:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
             if not is_loopback(host.removeprefix("[").removesuffix("]")):
                 raise ApiError(400, "the Host header must name this machine: use localhost")
-        if not self.api_keys or path in _OPEN_PATHS | self.open_paths:
-            return
+        if path in _OPEN_PATHS | self.open_paths:
+            return ONE_TENANT
         scheme, _, value = headers.get("authorization", "").partition(" ")
         key = value if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        # Every key is compared, in constant time, so that the time reveals nothing about them.
-        matches = [hmac.compare_digest(key.encode(), known.encode()) for known in self.api_keys]
-        if not any(matches):
-            message = "give the server's key as Authorization: Bearer KEY"
-            raise ApiError(401, message, code="invalid_api_key")
+        if path in _OPERATOR_PATHS:
+            self.keys.check_operator(key, path)
+            return ONE_TENANT
+        return self.keys.tenant(key)
 
 
 def is_loopback(host: str) -> bool:

@@ -20,6 +20,7 @@ _MAX_MESSAGE_BYTES = 2000
 _MAX_PARAM_BYTES = 500
 _ERROR_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     503: "overloaded_error",

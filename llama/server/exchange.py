@@ -206,11 +206,14 @@ async def chat_ids(service: Service, chat: OpenAIRequest) -> list[int]:
         raise chat.fields.refusal(error) from None
 
 
-async def prepare_chat(service: Service, chat: OpenAIRequest, *, must_fit: bool) -> EngineRequest:
+async def prepare_chat(
+    service: Service, http: Request, chat: OpenAIRequest, *, must_fit: bool
+) -> EngineRequest:
     """Return the engine's request for a dialog.
 
     Args:
         service: the service that will answer.
+        http: the request of HTTP, which knows its tenant.
         chat: the dialog and its parameters.
         must_fit: whether `max_tokens` beyond the context is an error.
 
@@ -223,7 +226,8 @@ async def prepare_chat(service: Service, chat: OpenAIRequest, *, must_fit: bool)
         params = chat.chat_params(service.tool_format)
     except (TypeError, ValueError) as error:
         raise chat.fields.refusal(error) from None
-    return await service.prepare(ids, params, chat.fields, must_fit=must_fit)
+    tenant = http.state.tenant
+    return await service.prepare(ids, params, chat.fields, tenant=tenant, must_fit=must_fit)
 
 
 async def respond(

@@ -45,14 +45,14 @@ def routes(service: Service) -> APIRouter:
         # Agents ask for 32,000 tokens of any model. In the APIs that they use, an answer may
         # therefore end with the context, before its limit.
         must_fit = isinstance(body, ChatBody)
-        prepared = await prepare_chat(service, chat, must_fit=must_fit)
+        prepared = await prepare_chat(service, http, chat, must_fit=must_fit)
         return await respond(service, http, chat, [prepared], make_answer)
 
     @router.post(TEXT_URL)
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continue each prompt (https://platform.openai.com/docs/api-reference/completions)."""
         request = await asyncio.to_thread(body.request, _TEXT_DEFAULTS)
-        prepared = await _prepare_prompts(service, request)
+        prepared = await _prepare_prompts(service, http, request)
         return await respond(service, http, request, prepared, Completion)
 
     @router.post(CHAT_URL)
@@ -83,7 +83,9 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-async def _prepare_prompts(service: Service, request: OpenAIRequest) -> list[EngineRequest]:
+async def _prepare_prompts(
+    service: Service, http: Request, request: OpenAIRequest
+) -> list[EngineRequest]:
     """Return the engine's request for each prompt of a completion."""
     num_prompts = len(request.prompts)
     max_prompts = service.limits.max_prompts
@@ -93,6 +95,8 @@ async def _prepare_prompts(service: Service, request: OpenAIRequest) -> list[Eng
     service.check_capacity(request.num_answers, "prompt" if num_prompts > 1 else "n")
     prepared = []
     for i, prompt in enumerate(request.prompts):
-        prepared.append(await service.prepare(prompt, request.params, request.fields, index=i))
+        tenant = http.state.tenant
+        made = await service.prepare(prompt, request.params, request.fields, tenant=tenant, index=i)
+        prepared.append(made)
         await asyncio.sleep(0)  # Hundreds of prompts would delay the events of other requests.
     return prepared

@@ -14,6 +14,7 @@ from llama.checks import FieldError
 from llama.prompts.fields import Fields
 from llama.sampling_params import (
     BIAS,
+    CACHE_SALT,
     MAX_BIASES,
     MAX_COUNT,
     NUMBER_TYPES,
@@ -43,6 +44,7 @@ def _encodable(text: str) -> str:
 # A prompt may have a million ids, so pydantic checks them without calling a Python function.
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Text = Annotated[Text, AfterValidator(_encodable)]
+CacheSalt = Annotated[str, CACHE_SALT, AfterValidator(_encodable)]
 StopList = Annotated[list[_Text], Field(max_length=StopTexts.high)]
 _Key = Annotated[str, Field(pattern="^[0-9]{1,10}$"), with_message(": keys must be token ids")]
 _Logprobs: Any = NUMBER_TYPES["logprobs"]
@@ -53,6 +55,7 @@ _TYPES: dict[str, Any] = {
     ],
     "stop_token_ids": Annotated[list[TokenId], Field(max_length=StopIds.high)],
     "bad_words": Annotated[list[_Text], Field(max_length=BadWords.high)],
+    "cache_salt": CacheSalt,
     "logit_bias": Annotated[dict[_Key, Annotated[float, BIAS]], Field(max_length=MAX_BIASES)],
     **NUMBER_TYPES,
     "logprobs": Annotated[  # false stands for None, as in a chat request

@@ -166,6 +166,7 @@ class Service:
         params: SamplingParams,
         fields: ErrorFields,
         *,
+        tenant: bytes,
         index: int = 0,
         must_fit: bool = True,
     ) -> Request:
@@ -175,6 +176,7 @@ class Service:
             prompt: text or token ids.
             params: parameters of all its answers.
             fields: the body's own names, which an error uses.
+            tenant: prefix root of whoever sends the request. See `ApiKeys`.
             index: position of the prompt in the body.
             must_fit: whether `max_tokens` beyond the context is an error.
 
@@ -188,7 +190,8 @@ class Service:
             names = {token: name for name, token in tokenizer.special_tokens.items()}
             prompt = prompt.removeprefix(names[tokenizer.bos_id])
         try:
-            return await self._prepare(prompt, params, index=index, must_fit=must_fit)
+            options = {"tenant": tenant, "index": index, "must_fit": must_fit}
+            return await self._prepare(prompt, params, **options)
         except ContextLengthError as error:
             raise _context_error(error, fields) from None
         except (TypeError, ValueError) as error:

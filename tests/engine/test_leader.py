@@ -64,9 +64,12 @@ class Ranks:
         self.thread.join(30)
 
 
-def known(core: EngineCore) -> list[tuple[list[int], int, list[int]]]:
+def known(core: EngineCore) -> list[tuple[list[int], int, list[int], list[bytes]]]:
     """Return everything on which a rank's decisions depend."""
-    return [(s.tokens, s.num_computed, list(s.pages)) for s in core.scheduler.live()]
+    return [
+        (s.tokens, s.num_computed, list(s.pages), [s.spec.prefix_root, *s.page_hashes])
+        for s in core.scheduler.live()
+    ]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -74,7 +77,8 @@ def test_the_follower_holds_what_the_leader_holds_after_each_step(ahead: bool) -
     """The follower has the leader's state after each step.
 
     Sequences come, end and are aborted at random, on a cache so small that some are preempted.
-    Whatever rank 0 decides, the follower has the same tokens, counts and pages after the step.
+    Whatever rank 0 decides, the follower has the same tokens, counts, pages and hashes after the
+    step, also where sequences have different prefix roots.
     """
     rng = random.Random(3)
     ranks = Ranks(num_pages=9, max_batch_size=3, budget=7, async_scheduling=ahead)
@@ -85,7 +89,9 @@ def test_the_follower_holds_what_the_leader_holds_after_each_step(ahead: bool) -
         added = []
         for _ in range(rng.choice((0, 0, 1, 2))):
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
-            added.append(sequence(prompt, rng.randrange(1, 14), frozenset({rng.randrange(40)})))
+            root = rng.choice((b"", b"\xff" * 32))
+            stops = frozenset({rng.randrange(40)})
+            added.append(sequence(prompt, rng.randrange(1, 14), stops, prefix_root=root))
         ranks.leader.step(added, removed)
         live = [seq for seq in live + added if not seq.finished]
         wanted = known(ranks.core)

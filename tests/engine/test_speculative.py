@@ -150,3 +150,39 @@ def test_what_has_ended_is_forgotten():
         seq.finish_reason = "stop"
         ended.append(seq)
     assert len(speculator._states) < 20
+
+
+def test_texts_of_others_are_those_of_the_same_root():
+    """Finished sequences are searched only for sequences with the same prefix root.
+
+    Roots may be as many as clients like: what is stored of them is bounded, and those that were
+    used last are kept.
+    """
+    text = list(range(40))
+    speculator = Speculator(7, ModelParallel(), is_shared=True)
+    speculator.choose = lambda rates, *_: [len(x) for x in rates]  # type: ignore[method-assign]
+
+    def drafted(root: bytes, count: int = 9) -> list[list[int]]:
+        seq = state_of(text[:count], 50, prefix_root=root)
+        drafts = speculator.draft([seq], 0.0)
+        seq.finish_reason = "stop"
+        return drafts
+
+    first = state_of(text, 50, prefix_root=b"a")
+    speculator.draft([first], 0.0)
+    first.finish_reason = "stop"
+    assert drafted(b"b") == drafted(b"") == [[]]
+    assert drafted(b"a") == [text[9:16]]
+    for i in range(1000):
+        assert drafted(b"%d" % i) == [[]]
+        drafted(b"a", len(text))
+    assert drafted(b"a") == [text[9:16]]
+    ended = speculator._ended_texts
+    assert ended is not None and len(ended._by_root) <= 256
+    for i in range(9):
+        long = state_of([i] * 60_000, 60_002, prefix_root=b"long %d" % i)
+        speculator.draft([long], 0.0)
+        long.finish_reason = "stop"
+    speculator.draft([state_of(text[:9], 50)], 0.0)
+    kept = {root: len(texts[0].ids) for root, texts in ended._by_root.items()}
+    assert sum(kept.values()) < 300_000 and kept[b"long 8"] == 60_001 and b"a" not in kept

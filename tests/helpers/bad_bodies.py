@@ -98,6 +98,7 @@ IN_COMPLETIONS: Faults = [
     ({"stop_token_ids": [2048]}, "stop_token_ids", "stop_token_ids has the token id 2048"),
     ({"stop_token_ids": 7}, "stop_token_ids", "must be a list"),
     ({"bad_words": ["a"] * 257}, "bad_words", "it must have at most 256"),
+    ({"cache_salt": "x" * 513}, "cache_salt", "must have 1 to 512 characters, not 513"),
     ({"ignore_eos": 1}, "ignore_eos", "ignore_eos must be true or false, got a"),
     ({"echo": "yes"}, "echo", "echo must be true or false, got a string"),
     ({"stream": 0}, "stream", "stream must be true or false, got a number"),

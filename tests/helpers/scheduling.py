@@ -133,10 +133,14 @@ def engine(
 
 
 def sequence(
-    prompt: list[int], count: int, stop_ids: frozenset[int] = frozenset(), call: int = 0
+    prompt: list[int],
+    count: int,
+    stop_ids: frozenset[int] = frozenset(),
+    call: int = 0,
+    prefix_root: bytes = b"",
 ) -> SequenceState:
     max_len = len(prompt) + count
-    return state_of(prompt, max_len, 1, call=call, stop_ids=stop_ids)
+    return state_of(prompt, max_len, 1, call=call, stop_ids=stop_ids, prefix_root=prefix_root)
 
 
 def watch_releases(scheduler: Scheduler, monkeypatch) -> list[bool]:

@@ -25,6 +25,8 @@ from helpers.markdown import TEXTS, TREE, commonmark, normalized
 from helpers.server import run_server
 from helpers.waiting import wait_until
 from helpers.web import web
+from llama.server.process import Server
+from llama.server.service import Limits, Service
 
 PAGE = Path(__file__).resolve().parents[2] / "llama/server/page.html"
 
@@ -512,6 +514,27 @@ def test_a_server_with_a_key_asks_for_it_and_one_that_ended_is_named(opened):
         page.wait_for_selector("text=No answer")
         page.click("#tab-engine")
         page.wait_for_selector("#engine >> text=The server does not answer.")
+
+
+def test_the_engine_tab_asks_once_where_the_key_does_not_open_metrics(opened):
+    """With several keys, the metrics need a key of their own: the tab names it, and does not poll.
+
+    The server needs no model for that.
+    """
+    keys = ["first", "second"]
+    server = Server(Service("demo", Limits()), host="127.0.0.1", port=0, api_keys=keys)
+    server.start()
+    try:
+        page = opened(f"http://127.0.0.1:{server.port}")
+        settings(page, key="second")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url.rpartition("/")[2]))
+        page.click("#tab-engine")
+        page.wait_for_selector("#engine >> text=needs one of --metrics_key_file")
+        page.wait_for_timeout(1300)
+        assert asked.count("metrics") == 1
+    finally:
+        server.stop()
 
 
 def _json_file(value: Any) -> dict[str, Any]:

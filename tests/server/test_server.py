@@ -327,11 +327,14 @@ def test_signals_drain_and_a_full_queue_is_refused(tmp_path):
 
     With one slot and a queue of one, the third request is refused at once. After SIGTERM the two
     are answered, with drafts, another one is refused, and the exit code is 0. Before that, a flag
-    gives tools to a model of Llama 3.0.
+    gives tools to a model of Llama 3.0. The load is asked for with the key of the operator.
     """
     flags = ("--max_seq_len", "512", "--max_batch_size", "1", "--max_queue", "1")
     body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True}
-    more = ("--api_key", "k", "--tool_format", "llama3.2", "--speculate", "lookup")
+    keys = tmp_path / "metrics_keys"
+    keys.write_text("m\n")
+    more = ["--api_key", "k", "--tool_format", "llama3.2", "--speculate", "lookup"]
+    more += ["--metrics_key_file", str(keys)]
     hold = tmp_path / "hold"  # while it exists, no request advances
     program = (str(PROGRAMS / "faulty_server.py"),)
     # the number of threads is the user's
@@ -355,7 +358,8 @@ def test_signals_drain_and_a_full_queue_is_refused(tmp_path):
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
             thread.start()
-        wait_for_load(server.url, 2, **headers)
+        assert web.get(f"{server.url}/metrics", headers=headers).status_code == 403
+        wait_for_load(server.url, 2, Authorization="Bearer m")
         refused = web.post(url, json=body, headers=headers)
         assert (refused.status_code, int(refused.headers["retry-after"]) > 0) == (503, True)
         server.process.terminate()

@@ -145,12 +145,23 @@ def test_several_ranks_answer_as_one_and_end_in_order(of_one_process, size):
     with run_server(*flags, **how, env=environment()) as ranks:
         for found, wanted in zip(answers(ranks.url, REQUESTS[every]), alone, strict=True):
             assert_same(found, wanted)
+        _separates_salts(ranks.url)
         _ends_in_order(ranks, long, guesses=size == 2)
         assert ranks.process.returncode == (size == 4)
         if size == 2:
             said = [line for line in ranks.log if not re.match(r"\d{4}-\d\d-\d\d .* INFO ", line)]
             told = ["listening on ", "Loaded in ", "ready: ", "SIGTERM: "]
             assert [line[: len(x)] for line, x in zip(said, told, strict=True)] == told
+
+
+def _separates_salts(url: str) -> None:
+    """Check that the ranks share pages between equal salts, and only between these."""
+    cached = []
+    for salt in ("a", "b", "a", "b"):
+        body = {"prompt": "x y z " * 20, "max_tokens": 1, "cache_salt": salt}
+        usage = web.post(url + TEXT, json=body, timeout=60).json()["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached[:2] == [0, 0] and min(cached[2:]) >= 16
 
 
 def _ends_in_order(ranks: RunningServer, wanted: Any, *, guesses: bool) -> None:

@@ -27,11 +27,11 @@ def is_released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event = threading.Event()
     matcher = GrammarCompiler.matcher
 
-    def wait(self: GrammarCompiler, form: Any) -> Any:
+    def wait(self: GrammarCompiler, form: Any, root: bytes) -> Any:
         if form.regex == "slow":
             event.wait()
             raise FieldError("structured_output", "structured_output was released")
-        return matcher(self, form)
+        return matcher(self, form, root)
 
     monkeypatch.setattr(GrammarCompiler, "matcher", wait)
     yield event

@@ -41,6 +41,7 @@ from llama.requests.beam_search import beam_search
 
 # Arguments of from_engine_args that have no effect.
 _IGNORED = frozenset({"usage_context", "stat_loggers", "start_engine_loop"})
+_PROMPT_FIELDS = frozenset({"prompt", "prompt_token_ids", "type", "cache_salt"})
 
 _Params = SamplingParams | Sequence[SamplingParams] | None
 _MakeBar = bool | Callable[..., tqdm]
@@ -120,6 +121,8 @@ class EngineFrontend:
         vocab_size = self.model_config.vocab_size
         stop_token_ids = tuple(x for x in params.stop_token_ids if x < vocab_size)
         params = replace(params, stop_token_ids=stop_token_ids)
+        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
+            params = replace(params, cache_salt=prompt["cache_salt"])
         text, ids = self._encode(prompt)
         request_id = name if index is None else ""
         request = self.llama_engine.prepare(request_id, ids, params, index=index or 0)
@@ -134,7 +137,7 @@ class EngineFrontend:
         text: Any = None
         ids: Any = None
         if isinstance(prompt, Mapping):
-            refuse("a prompt", _without(prompt, {"prompt", "prompt_token_ids", "type"}))
+            refuse("a prompt", _without(prompt, _PROMPT_FIELDS))
             text = prompt.get("prompt")
             ids = prompt.get("prompt_token_ids")
         elif isinstance(prompt, str):

@@ -28,6 +28,7 @@ from llama.server.openai.models import AnswerFormat, SchemaFormat
 from llama.server.openai.request import ConvertedChat, OpenAIRequest
 from llama.server.sampling import (
     SHARED_NAMES,
+    CacheSalt,
     SamplingFields,
     StopList,
     TokenLimit,
@@ -187,6 +188,7 @@ class CountBody(AcceptedFields, SamplingFields):
     tools: Annotated[list[Annotated[InputTool, SKIP_OTHER_TYPES]], TOOLS] | None = None
     tool_choice: InputChoice | None = None
     output_config: OutputConfig | None = None
+    cache_salt: CacheSalt | None = None  # a count reads no cache
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
         """Return the body as a chat; `defaults` are the parameters that it does not give.
