@@ -82,6 +82,7 @@ class BuildArgs:
             are loaded. A warning names files without a checksum. See `llama verify`.
         mute_ranks: drop what ranks other than 0 print to `sys.stdout`, until `close`. Their stderr
             is not affected.
+        verbose: print "Loaded in ... seconds", with a summary of the model, to stdout on rank 0.
         speculate: "lookup" drafts the next tokens by looking up earlier occurrences of the end of
             the text, and one step verifies several drafted tokens. The folder, file or name of a
             smaller model with the same vocabulary drafts with that model, which is loaded in the
@@ -145,6 +146,7 @@ class BuildArgs:
         False, "", "Compare the weights with their checksums while they load", may_differ=True
     )
     mute_ranks: bool = True
+    verbose: bool = True
     speculate: str | None = _flag(
         None, "NAME", "Speculative decoding: lookup, or the name of a draft model", "none"
     )

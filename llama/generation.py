@@ -7,6 +7,7 @@ Meta's scripts expect the whole API in this one class.
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -35,6 +36,7 @@ from llama.tokenizer import ChatFormat, Message, Tokenizer
 
 __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
 
+_LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _SLOW_LOAD_S = 2.0  # loads that take longer print the command that packs the weights
 _NO_OPTIONS = ChatOptions()  # the options of a call without tools
@@ -99,6 +101,10 @@ class Llama:
     ranks, the stdout of all ranks but 0 is muted until `close`, and SIGTERM and `sys.excepthook`
     are watched until the groups end, so that all ranks end together. The default dtype and the
     global seeds stay unchanged.
+
+    Rank 0 prints one line, "Loaded in ... seconds", to stdout, as Meta's build does, unless
+    `verbose` is false. All other messages go to the logger `llama` of the module `logging`. If no
+    handler is configured there, warnings are written to stderr.
     """
 
     @staticmethod
@@ -127,10 +133,11 @@ class Llama:
         seconds = time.perf_counter() - began
         llama.load_seconds = seconds
         if loaded.model.parallel.global_rank == 0:
-            print(f"Loaded in {seconds:.2f} seconds: {loaded.describe(llama.engine.runner)}")
+            if args.verbose:
+                print(f"Loaded in {seconds:.2f} seconds: {loaded.describe(llama.engine.runner)}")
             command = loaded.pack_command() if seconds > _SLOW_LOAD_S else None
             if command:
-                print(f"Weights that need no loading: {command}")
+                _LOGGER.warning("llama: to load without this wait, pack the weights: %s", command)
         elif args.mute_ranks:
             llama._muted = MutedStdout.hold()
         return llama

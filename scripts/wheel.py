@@ -14,6 +14,7 @@ from typing import Any
 
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
 from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,6 +76,17 @@ class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         tag = super().get_tag()
         return tag if self.root_is_pure else ("py3", "none", tag[2])
+
+
+class VisibleEditable(editable_wheel):
+    """An editable install that type checkers and editors see: the checkout is a search path.
+
+    By default, setuptools installs an import hook, which mypy and most editors do not run.
+    """
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.mode = "compat"
 
 
 class SourceWithDemo(sdist):

@@ -5,6 +5,7 @@ Each fault of the reference that is corrected on purpose has a test here with it
 
 import copy
 import io
+import logging
 import math
 import re
 import shutil
@@ -22,7 +23,7 @@ from helpers import reference
 from helpers.checkpoints import change_params
 from helpers.kernels import KERNELS_RUN
 from helpers.prompts import prompts_of
-from llama import Llama, ModelArgs, Tokenizer, Transformer
+from llama import Llama, ModelArgs, Tokenizer, Transformer, generation
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.checkpoint.reader import CheckpointReader
@@ -30,6 +31,7 @@ from llama.cli import COMMANDS
 from llama.cli.flags import read
 from llama.cli.model import load
 from llama.device import free_bytes, pick_dtype
+from llama.loading import Loaded
 from llama.model.layers import Linear
 from llama.ops.kv_cache import pick_kv_format
 from llama.requests.request import derived_seed
@@ -612,6 +614,16 @@ def test_max_gen_len_none_is_what_fits(shared_llama):
     assert out == known and 0 < len(out) <= 28
 
 
+def test_a_build_can_be_silent(checkpoint_dir, capfd, caplog, monkeypatch):
+    """verbose=False prints nothing, and the advice about slow loads goes to the logger."""
+    monkeypatch.setattr(generation, "_SLOW_LOAD_S", 0)
+    monkeypatch.setattr(Loaded, "pack_command", lambda self: "llama convert A B")
+    Llama.build(str(checkpoint_dir[0]), None, 128, 4, device="cpu", dtype="bf16", verbose=False)
+    assert capfd.readouterr() == ("", "")
+    (record,) = [record for record in caplog.records if record.name == "llama.generation"]
+    assert record.levelno == logging.WARNING and "llama convert A B" in record.getMessage()
+
+
 def test_building_touches_no_global_state(checkpoint_dir):
     """Building changes no global state.
 
@@ -619,11 +631,13 @@ def test_building_touches_no_global_state(checkpoint_dir):
     """
     torch.manual_seed(123)
     rng, out, threads = torch.get_rng_state(), sys.stdout, torch.get_num_threads()
+    handlers, excepthook = list(logging.getLogger("llama").handlers), sys.excepthook
     said = io.StringIO()
     with redirect_stdout(said):
         llama = build(checkpoint_dir[0])
         llama.generate([[256, 65]], 5)
     assert said.getvalue().startswith("Loaded in ") and said.getvalue().count("\n") == 1
+    assert (logging.getLogger("llama").handlers, sys.excepthook) == (handlers, excepthook)
     assert torch.equal(torch.get_rng_state(), rng)
     assert (torch.get_default_dtype(), sys.stdout) == (torch.float32, out)
     assert torch.get_num_threads() == threads and torch.is_grad_enabled()

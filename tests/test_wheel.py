@@ -114,3 +114,24 @@ def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(wheel, tmp_path
     _, compiled, *expected = generated(program, REPO, REPO / "checkpoints" / "demo", run=warm.run)
     assert not compiled.startswith(str(REPO))
     assert answers == expected
+
+
+def test_type_checkers_see_an_editable_install(tmp_path):
+    """An editable install is a line with the checkout's path, which mypy and editors read.
+
+    setuptools' default is an import hook in Python code, which they do not run.
+    """
+    source = tmp_path / "source"
+    skipped = shutil.ignore_patterns("__pycache__")
+    for name in ("llama", "scripts"):
+        shutil.copytree(REPO / name, source / name, ignore=skipped)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(REPO / name, source / name)
+    program = "import sys, setuptools.build_meta as b; b.build_editable(sys.argv[1])"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
+    (path,) = tmp_path.glob("llama-*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        files = [name for name in wheel.namelist() if ".dist-info/" not in name]
+        assert [Path(name).suffix for name in files] == [".pth"]
+        assert wheel.read(files[0]).decode().strip() == str(source)

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import signal
@@ -34,6 +35,7 @@ from llama.ops.cpu import native
 PROGRAM = ("-m", "llama.gpu.selfcheck")  # the arguments of Python in a child
 LIMIT_S = 480.0  # the limit of a whole check; the other ranks wait for 600
 CHILD_S = 300.0  # the limit of a child, which loads torch, compiles, compares and times
+_LOGGER = logging.getLogger(__name__)
 _END_S = 10.0  # the time that a killed child has to end
 _MIN_CAPABILITY = (8, 0)
 _MAX_MESSAGE = 300  # characters of a child's last line in a reason
@@ -194,7 +196,7 @@ def check(job: Job, program: Sequence[str], deadline: float) -> CheckResult:
     A kernel is dropped only if it fails as the first of its child: what another kernel broke before
     it is not its fault.
     """
-    print(f"llama: checking the kernels of {job.device}, once on this machine ...", file=sys.stderr)
+    _LOGGER.warning("llama: checking the kernels of %s, once on this machine ...", job.device)
     result = CheckResult()
     while True:
         unchecked = tuple(name for name in job.names if name not in result.reasons)

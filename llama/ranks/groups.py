@@ -11,6 +11,7 @@ import functools
 import io
 import os
 import socket
+import sys
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
@@ -137,7 +138,9 @@ def _join_alone() -> None:
     if not dist.is_initialized():
         atexit.register(disconnect)
         backend = "fake" if torch_private.register_fake_backend() else "gloo"
+        excepthook = sys.excepthook
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        sys.excepthook = excepthook  # torch's hook would begin each traceback line with "[rank0]:".
     if not fs_init.model_parallel_is_initialized():
         _make_fairscale_groups(1)
 

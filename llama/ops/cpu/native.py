@@ -9,10 +9,10 @@ user alone can write. LLAMA_CPU_KERNELS names one instruction set, or none.
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -27,6 +27,7 @@ from llama.ops.cpu import build, constants
 from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
 
 VARIABLE = "LLAMA_CPU_KERNELS"
+_LOGGER = logging.getLogger(__name__)
 _COMPILE_S = 1200.0  # the time that a process waits for another to compile
 _LOCK_POLL_S = 0.1
 _MAX_MESSAGE = 500  # characters of the compiler's output in a warning
@@ -159,9 +160,8 @@ def _file_name(compiler: str, instruction_set: InstructionSet) -> str:
 def _load_or_build(folder: Path, compiler: str, instruction_set: InstructionSet) -> ctypes.CDLL:
     path = folder / _file_name(compiler, instruction_set)
     if not build.is_whole(path):
-        print(
-            f"llama: compiling the CPU kernels ({instruction_set.name}), once on this machine ...",
-            file=sys.stderr,
+        _LOGGER.warning(
+            "llama: compiling the CPU kernels (%s), once on this machine ...", instruction_set.name
         )
         build.build(compiler, instruction_set, path)
     return ctypes.CDLL(str(path))
