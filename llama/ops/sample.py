@@ -148,6 +148,10 @@ def sample_ids(
     assert logits.dtype is torch.float32, logits.dtype
     if _is_native(logits):
         return _native(logits, row_max, rows, uniforms)
+    if logits.device.type == "mps":
+        # An Apple GPU has no float64, in which the finishes of the race are compared. It shares the
+        # host's memory, so that the copy takes less than a millisecond per row.
+        return sample_ids(logits.cpu(), row_max.cpu(), rows, uniforms).to(logits.device)
     is_cuda = logits.device.type == "cuda"
     uniforms = uniforms.to(logits.device, non_blocking=is_cuda)
     uniforms = uniforms[:, None]

@@ -1,0 +1,86 @@
+"""A device that this machine lacks, such as a Mac's GPU, as programs see it through PyTorch.
+
+In: the name of a device. Out: a context in which tensors can be on that device. They have its name
+and real values, in host memory, which the CPU computes. What the device lacks raises its error.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+Refusal = Callable[[Tensor], None]  # raises the device's error for a tensor that it cannot hold
+
+_MOVES = {"copy_", "to", "cpu", "__get__", "__set__", "set_", "index_put_", "__setitem__"}
+
+
+class AbsentTensor(Tensor):
+    """A tensor in host memory that says it is on the device of its `AbsentDevice`."""
+
+
+class AbsentDevice(TorchFunctionMode):
+    """Puts tensors on an absent device, and lets the CPU compute its operators.
+
+    Args:
+        device: The device.
+        refuse: Raises the device's error for a tensor that it cannot hold.
+    """
+
+    def __init__(self, device: str, refuse: Refusal = lambda values: None) -> None:
+        super().__init__()
+        self._device = torch.device(device)
+        self._refuse = refuse
+        flags = {f"is_{kind}": kind == self._device.type for kind in ("cpu", "cuda", "mps")}
+        self._type: Any = type("OnDevice", (AbsentTensor,), {"device": self._device, **flags})
+
+    def put(self, values: Tensor) -> Tensor:
+        """Return these values on the device."""
+        self._refuse(values)
+        return values.as_subclass(self._type)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        name = getattr(func, "__name__", "")
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if name == "cpu":
+            target: Any = torch.device("cpu")
+        else:
+            target = next((x for x in leaves if _is_device(x)), None)
+        self._check_devices(name, leaves)
+        result = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
+        if target is not None and isinstance(result, Tensor):
+            plain = result.as_subclass(Tensor)
+            return self.put(plain) if torch.device(target) == self._device else plain
+        for x in tree_leaves(result):
+            if isinstance(x, AbsentTensor):
+                self._refuse(x)
+        return result
+
+    def _check_devices(self, name: str, leaves: list[Any]) -> None:
+        """Raise the error of operators whose tensors are on two devices; a number may be on any."""
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        are_ours = {isinstance(x, AbsentTensor) for x in tensors if x.dim()}
+        if len(are_ours) > 1 and name not in _MOVES:
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+
+
+def _is_device(x: Any) -> bool:
+    return isinstance(x, torch.device) or (isinstance(x, str) and x in ("cpu", "mps"))
+
+
+def _on_host(x: Any) -> Any:
+    return torch.device("cpu") if _is_device(x) else x
+
+
+def refuse_float64(values: Tensor) -> None:
+    """Raise the error of a Mac's GPU, which has no float64."""
+    if values.dtype is torch.float64:
+        raise TypeError(
+            "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support "
+            "float64. Please use float32 instead."
+        )
