@@ -90,16 +90,33 @@ def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.d
     """Return the dtype of the model.
 
     The default, and "auto", is bf16 if the device supports it, else fp16.
+
+    Raises:
+        ValueError: There is no such dtype, or the device lacks it.
     """
     if dtype is None or dtype == "auto":
-        # CUDA GPUs multiply bf16 in hardware from compute capability 8.0 (Ampere) on.
-        lacks_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-        return torch.float16 if lacks_bf16 else torch.bfloat16
+        return torch.bfloat16 if missing_bf16(device) is None else torch.float16
     chosen = (DTYPES | _ALIASES).get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in DTYPES.values():
         names = ", ".join([*DTYPES, *_ALIASES, "auto"])
         raise ValueError(f"dtype={dtype!r}: give one of {names}, or None")
+    if chosen is torch.bfloat16 and (reason := missing_bf16(device)) is not None:
+        raise ValueError(f"dtype={dtype!r}, but {reason}: use dtype='fp16', or leave it out")
     return chosen
+
+
+def missing_bf16(device: torch.device) -> str | None:
+    """Return why a device cannot multiply in bf16; None where it can.
+
+    CUDA GPUs multiply bf16 in hardware from compute capability 8.0 (Ampere) on. torch emulates it
+    on older ones, slowly, and some of its operators refuse it there.
+    """
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if major >= 8:
+        return None
+    return f"this GPU has no bf16 (compute capability {major}.{minor}, where bf16 needs 8.0)"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -305,6 +305,21 @@ def test_the_dtype_follows_the_gpu_that_is_used(cuda, monkeypatch, capability, d
     assert pick_dtype(None, torch.device("cuda", 1)) is dtype
 
 
+def test_bf16_is_refused_where_a_gpu_lacks_it(cuda, checkpoint_dir):
+    """bf16 is refused on a T4 and a V100, which run fp16, with the reason and the remedy.
+
+    A past fault: `quantize=` picked fp16 there, and said "leave dtype out", which was left out.
+    """
+    cuda(1, (7, 5))
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match=r"dtype='bf16', but this GPU has no bf16 .*7\.5.*'fp16'"):
+        pick_dtype("bf16", gpu)
+    assert pick_dtype("fp16", gpu) is torch.float16 and pick_dtype("auto", gpu) is torch.float16
+    args = BuildArgs(str(checkpoint_dir[0]), quantize="int8", device="cuda", timeout_s=9)
+    with pytest.raises(ValueError, match=r"quantize='int8' needs bf16, but .*leave quantize out"):
+        load_model(args)
+
+
 @pytest.mark.parametrize(
     ("backends", "device", "fits"),
     [

@@ -9,7 +9,7 @@ Shapes: N outputs, K inputs.
 import torch
 from torch import Tensor
 
-from llama.device import dtype_name
+from llama.device import dtype_name, missing_bf16
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import ElementFormat, ScaleFormat
 from llama.weights.blocks import BlockedWeight
@@ -77,6 +77,8 @@ def check_quantize(name: object, dtype: torch.dtype, device: torch.device) -> st
             "(`llama doctor` tells why): use int8"
         )
     if dtype not in QUANTIZED[name].dtypes:
+        if (reason := missing_bf16(device)) is not None:
+            raise ValueError(f"quantize={name!r} needs bf16, but {reason}: leave quantize out")
         raise ValueError(
             f"quantize={name!r} is for dtype='bf16', not {dtype_name(dtype)}: leave dtype out"
         )

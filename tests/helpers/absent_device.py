@@ -4,8 +4,11 @@ In: the name of a device. Out: a context in which tensors can be on that device.
 and real values, in host memory, which the CPU computes. What the device lacks raises its error.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -42,11 +45,17 @@ class AbsentDevice(TorchFunctionMode):
         return values.as_subclass(self._type)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         leaves = tree_leaves((args, kwargs))
         name = getattr(func, "__name__", "")
         if func is torch.device:
             return func(*args, **kwargs)
+        if name == "pin_memory":  # all memory is the host's
+            return args[0]
+        kwargs.pop("pin_memory", None)
+        if func is torch.mm and "out_dtype" in kwargs:  # the CPU has no such product
+            wide = kwargs.pop("out_dtype")
+            args = [x.to(wide) for x in args]
         if name == "cpu":
             target: Any = torch.device("cpu")
         else:
@@ -70,11 +79,37 @@ class AbsentDevice(TorchFunctionMode):
 
 
 def _is_device(x: Any) -> bool:
-    return isinstance(x, torch.device) or (isinstance(x, str) and x in ("cpu", "mps"))
+    is_name = isinstance(x, str) and x.partition(":")[0] in ("cpu", "cuda", "mps")
+    return is_name or isinstance(x, torch.device)
 
 
 def _on_host(x: Any) -> Any:
     return torch.device("cpu") if _is_device(x) else x
+
+
+@contextlib.contextmanager
+def absent_gpu(capability: tuple[int, int], memory: int = 16 << 30) -> Iterator[AbsentDevice]:
+    """Let torch find one CUDA GPU, whose operators the CPU computes as they are called.
+
+    Graphs cannot be captured there, and no check of kernels can run in a child process.
+    """
+    event = SimpleNamespace(record=lambda stream=None: None, synchronize=lambda: None)
+    replaced: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_capability": lambda device: capability,
+        "mem_get_info": lambda device: (memory, memory),
+        "memory_reserved": lambda device: 0,
+        "memory_allocated": lambda device: 0,
+        "device": lambda device: contextlib.nullcontext(),
+        "current_stream": lambda device=None: None,
+        "synchronize": lambda device=None: None,
+        "Event": lambda: event,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, replacement in replaced.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        yield stack.enter_context(AbsentDevice("cuda:0"))
 
 
 def refuse_float64(values: Tensor) -> None:

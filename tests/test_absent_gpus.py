@@ -1,0 +1,71 @@
+"""Models on GPUs that are absent: their names and their limits, and the CPU's values."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.absent_device import AbsentDevice, absent_gpu, refuse_float64
+from llama import Llama
+from llama.gpu import selection
+from llama.gpu.job import CheckResult
+from llama.ops.triton.kernels import GRAPH
+
+PROMPTS = [[256, 70, 71], [256, 77], [256, *range(65, 90)]]
+
+
+@pytest.fixture
+def mac(monkeypatch) -> Iterator[None]:
+    """A Mac with 1 GiB for its GPU."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 1 << 30)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 0)
+    with AbsentDevice("mps", refuse_float64):
+        yield
+
+
+def build(folder: str, device: str | None, dtype: str | None = "fp32") -> Llama:
+    return Llama.build(folder, None, 128, 4, device=device, dtype=dtype)
+
+
+def test_a_mac_gives_the_ids_of_the_cpu(mac, checkpoint_dir):
+    """The default device of a Mac is its GPU, and requests of every kind give the CPU's ids.
+
+    A past fault: each sampled request failed, because MPS has no float64.
+    """
+    gpu = build(str(checkpoint_dir[0]), None)
+    assert gpu.engine.runner.kv_cache.device.type == "mps"
+    cpu = build(str(checkpoint_dir[0]), "cpu")
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": True},
+        {"temperature": 0.6, "top_p": 0.9, "seed": 3},
+        {"temperature": 1.0, "top_p": 1.0, "seed": 4, "logprobs": True},
+    ]
+    for settings in ways:
+        ours, theirs = (llama.generate(PROMPTS, 20, **settings) for llama in (gpu, cpu))
+        assert ours[0] == theirs[0], settings
+        for a, b in zip(ours[1] or [], theirs[1] or [], strict=True):
+            assert a == pytest.approx(b, abs=1e-4)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)], ids=["V100", "T4"])
+def test_gpus_without_bf16_run_fp16(checkpoint_dir, monkeypatch, capability):
+    """A V100 and a T4 run the model in fp16, as Meta's code does, with torch's operators.
+
+    Graphs are off here, because an absent GPU cannot capture them.
+    """
+    monkeypatch.setenv("LLAMA_GPU_KERNELS", "graph")
+    monkeypatch.setattr(selection, "check_graphs", lambda job, in_use: CheckResult({GRAPH: "no"}))
+    with absent_gpu(capability), pytest.warns(UserWarning, match="graph: no"):
+        gpu = build(str(checkpoint_dir[0]), "cuda", None)
+        assert not gpu.model.kernels.names
+        assert gpu.engine.runner.kv_cache.dtype is torch.float16
+        cpu = build(str(checkpoint_dir[0]), "cpu", "fp16")
+        tokens = torch.tensor(PROMPTS[2:])
+        logits = gpu.model.forward(tokens.to("cuda:0"), 0)
+        assert logits.dtype is torch.float32
+        assert torch.allclose(logits.cpu(), cpu.model.forward(tokens, 0), atol=0.05)
+        for temperature in (0.0, 0.8):
+            answers = gpu.generate(PROMPTS, 20, temperature, seed=1)[0]
+            assert all(0 < len(answer) <= 20 for answer in answers)
