@@ -5,7 +5,14 @@ checkers read the names in __init__.pyi.
 """
 
 import importlib
+import sys
 from typing import Any
+
+if sys.platform == "win32":
+    raise ImportError(
+        "llama runs on Linux and macOS. On Windows, install and run it inside WSL 2 "
+        "(https://learn.microsoft.com/windows/wsl), which also reaches an NVIDIA GPU"
+    )
 
 _MODULES = {  # module -> the names that it defines
     "generation": ["Llama"],

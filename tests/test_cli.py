@@ -7,6 +7,7 @@ import contextlib
 import gc
 import io
 import os
+import runpy
 import shlex
 import signal
 import subprocess
@@ -53,6 +54,13 @@ def values(command: Command, *words: str, **environ: str) -> Namespace:
 
 
 # --- flags ---
+
+
+def test_windows_is_told_of_wsl(monkeypatch):
+    """Windows is told to use WSL 2; a missing `termios` deep in the package would not say so."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match=r"runs on Linux and macOS\. On Windows.* WSL 2"):
+        runpy.run_path(str(llama.__file__))
 
 
 def test_flags_are_read_with_their_types():
