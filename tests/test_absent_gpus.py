@@ -10,6 +10,7 @@ from helpers.absent_device import AbsentDevice, absent_gpu, refuse_float64
 from llama import Llama
 from llama.gpu import selection
 from llama.gpu.job import CheckResult
+from llama.ops.cpu import native
 from llama.ops.triton.kernels import GRAPH
 
 PROMPTS = [[256, 70, 71], [256, 77], [256, *range(65, 90)]]
@@ -69,3 +70,17 @@ def test_gpus_without_bf16_run_fp16(checkpoint_dir, monkeypatch, capability):
         for temperature in (0.0, 0.8):
             answers = gpu.generate(PROMPTS, 20, temperature, seed=1)[0]
             assert all(0 < len(answer) <= 20 for answer in answers)
+
+
+def test_a_model_on_a_gpu_does_not_ask_for_the_cpu_s_kernels(checkpoint_dir, monkeypatch):
+    """A model on a GPU does not ask for the CPU kernels, which g++ would compile for 20 seconds."""
+    monkeypatch.setenv("LLAMA_GPU_KERNELS", "none")
+
+    def compile_kernels() -> None:
+        raise AssertionError("the CPU kernels are compiled")
+
+    monkeypatch.setattr(native, "kernels", compile_kernels)
+    with absent_gpu((9, 0)):
+        gpu = build(str(checkpoint_dir[0]), "cuda", None)
+        for temperature in (0.0, 0.8):
+            assert all(gpu.generate(PROMPTS, 5, temperature, seed=1, logprobs=True)[0])

@@ -233,6 +233,11 @@ def _is_cache(plan: LayerPlan, kv_cache: Tensor, dtype: torch.dtype) -> bool:
 Executor = OpLayers | NativeLayers
 
 
+def _may_be_native(weight: Tensor) -> bool:
+    """Return whether the CPU kernels may run; a model on a GPU must not have them compiled."""
+    return weight.is_cpu and native.kernels() is not None
+
+
 class LayerExecution:
     """Finds the executor of the layers, and makes it again when they have changed.
 
@@ -279,11 +284,14 @@ class LayerExecution:
 
     def _state(self, kernels: KernelSet) -> list[object]:
         """Return what an executor depends on: layers, counts of changes, addresses of weights."""
-        # Most modules have no parameters of their own.
-        tensors = [x for parameters in self._parameters if parameters for x in parameters.values()]
+        tensors: list[Any] = []
+        for parameters in self._parameters:
+            if parameters:  # most modules have none of their own
+                tensors += parameters.values()
+        is_native = bool(tensors) and _may_be_native(tensors[0])
         changes = map(_count_of, self._watched)
-        addresses = map(Tensor.data_ptr, tensors)  # type: ignore[arg-type]
-        return [kernels, native.kernels() is None, *self._layers, *changes, *addresses]
+        addresses = map(Tensor.data_ptr, tensors)
+        return [kernels, is_native, *self._layers, *changes, *addresses]
 
     def _make(self, kernels: KernelSet) -> Executor | None:
         modules = list(self._layers.modules())[1:]
@@ -302,7 +310,7 @@ class LayerExecution:
             sublayers += layer.sublayers(spec.kv_plane)
         if sublayers[0].norm.weight.is_cuda or kernels.names:
             return OpLayers(self._plan, sublayers, self._parallel)
-        if native.kernels() is None:
+        if not _may_be_native(sublayers[0].norm.weight):
             return None
         with contextlib.suppress(ValueError):
             return NativeLayers(self._plan, sublayers, self._parallel)
