@@ -54,8 +54,8 @@ class CheckResult:
     Attributes:
         reasons: For each kernel why it must not be used, None where it may be.
         tiles: The fastest tiles of products.
-        is_final: Whether a later check would have the same result. It would not where memory was
-            short, or where no child process ran.
+        is_final: Whether a later check would have the same result. It may not where the machine
+            was at fault: without a compiler or memory, or where no child process ran.
     """
 
     reasons: dict[str, str | None] = field(default_factory=dict)

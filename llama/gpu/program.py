@@ -2,7 +2,7 @@
 
 In: a `Job` as JSON, and a function that checks one of its names. Out: for each name a line of JSON
 with the reason why it must not be used, or null. The first that fails is the last, as it may have
-broken more than itself.
+broken more than itself. Where the machine cannot compile, the reason is that of all names.
 """
 
 import contextlib
@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from subprocess import SubprocessError
 
 import torch
 
@@ -42,8 +43,8 @@ def run(argument: str, check: Check, prepare: Callable[[Job], None] = lambda job
         _open_gpu(job.device)
         with contextlib.suppress(Exception):  # the check of a kernel will report it
             prepare(job)
-    for name in job.names:
-        result = _result_of(job, name, check)
+    for i in range(len(job.names)):
+        result = _result_of(job, job.names[i:], check)
         print(RESULT.dump_json(result).decode(), flush=True)
         if result.failed:
             break
@@ -61,16 +62,41 @@ def _open_gpu(device: str) -> None:
         sys.exit(f"{text[:160]} (compute mode EXCLUSIVE_PROCESS? nvidia-smi -c DEFAULT)")
 
 
-def _result_of(job: Job, name: str, check: Check) -> CheckResult:
-    """Return the result of one name, whatever its check raises."""
+def _result_of(job: Job, names: Sequence[str], check: Check) -> CheckResult:
+    """Return the result of the first name, whatever its check raises.
+
+    Without a compiler, or with a full disk, it is the result of the others as well.
+    """
     try:
-        return CheckResult({name: None}, check(job, name))
+        return CheckResult({names[0]: None}, check(job, names[0]))
     except Exception as e:
         kind = "" if isinstance(e, ArithmeticError) else f"{type(e).__name__}: "
         message = " ".join(str(e).split())
         reason = kind + message[:_MAX_REASON]
-        is_final = not isinstance(e, torch.OutOfMemoryError)
-        return CheckResult({name: reason}, is_final=is_final)
+        failed = names if _is_of_machine(e) else names[:1]
+        return CheckResult(dict.fromkeys(failed, reason), is_final=_is_final(e))
+
+
+def _is_of_machine(error: BaseException | None) -> bool:
+    """Return whether an error says that nothing can be compiled here, such as without Python.h."""
+    is_own = isinstance(error, SubprocessError | OSError)
+    return is_own or (error is not None and isinstance(error.__cause__, OSError))
+
+
+def _is_final(error: Exception) -> bool:
+    """Return whether the same check would fail again, as the kernel is at fault.
+
+    It is where its results are wrong, or where Triton cannot compile it for this GPU. Other errors
+    may end with their cause: no compiler, no memory, or a full disk.
+    """
+    if isinstance(error, ArithmeticError):
+        return True
+    if "triton" not in sys.modules:
+        return False
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources
+
+    return isinstance(error, CompilationError | OutOfResources)
 
 
 def end_with_parent() -> None:

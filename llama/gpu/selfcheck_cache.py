@@ -220,16 +220,35 @@ def _run_child(job: Job, program: Sequence[str], deadline: float) -> CheckResult
         with contextlib.suppress(ValueError):  # the child was killed while it wrote
             reported |= RESULT.validate_json(line)
     if reported.reasons:
-        return reported
+        return _with_compiler_message(reported, ended.errors)
     first = job.names[:1]
     if ended.code is None:
         reason = f"the check did not end within {limit_s:g} s"
         return _dropped(first, reason, is_final=limit_s == CHILD_S)
     if ended.code < 0:
-        return _dropped(first, f"the check was ended by {signal.Signals(-ended.code).name}")
+        name = signal.Signals(-ended.code).name
+        # Linux sends SIGKILL where the machine is out of memory, which may not be so later.
+        is_final = name != "SIGKILL"
+        return _dropped(first, f"the check was ended by {name}", is_final=is_final)
     # The child itself cannot run, so no kernel would do better in another one.
-    reason = f"the check ended with exit code {ended.code}: {ended.last_error[:_MAX_MESSAGE]}"
+    last_error = ended.errors[-1] if ended.errors else ""
+    reason = f"the check ended with exit code {ended.code}: {last_error[:_MAX_MESSAGE]}"
     return _dropped(job.names, reason, is_final=False)
+
+
+def _with_compiler_message(result: CheckResult, errors: list[str]) -> CheckResult:
+    """Return a result that says why the C compiler failed.
+
+    Triton lets the compiler write its message to the child's stderr, and raises an error without.
+    """
+    message = next((line for line in errors if "error: " in line), None)
+    if message is None:
+        return result
+    reasons = dict(result.reasons)
+    for name, reason in result.failed.items():
+        if reason.startswith("CalledProcessError"):
+            reasons[name] = f"Triton's C compiler failed: {message.strip()[:_MAX_MESSAGE]}"
+    return replace(result, reasons=reasons)
 
 
 class _Ended(NamedTuple):
@@ -237,7 +256,7 @@ class _Ended(NamedTuple):
 
     code: int | None
     lines: list[bytes]
-    last_error: str
+    errors: list[str]
 
 
 def _run(command: list[str], limit_s: float) -> _Ended:
@@ -266,8 +285,7 @@ def _run(command: list[str], limit_s: float) -> _Ended:
         out.seek(0)
         err.seek(0)
         errors = err.read().decode(errors="replace").strip().splitlines()
-        last_error = errors[-1] if errors else ""
-        return _Ended(code, out.readlines(), last_error)
+        return _Ended(code, out.readlines(), errors)
 
 
 def _dropped(names: Sequence[str], reason: str, *, is_final: bool = True) -> CheckResult:

@@ -1,5 +1,6 @@
 """The self-check and its cache, with real children: some pass, some are wrong, hang or die."""
 
+import ast
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton's kernels need Triton")
+
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from helpers import warm
 from helpers.kernels import KERNELS_RUN
@@ -32,7 +37,7 @@ from llama.ops.cpu import native
 from llama.ops.sample import choose_ids
 from llama.ops.triton import attention
 from llama.ops.triton import linear as products
-from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet, Tile
+from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet, Tile, launcher
 from llama.weights import PlainWeight, QuantKey, Weight
 
 CPU = torch.device("cpu")
@@ -299,6 +304,70 @@ def test_the_program_says_what_failed_and_where(monkeypatch, capsys):
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == {"reasons": {"sample": None}, "tiles": [], "is_final": True}
     assert last["reasons"]["silu_mul"].startswith("three rows: result 0 is off by 0.5 where")
+
+
+def failing(error: Exception) -> Callable[[Job, str], list]:
+    def check(job: Job, name: str) -> list:
+        raise error
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [
+        (ArithmeticError("off by 1"), True),
+        (CompilationError("x = 1", ast.parse("x = 1").body[0], "not for this GPU"), True),
+        (OutOfResources(99, 64, "shared memory"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), False),
+        (PTXASError("no space left on device"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_what_is_a_kernel_s_fault_is_final(capsys, error, is_final):
+    """Only faults of the kernel are final; those of the machine may have gone next time."""
+    assert run(JOB.dump_json(job("sample", "linear")).decode(), failing(error)) == 0
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert line["is_final"] == is_final and [*line["reasons"]] == ["sample"]
+
+
+def test_a_machine_that_cannot_compile_is_checked_again(tmp_path, cache, monkeypatch):
+    """Without Python.h one child says so for all kernels, and nothing is stored.
+
+    A past fault: each kernel failed in a child of its own, "CalledProcessError" was stored as final
+    for each, and installing Python.h did not cure it.
+    """
+    log, program = tmp_path / "log", tmp_path / "child.py"
+    program.write_text(f"""
+import subprocess, sys
+from llama.gpu import program
+def check(job, name):
+    open({str(log)!r}, "a").write("x")
+    print("main.c:2:10: fatal error: Python.h: No such file", file=sys.stderr, flush=True)
+    print("compilation terminated.", file=sys.stderr, flush=True)
+    raise subprocess.CalledProcessError(1, ["gcc", "main.c"])
+sys.exit(program.run(sys.argv[1], check))
+""")
+    wanted = "Triton's C compiler failed: main.c:2:10: fatal error: Python.h: No such file"
+    for _ in range(2):
+        result = cached.load_or_check(job(), [str(program)])
+        assert result.reasons == dict.fromkeys(job().names, wanted) and not result.is_final
+    assert log.read_text() == "xx" and not list(cache.glob("gpu-*.json"))
+
+
+def test_a_full_disk_is_the_fault_of_the_machine(capsys):
+    @launcher
+    def launch() -> None:
+        raise OSError("No space left on device")
+
+    def check(job: Job, name: str) -> list:
+        launch()
+        return []
+
+    run(JOB.dump_json(job("sample", "linear")).decode(), check)
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert not line["is_final"] and [*line["reasons"]] == ["sample", "linear"]
 
 
 ORPHAN = """
