@@ -129,6 +129,31 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+_COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
+_EXCLUSIVE_PROCESS = 3  # CU_COMPUTEMODE_EXCLUSIVE_PROCESS
+
+
+def is_closed_to_others(device: torch.device) -> bool:
+    """Return whether this process has opened a GPU that takes one process only.
+
+    `nvidia-smi -c EXCLUSIVE_PROCESS` sets that compute mode, as some clusters do. The driver is
+    asked, because torch reports neither the mode nor whether the process has opened the GPU.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # ROCm, or no driver
+        return False
+    gpu = ctypes.c_int()
+    mode = ctypes.c_int()
+    flags = ctypes.c_uint()
+    is_open = ctypes.c_int()
+    driver.cuInit(0)
+    driver.cuDeviceGet(ctypes.byref(gpu), device.index)  # numbered as torch numbers them
+    driver.cuDeviceGetAttribute(ctypes.byref(mode), _COMPUTE_MODE, gpu)
+    driver.cuDevicePrimaryCtxGetState(gpu, ctypes.byref(flags), ctypes.byref(is_open))
+    return mode.value == _EXCLUSIVE_PROCESS and bool(is_open.value)
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the number of bytes that this process can still allocate on `device`.
 

@@ -94,12 +94,12 @@ def kernels_for(
 
 def _warn_of_dropped(result: CheckResult, dropped: frozenset[str]) -> None:
     """Warn once of all allowed kernels that were checked and are not used, with the reasons."""
-    reasons = [
-        f"{name}: {reason or 'another rank dropped it'}"
-        for name, reason in sorted(result.reasons.items())
-        if name in dropped
-    ]
-    if reasons:
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in sorted(result.reasons.items()):
+        if name in dropped:
+            names_by_reason.setdefault(reason or "another rank dropped it", []).append(name)
+    if names_by_reason:
+        reasons = [f"{', '.join(names)}: {reason}" for reason, names in names_by_reason.items()]
         warnings.warn(
             f"torch runs in place of these on the GPU: {'; '.join(reasons)}", stacklevel=3
         )

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import TypeAdapter
 
+from llama.device import is_closed_to_others
 from llama.gpu.job import JOB, RESULT, CheckResult, Job
 from llama.gpu.program import PARENT
 from llama.ops.cpu import native
@@ -38,6 +39,10 @@ CHILD_S = 300.0  # the limit of a child, which loads torch, compiles, compares a
 _LOGGER = logging.getLogger(__name__)
 _END_S = 10.0  # the time that a killed child has to end
 _MIN_CAPABILITY = (8, 0)
+_CLOSED = (
+    "this process has opened the GPU, whose compute mode EXCLUSIVE_PROCESS keeps the check out: "
+    "run `nvidia-smi -c DEFAULT`"
+)
 _MAX_MESSAGE = 300  # characters of a child's last line in a reason
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = ("engine", "gpu", "model", "ops", "ranks", "weights")
@@ -120,6 +125,9 @@ def load_or_check(job: Job, program: Sequence[str] = PROGRAM) -> CheckResult:
         stored = _read(path)
         if stored is not None and stored.key == key and _is_complete(stored.result, job):
             return stored.result
+        device = torch.device(job.device)
+        if device.type == "cuda" and is_closed_to_others(device):
+            return _dropped(job.names, _CLOSED, is_final=False)
         result = check(job, program, deadline)
         if result.is_final:
             with contextlib.suppress(OSError):  # on a full disk it is checked again next time

@@ -1,6 +1,7 @@
 """The self-check and its cache, with real children: some pass, some are wrong, hang or die."""
 
 import ast
+import ctypes
 import json
 import os
 import re
@@ -654,3 +655,47 @@ def compiled_ahead(job: Job, threads: int, folder: Path) -> dict:
 def test_a_gpu_that_takes_no_second_process_is_named():
     with pytest.raises(SystemExit, match=r"EXCLUSIVE_PROCESS\? nvidia-smi -c DEFAULT"):
         run(JOB.dump_json(replace(job("silu_mul"), device="cuda:0")).decode(), check_kernel)
+
+
+class FakeDriver:
+    """libcuda.so.1 of a machine with one GPU."""
+
+    def __init__(self, mode: int, *, is_open: bool) -> None:
+        self.values = {"mode": mode, "is_open": int(is_open)}
+
+    def cuInit(self, flags: int) -> None:
+        pass
+
+    def cuDeviceGet(self, gpu: Any, index: int) -> None:
+        assert index == 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, gpu: Any) -> None:
+        assert attribute == 20
+        value._obj.value = self.values["mode"]
+
+    def cuDevicePrimaryCtxGetState(self, gpu: Any, flags: Any, active: Any) -> None:
+        active._obj.value = self.values["is_open"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_open", "is_closed"), [(3, True, True), (3, False, False), (0, True, False)]
+)
+def test_a_gpu_that_this_process_keeps_for_itself_is_named_at_once(
+    quick, monkeypatch, mode, is_open, is_closed
+):
+    """A child that could not open the GPU is not started, and the reason names the remedy.
+
+    It is so with several ranks, where nccl opens the GPU before the check. Stored results are used.
+    """
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver(mode, is_open=is_open))
+    asked = replace(job(), device="cuda:0")
+    count = quick()
+    result = cached.load_or_check(asked)
+    if is_closed:
+        assert count() == 0 and not result.is_final and {*result.failed} == {*asked.names}
+        assert all("`nvidia-smi -c DEFAULT`" in reason for reason in result.failed.values())
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver(3, is_open=False))
+        cached.load_or_check(asked)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver(3, is_open=True))
+    assert not cached.load_or_check(asked).failed and count() == 1
