@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from helpers.absent_device import AbsentDevice, absent_gpu, refuse_float64
 from llama import Llama
@@ -84,3 +85,30 @@ def test_a_model_on_a_gpu_does_not_ask_for_the_cpu_s_kernels(checkpoint_dir, mon
         gpu = build(str(checkpoint_dir[0]), "cuda", None)
         for temperature in (0.0, 0.8):
             assert all(gpu.generate(PROMPTS, 5, temperature, seed=1, logprobs=True)[0])
+
+
+def test_metas_forward_takes_what_its_tokens_need(checkpoint_dir, monkeypatch):
+    """Meta's forward on a GPU allocates what its tokens need, and answers as on the CPU.
+
+    A past fault: it allocated keys and values of max_batch_size x max_seq_len tokens, with CUDA's
+    default batch 275 GB for the 8B.
+    """
+    monkeypatch.setenv("LLAMA_GPU_KERNELS", "none")
+    tokens = torch.randint(512, (3, 90), generator=torch.Generator().manual_seed(1))
+    with absent_gpu((9, 0)):
+        gpu = Llama.build(str(checkpoint_dir[0]), None, 128, device="cuda", dtype="fp32").model
+        cpu = build(str(checkpoint_dir[0]), "cpu").model
+        allocated: list[int] = []
+        new_kv_cache = gpu.new_kv_cache
+
+        def counted(num_pages: int, page_size: int) -> Tensor:
+            allocated.append(num_pages * page_size)
+            return new_kv_cache(num_pages, page_size)
+
+        monkeypatch.setattr(gpu, "new_kv_cache", counted)
+        for rows, start, end in ((1, 0, 20), (1, 20, 21), (3, 0, 40), (3, 40, 41), (2, 41, 90)):
+            part = tokens[:rows, start:end]
+            logits = gpu.forward(part.to("cuda:0"), start).cpu()
+            assert torch.allclose(logits, cpu.forward(part, start), atol=1e-4)
+        assert gpu.params.max_batch_size == 256
+        assert allocated[0] == 32 and len(allocated) < 5 and max(allocated) <= 2 * 3 * 96

@@ -19,6 +19,7 @@ from llama import weights
 from llama.device import current, use_huge_pages, zeros
 from llama.model.args import ModelArgs
 from llama.model.execution import Executor, LayerExecution, SubLayer
+from llama.model.forward_cache import PAGE_SIZE, ForwardCache
 from llama.model.kinds import Attention, FeedForward
 from llama.model.layers import (
     ColumnParallelLinear,
@@ -173,7 +174,7 @@ class Transformer(nn.Module):
         self.freqs_cis = precompute_freqs_cis(
             params.head_dim, params.max_seq_len, params.rope_theta, params.rope_factor
         ).to(device)
-        self._raw_pages: Tensor | None = None  # the KV cache of `forward`, made at its first call
+        self._forward_cache = self._new_forward_cache()
 
     def _allocate(self, device: torch.device | str, dtype: torch.dtype, fills_late: bool) -> None:
         """Give every parameter its memory, or none until its turn comes."""
@@ -285,6 +286,15 @@ class Transformer(nn.Module):
         weight = self.norm.weight
         return zeros(*self.plan.kv_cache(num_pages, page_size, weight.dtype), weight.device)
 
+    def _new_forward_cache(self) -> ForwardCache:
+        """Return the KV cache of `forward`, which takes no memory yet.
+
+        On the CPU a page holds a whole sequence: memory becomes resident only where it is written.
+        """
+        length = self.params.max_seq_len
+        page_size = length if self.norm.weight.is_cpu else PAGE_SIZE
+        return ForwardCache(page_size, self.params.max_batch_size * -(-length // page_size))
+
     def hidden_states(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         """Run the model on the tokens of a step.
 
@@ -343,7 +353,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, start_pos: int) -> Tensor:
         """Run the model with Meta's signature. Hooks see (B, S, E).
 
-        Keys and values of max_batch_size x max_seq_len tokens are kept from call to call.
+        The keys and values of all sequences are kept from call to call.
 
         Args:
             tokens: (B, S) ids.
@@ -363,20 +373,20 @@ class Transformer(nn.Module):
                 f"tokens of shape {(n, count)} at start_pos={start_pos} do not fit "
                 f"max_batch_size={max_batch_size} and max_seq_len={max_seq_len}"
             )
-        if self._raw_pages is None:  # one page holds one sequence
-            self._raw_pages = self.new_kv_cache(max_batch_size, max_seq_len)
+        cache = self._forward_cache
+        pages = cache.pages_of(n, start_pos + count, self.new_kv_cache)
         _, batch = Batch.pack(
             tokens=[],
             starts=[start_pos] * n,
             query_lens=[count] * n,
-            pages=[[row] for row in range(n)],
-            page_size=max_seq_len,
+            pages=pages,
+            page_size=cache.page_size,
             logit_rows=[],
             device=tokens.device,
         )
         with current(tokens.device):  # Triton launches kernels on the current device
             batch = batch.with_kernels(self.kernels)
-            x = self._run_modules(self.tok_embeddings(tokens), batch, self._raw_pages)
+            x = self._run_modules(self.tok_embeddings(tokens), batch, cache.kv_cache)
             return self.logits(apply(self.norm, x, batch))
 
 
