@@ -124,6 +124,7 @@ class Llama:
                 seed=args.seed,
                 num_pages=loaded.num_pages,
                 draft_model=loaded.draft_model,
+                has_drafts=bool(args.speculate),
             )
             if args.speculate:
                 llama.engine.speculate(
@@ -150,6 +151,7 @@ class Llama:
         seed: int = 1,
         num_pages: int | None = None,
         draft_model: Transformer | None = None,
+        has_drafts: bool = False,
     ) -> None:
         """Make an engine for a loaded model.
 
@@ -160,6 +162,7 @@ class Llama:
             num_pages: pages of the KV cache; by default as many as max_batch_size sequences of
                 max_seq_len tokens need.
             draft_model: the model that drafts tokens, for speculative decoding.
+            has_drafts: whether `engine.speculate` will be called.
         """
         args = model.params
         self.model = model
@@ -174,6 +177,7 @@ class Llama:
             num_pages=num_pages or args.max_batch_size * pages_for(args.max_seq_len),
             draft_model=draft_model,
             recorder_for=recorder_for,
+            has_drafts=has_drafts,
             reserve=step_bytes(args, model.plan, model.norm.weight.dtype, args.max_batch_size),
         )
         self.llm_engine = LLMEngine(core, tokenizer, args.max_seq_len, seed)

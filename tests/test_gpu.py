@@ -15,7 +15,8 @@ import torch
 from helpers.launch import REPO, environment
 from llama import Llama, SamplingParams
 from llama.device import free_bytes
-from llama.engine.graphs import CudaRecorder, DecodeGraphs
+from llama.engine.graphs import DecodeGraphs
+from llama.engine.recorder import CudaRecorder
 from programs.gpu_ranks import PROMPTS
 
 pytestmark = [
@@ -166,7 +167,7 @@ def test_nccl_s_sums_can_be_captured(tmp_path):
     """
     code = """
 import torch, torch.distributed as dist
-from llama.engine.graphs import CudaRecorder
+from llama.engine.recorder import CudaRecorder
 place = torch.device("cuda", 0)
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=place)
 x = torch.ones(64, device=place)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.engine.draft_model import ModelDrafter
-from llama.engine.graphs import Recorder
 from llama.engine.lookup import Speculator
 from llama.engine.pages import PagePool
+from llama.engine.recorder import Recorder
 from llama.engine.rows import SAMPLE, VERIFY, Reader, Scheduled, Step, StepResults
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduler

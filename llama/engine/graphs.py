@@ -13,17 +13,17 @@ The file has over 400 lines, as the inputs of a step and the graph that reads th
 Shapes: R rows of the bucket, M pages of a row's table, S slots per page, V vocabulary.
 """
 
-import atexit
-import weakref
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llama.device import pinned
+from llama.engine.recorder import CaptureError, Outputs, Recorder
 from llama.engine.rows import Scheduled
 from llama.engine.sampler import top_of_ranks
 from llama.model.transformer import Transformer
@@ -34,78 +34,7 @@ _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # then multiples of 64
 _MIN_TABLE_WIDTH = 64  # pages; wider tables are powers of two times it
 _ROW_FIELDS = 5  # token, source, position, slot and length
 
-Outputs = tuple[Tensor, ...]
 _Shape = tuple[int, int, bool]  # rows, pages of a row's table, and whether logits are wanted
-
-
-class Recorder(Protocol):
-    """Turns a function into one that repeats its work on the device.
-
-    The function reads and writes tensors that stay where they are: the model's and `inputs`. Each
-    replay overwrites the tensors that the function returned.
-    """
-
-    def record(
-        self, function: Callable[[], Outputs], inputs: Seq[Tensor]
-    ) -> tuple[Outputs, Callable[[], None]]:
-        """Record `function`, and return its outputs and what replays it."""
-
-    def free_bytes(self) -> int:
-        """Return the free memory of the device, as the driver counts it."""
-
-    def close(self) -> None:
-        """Free all that was recorded."""
-
-
-class CaptureError(RuntimeError):
-    """A step could not be recorded; it can still be run operator by operator."""
-
-
-class CudaRecorder:
-    """CUDA graphs of one device. They share one memory pool, as one of them runs at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        # Graphs may hold collectives of the process groups, which must end after them: atexit runs
-        # the last registered function first.
-        atexit.register(_close_if_alive, weakref.ref(self))
-
-    def record(
-        self, function: Callable[[], Outputs], inputs: Seq[Tensor]
-    ) -> tuple[Outputs, Callable[[], None]]:
-        """Capture `function` in a graph, after running it once on the stream of the graphs."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            function()  # workspaces and modules are made at first use, which cannot be captured
-        self._stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # nccl's watchdog calls CUDA from its own thread, which must not end the capture.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            outputs = function()
-        self._graphs.append(graph)
-        return outputs, graph.replay
-
-    def free_bytes(self) -> int:
-        """Return the free memory of the device, as the driver counts it."""
-        return torch.cuda.mem_get_info(self._device)[0]
-
-    def close(self) -> None:
-        """Free the graphs, before the process groups whose collectives they hold."""
-        for graph in self._graphs:
-            graph.reset()
-        self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # an unused pool cannot be used again
-
-
-def _close_if_alive(recorder: weakref.ref[CudaRecorder]) -> None:
-    alive = recorder()
-    if alive is not None:
-        alive.close()
 
 
 class Decoded(NamedTuple):
@@ -221,23 +150,30 @@ class DecodeInputs:
 class DecodeGraphs:
     """The graphs of one model and KV cache, whose last page belongs to no sequence.
 
-    With the attention kernel a shape depends on the number of rows alone, and `record_all` records
-    all shapes. PyTorch's attention reads the whole width of the page tables, so each of a few
-    widths is recorded when it is first needed.
+    With the attention kernel a shape depends on the number of rows alone. PyTorch's attention reads
+    the whole width of the page tables, so that there is a shape for each of a few widths.
 
     Args:
         model: The model.
         kv_cache: Its KV cache, with one page more than sequences may have.
         recorder: Records the steps.
         last_ids: The ids of the previous step, row by row, which the caller updates in place.
+        recorded_rows: The rows up to which `record_all` records all shapes; a shape of more rows is
+            recorded when it is first needed. By default max_batch_size.
     """
 
     def __init__(
-        self, model: Transformer, kv_cache: Tensor, recorder: Recorder, last_ids: Tensor
+        self,
+        model: Transformer,
+        kv_cache: Tensor,
+        recorder: Recorder,
+        last_ids: Tensor,
+        recorded_rows: int | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._recorder = recorder
+        self._recorded_rows = recorded_rows or model.params.max_batch_size
         self._last_ids = last_ids
         self._page_size = kv_cache.shape[3]
         self._max_pages = -(-model.params.max_seq_len // self._page_size)
@@ -254,7 +190,10 @@ class DecodeGraphs:
         self._ids = torch.zeros_like(last_ids)
         logits_shape = (max_rows, model.vocab_size)
         self._logits = torch.empty(logits_shape, dtype=torch.float32, device=device)
-        self._has_one_width = "attention" in model.kernels.names
+        # The widths of tables, in pages. With the attention kernel there is one.
+        self._widths = [self._max_pages]
+        if "attention" not in model.kernels.names:
+            self._widths = _table_widths(self._max_pages)
         self._graphs: dict[_Shape, tuple[Decoded, Callable[[], None]]] = {}
         self._path: object = None  # the model's execution path when the graphs were recorded
 
@@ -314,47 +253,33 @@ class DecodeGraphs:
         return decoded
 
     def _width_of(self, scheduled: Seq[Scheduled]) -> int:
-        if self._has_one_width:
-            return self._max_pages
         last_position = max(item.start for item in scheduled)
-        width = _MIN_TABLE_WIDTH
-        while width * self._page_size <= last_position:
-            width *= 2
-        return min(width, self._max_pages)
+        return next(width for width in self._widths if width * self._page_size > last_position)
 
     def _shapes(self) -> list[_Shape]:
-        """Return all shapes, the largest first; none where the widths of tables matter."""
-        if not self._has_one_width:
-            return []
-        max_rows = self._model.params.max_batch_size
-        buckets = {bucket_of(n + 1) for n in range(max_rows)}
+        """Return all shapes up to `recorded_rows`, the largest first."""
+        buckets = {bucket_of(n + 1) for n in range(self._recorded_rows)}
         # Several ranks exchange the top ids of greedy rows, and need no logits for that.
         is_alone = self._model.parallel.is_alone
         wants_logits = (True,) if is_alone else (True, False)
-        shapes = []
-        for rows in sorted(buckets, reverse=True):
-            for wants in wants_logits:
-                shapes.append((rows, self._max_pages, wants))
-        return shapes
+        descending = sorted(buckets, reverse=True)
+        return list(itertools.product(descending, reversed(self._widths), wants_logits))
 
     @torch.inference_mode()
     def num_bytes(self) -> int:
-        """Return the device memory that all graphs will take.
+        """Return the device memory that all graphs will take, beside what the recorder has now.
 
-        Two graphs are recorded and freed again. The first one allocates the memory that all share;
-        the second one adds the driver's own memory of a graph.
+        Two graphs are recorded. The first one allocates the memory that all of the recorder share;
+        the second one takes the driver's own memory of a graph, as each further one does. They stay
+        until the recorder is closed.
         """
         shapes = self._shapes()
-        used = [0]
-        for shape in shapes[:2]:
+        used = 0
+        for shape in (*shapes, *shapes)[:2]:
             free = self._recorder.free_bytes()
             self._record(*shape)
-            used.append(free - self._recorder.free_bytes())
-        self.close()
-        first_bytes = sum(used[:2])
-        num_further = len(shapes) - 1
-        further_bytes = used[-1] * num_further
-        return first_bytes + further_bytes + self._logits.nbytes
+            used = free - self._recorder.free_bytes()
+        return used * len(shapes) + self._logits.nbytes
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -409,6 +334,16 @@ class DecodeGraphs:
         """Free all graphs."""
         self._graphs.clear()
         self._recorder.close()
+
+
+def _table_widths(max_pages: int) -> list[int]:
+    """Return the widths of page tables, ascending; the last one has all pages of a sequence."""
+    widths = []
+    width = _MIN_TABLE_WIDTH
+    while width < max_pages:
+        widths.append(width)
+        width *= 2
+    return [*widths, max_pages]
 
 
 def bucket_of(num_rows: int) -> int:

@@ -11,17 +11,17 @@ takes the tokens that this one sampled from the device. Steps of single tokens a
 graphs, see `llama.engine.graphs`; all others run operator by operator.
 """
 
-import contextlib
 import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from llama.device import current, free_bytes
+from llama.device import current
 from llama.engine.constraints import TokenMasks
-from llama.engine.graphs import CaptureError, Decoded, DecodeGraphs, Recorder, bucket_of
+from llama.engine.graphs import Decoded, DecodeGraphs, bucket_of
 from llama.engine.processors import LogitsProcessors
+from llama.engine.recorder import CaptureError, Recorder
 from llama.engine.rows import HiddenStates, Reader, Scheduled, Step, StepResults, Tokens
 from llama.engine.sampler import Sampled, needs_top_only, sample, score, top_of_ranks
 from llama.engine.sequence import SequenceState
@@ -45,6 +45,8 @@ class ModelRunner:
         recorder: The recorder of graphs; None runs every step operator by operator.
         reserve: The bytes that a step needs. With graphs, the cache gets only the pages that fit
             beside the graphs and the reserve.
+        has_drafts: Whether steps may have more rows than sequences. Graphs of all numbers of rows
+            are then recorded, and not while requests wait.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class ModelRunner:
         async_scheduling: bool | None = None,
         recorder: Recorder | None = None,
         reserve: int = 0,
+        has_drafts: bool = False,
     ) -> None:
         self.model = model
         self.page_size = page_size
@@ -68,6 +71,7 @@ class ModelRunner:
         max_rows = bucket_of(max(model.params.max_batch_size, 64))  # rows of a graph or a step
         self._last_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._last_rows: dict[SequenceState, int] = {}  # the row of each sequence in it
+        self._recorded_rows = max_rows if has_drafts else model.params.max_batch_size
         self._graphs: DecodeGraphs | None = None
         self.num_pages = num_pages  # pages that sequences may use
         with model.parallel.step(), current(device):
@@ -85,21 +89,26 @@ class ModelRunner:
         size = self.page_size
         small = model.new_kv_cache(2, size)
         graph_bytes = 0
-        with contextlib.suppress(CaptureError):  # the error is reported below
-            graphs = DecodeGraphs(model, small, recorder, self._last_ids)
-            graph_bytes = graphs.num_bytes()
-        cache_bytes = free_bytes(small.device) - graph_bytes - reserve
+        try:
+            graph_bytes = self._new_graphs(small, recorder).num_bytes()
+        except CaptureError:
+            if not model.parallel.is_alone:
+                raise  # the other ranks may wait for this one's part of a sum
+        cache_bytes = recorder.free_bytes() - graph_bytes - reserve
         fitting = 2 * cache_bytes // small.nbytes - 1
         min_pages = -(-model.params.max_seq_len // size)
         fitting = max(min_pages, model.parallel.all_reduce_min(fitting))
         self.num_pages = min(self.num_pages, fitting)
         # One page more than the scheduler knows: a graph's unused rows write there.
         self.kv_cache = model.new_kv_cache(self.num_pages + 1, size)
-        self._graphs = DecodeGraphs(model, self.kv_cache, recorder, self._last_ids)
+        self._graphs = self._new_graphs(self.kv_cache, recorder)
         try:
             self._graphs.record_all()
         except CaptureError as e:
             self._give_up_graphs(e)
+
+    def _new_graphs(self, kv_cache: Tensor, recorder: Recorder) -> DecodeGraphs:
+        return DecodeGraphs(self.model, kv_cache, recorder, self._last_ids, self._recorded_rows)
 
     @property
     def has_graphs(self) -> bool:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from llama.device import DTYPES, current
-from llama.engine.graphs import CudaRecorder, Decoded, DecodeGraphs, Recorder
+from llama.engine.graphs import Decoded, DecodeGraphs
+from llama.engine.recorder import CudaRecorder, Recorder
 from llama.engine.request import SequenceSpec
 from llama.engine.rows import Scheduled
 from llama.engine.sequence import SequenceState

@@ -15,7 +15,7 @@ import torch
 
 from llama.device import dtype_name
 from llama.engine.core import PAGE_SIZE
-from llama.engine.graphs import CudaRecorder, Recorder
+from llama.engine.recorder import CudaRecorder, Recorder
 from llama.gpu import graph_check, selfcheck_cache
 from llama.gpu.job import CheckResult, Formats, Job
 from llama.model.args import ModelArgs

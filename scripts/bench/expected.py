@@ -81,7 +81,7 @@ class _NoRecorder:
         raise NotImplementedError
 
     def free_bytes(self) -> int:
-        return 0
+        return 1 << 50
 
     def close(self) -> None:
         pass

@@ -150,7 +150,6 @@ def driver(monkeypatch):
     packed: Any = Batch.pack
     monkeypatch.setattr(Batch, "pack", pack)
     monkeypatch.setattr(runner, "current", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(runner, "free_bytes", lambda device: 1 << 40)
     monkeypatch.setattr(runner, "_to_host", to_host)
     monkeypatch.setattr(runner, "_tokens", tokens)
     for module in (sample, graphs):

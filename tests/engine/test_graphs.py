@@ -21,11 +21,12 @@ import torch
 from helpers.kernels import KERNELS_RUN
 from helpers.sequences import state_of
 from helpers.tape import NotCapturable, TapeRecorder
-from llama.engine import draft_model, runner
+from llama.engine import draft_model
 from llama.engine import graphs as graphs_module
 from llama.engine.core import EngineCore
 from llama.engine.draft_model import ModelDrafter
 from llama.engine.graphs import DecodeInputs, bucket_of
+from llama.engine.recorder import CaptureError
 from llama.engine.rows import Scheduled, Step
 from llama.engine.runner import RunningStep
 from llama.engine.sequence import SequenceState
@@ -274,19 +275,19 @@ def with_kernel(model):
 class Counting(TapeRecorder):
     """A device of `free` bytes: the first graph takes 50 of them and each later one 10."""
 
-    free, rows = 1000, list[int]()
+    def __init__(self, model: Transformer, free: int = 1 << 40) -> None:
+        super().__init__([*model.parameters(), model.freqs_cis])
+        self.free = free
+        self.rows: list[int] = []
 
     def record(self, function, inputs):
         made = super().record(function, inputs)
+        self.free -= 10 if self.rows else 50
         self.rows.append(len(made[0][0]))
-        self.free -= 50 if self.free == 1000 else 10
         return made
 
     def free_bytes(self) -> int:
         return self.free
-
-    def close(self) -> None:
-        self.free, self.rows = 1000, []
 
 
 def test_all_shapes_are_recorded_before_the_first_step(with_kernel, plain):
@@ -294,12 +295,12 @@ def test_all_shapes_are_recorded_before_the_first_step(with_kernel, plain):
 
     The largest is first, and the others share its memory; one buffer has the logits of all.
     """
-    recorder = Counting([*with_kernel.parameters(), with_kernel.freqs_cis])
+    recorder = Counting(with_kernel)
     core = EngineCore.for_model(
         with_kernel, num_pages=26, page_size=PAGE, token_budget=24, async_scheduling=True,
         recorder_for=lambda model: recorder,
     )  # fmt: skip
-    assert recorder.rows == [8, 4, 2, 1]
+    assert recorder.rows == [8, 4] + [8, 4, 2, 1]  # two are measured first
     graphs = core.runner._graphs
     assert graphs is not None
     assert (
@@ -307,16 +308,74 @@ def test_all_shapes_are_recorded_before_the_first_step(with_kernel, plain):
     )
     found = answers(core, 2)
     assert [x[:2] for x in found] == [x[:2] for x in plain(2, 26)[0]]
-    assert recorder.rows == [8, 4, 2, 1], "a shape was recorded while others waited"
+    assert len(recorder.rows) == 6, "a shape was recorded while others waited"
+
+
+def test_shapes_of_drafts_and_of_long_tables_are_recorded_at_build(model, plain, monkeypatch):
+    """All shapes that the engine may ask for are recorded when it is made.
+
+    Drafts have more rows than there are sequences, and PyTorch's attention a graph for each width
+    of the page tables. A past fault: those were recorded while requests waited.
+    """
+    monkeypatch.setattr(graphs_module, "_MIN_TABLE_WIDTH", 4)
+    recorders: list[Counting] = []
+
+    def recorder_for(model: Transformer) -> Counting:
+        recorders.append(Counting(model))
+        return recorders[-1]
+
+    core = EngineCore.for_model(
+        model, num_pages=200, page_size=PAGE, draft_model=model, recorder_for=recorder_for,
+        has_drafts=True,
+    )  # fmt: skip
+    core.speculate(5)
+    assert core.drafter is not None
+    monkeypatch.setattr(core.drafter, "choose", lambda rates, *_: [len(x) for x in rates])
+    graphs = core.runner._graphs
+    assert graphs is not None
+    buckets, widths = [1, 2, 4, 8, 16, 24, 32, 48, 64], [4, 8, 16, 32, 64, 128]
+    assert sorted(graphs._graphs) == [(rows, width, True) for rows in buckets for width in widths]
+    counts = [len(recorder.rows) for recorder in recorders]
+    assert counts == [len(graphs._graphs) + 2] * 2
+    wanted, _ = plain(1, 200)
+    assert [x[:2] for x in answers(core, 1)] == [x[:2] for x in wanted]
+    assert [len(recorder.rows) for recorder in recorders] == counts
+    assert core.stats.accepted_tokens > 50
+
+
+def test_a_rank_that_cannot_record_ends_at_once():
+    """Of several ranks, one that cannot record raises its error, so that the job ends.
+
+    A past fault: the error was suppressed while graphs were measured, and the other ranks waited
+    for this one's part of a sum until the time limit.
+    """
+
+    class NoRoom(TapeRecorder):
+        def record(self, function, inputs):
+            raise torch.OutOfMemoryError("no room")
+
+    class OneOfTwo(ModelParallel):
+        def all_reduce_min(self, value: int) -> int:
+            raise AssertionError("the other ranks never come here")
+
+    args = ModelArgs(
+        dim=64, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=512, multiple_of=32,
+        max_seq_len=64, max_batch_size=7,
+    )  # fmt: skip
+    ranks = OneOfTwo(Placement(rank=1, size=2))
+    with pytest.raises(CaptureError, match="no room"):
+        EngineCore.for_model(
+            Transformer(args, parallel=ranks), num_pages=20, page_size=PAGE,
+            recorder_for=lambda model: NoRoom([]),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(("room", "pages"), [(10_000, 200), (150, 150), (3, 128)])
-def test_the_cache_has_what_graphs_and_a_step_leave(with_kernel, monkeypatch, room, pages):
+def test_the_cache_has_what_graphs_and_a_step_leave(with_kernel, room, pages):
     """The cache gets the memory that graphs and a step leave, but enough for one sequence."""
-    recorder = Counting([*with_kernel.parameters(), with_kernel.freqs_cis])
     page, logits = 2 * 2 * PAGE * 2 * 16 * 4, 64 * 512 * 4
-    free = (room + 1) * page + (50 + 3 * 10 + logits) + 7000
-    monkeypatch.setattr(runner, "free_bytes", lambda device: free)
+    two_measured = 50 + 10
+    recorder = Counting(with_kernel, (room + 1) * page + two_measured + (4 * 10 + logits) + 7000)
     core = EngineCore.for_model(
         with_kernel,
         num_pages=200,
@@ -333,19 +392,23 @@ def test_the_cache_has_what_a_draft_model_leaves(with_kernel, monkeypatch):
     The draft model allocates its graphs and a cache of all pages first, and can draft for every
     page.
     """
-    page, graphs = 2 * 2 * PAGE * 2 * 16 * 4, 50 + 3 * 10
-    free = (201 + 151) * page + graphs + 64 * 512 * 4  # the two trial graphs are freed
-    made, new_kv_cache = [0], with_kernel.new_kv_cache
+    page, graphs = 2 * 2 * PAGE * 2 * 16 * 4, 50 + 5 * 10
+    free = (201 + 151) * page + 2 * graphs + 64 * 512 * 4
+    recorders: list[Counting] = []
+    new_kv_cache = with_kernel.new_kv_cache
 
     def counted(num_pages: int, page_size: int) -> torch.Tensor:
-        made[0] += num_pages * page if num_pages > 2 else 0
+        recorders[-1].free -= num_pages * page if num_pages > 2 else 0
         return new_kv_cache(num_pages, page_size)
 
+    def recorder_for(model: Transformer) -> Counting:
+        recorders.append(Counting(model, recorders[-1].free if recorders else free))
+        return recorders[-1]
+
     monkeypatch.setattr(with_kernel, "new_kv_cache", counted)
-    monkeypatch.setattr(runner, "free_bytes", lambda device: free - made[0])
     core = EngineCore.for_model(
         with_kernel, num_pages=200, page_size=PAGE, draft_model=with_kernel,
-        recorder_for=lambda model: Counting([*model.parameters(), model.freqs_cis]),
+        recorder_for=recorder_for,
     )  # fmt: skip
     core.speculate(5)
     assert [each.num_pages for each in core.runners] == [200, 150]
@@ -613,14 +676,14 @@ def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):
     prompts = [[5, 6, 7], [9, 8]]
     found = []
     for recorder in (None, NoRoom([])):
-        core = EngineCore.for_model(
-            model, num_pages=20, page_size=PAGE, recorder_for={model: recorder}.get
-        )
-        sequences = [state_of(p, 12, temperature=0.0) for p in prompts]
-        for seq in sequences:
-            core.add(seq)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
+            core = EngineCore.for_model(
+                model, num_pages=20, page_size=PAGE, recorder_for={model: recorder}.get
+            )
+            sequences = [state_of(p, 12, temperature=0.0) for p in prompts]
+            for seq in sequences:
+                core.add(seq)
             while core.has_unfinished():
                 core.step()
         assert [str(w.message) for w in said if "no room" in str(w.message)] == (

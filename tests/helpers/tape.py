@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama.engine.graphs import Outputs
+from llama.engine.recorder import Outputs
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
 
@@ -59,7 +59,7 @@ class TapeRecorder:
         return outputs, lambda: tape.replay(outputs)
 
     def free_bytes(self) -> int:
-        return 0
+        return 1 << 50
 
     def close(self) -> None:
         pass
