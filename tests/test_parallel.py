@@ -391,6 +391,22 @@ def test_every_launch_of_a_rank_is_on_its_own_gpu(tmp_path):
         assert {name for name, _ in seen} == names
 
 
+def test_ranks_that_find_the_same_gpu_say_so(tmp_path):
+    """Ranks that find the same GPU name it on every rank, before nccl does as a network fault.
+
+    CUDA_VISIBLE_DEVICES=0 before torchrun shows all ranks of a machine one GPU.
+    """
+    program = [str(PROGRAMS / "current_devices.py"), str(tmp_path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    variables = environment(SHARED_GPU="GPU-1", CUDA_VISIBLE_DEVICES="0")
+    done = warm.run([*command, *program], env=variables, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        error = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert error.startswith("ranks 0 and 1 have the same GPU, which nccl refuses")
+        assert f"CUDA_VISIBLE_DEVICES=0 on rank {rank}" in error
+
+
 @pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
 def test_one_process_has_groups_without_a_port(variables):
     """One process has groups without a port.

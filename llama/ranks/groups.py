@@ -30,7 +30,7 @@ from llama.ranks.collectives import ModelParallel, exchange
 from llama.ranks.errors import RankError
 from llama.ranks.launch import STORE_FD
 from llama.ranks.one_shot import OneShot
-from llama.ranks.peers import Peers
+from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.placement import Placement
 from llama.ranks.processes import machine_id
 from llama.ranks.rendezvous import Rendezvous
@@ -152,7 +152,7 @@ def _make_fairscale_groups(size: int) -> None:
 
 def _join(size: int, world_size: int, device: torch.device, timeout_s: float) -> ModelParallel:
     """Meet the other ranks, and make the groups; raise a RankError if either fails."""
-    watch = Watch.of_process() or _meet_all(size, world_size, timeout_s)
+    watch = Watch.of_process() or _meet_all(size, world_size, timeout_s, _gpu_id(device))
     try:
         with watch.waiting("the making of the groups", timeout_s):
             return _make_groups(watch, size, world_size, device, timeout_s)
@@ -170,15 +170,26 @@ def _join(size: int, world_size: int, device: torch.device, timeout_s: float) ->
         ) from error
 
 
-def _meet_all(size: int, world_size: int, timeout_s: float) -> Watch:
+def _gpu_id(device: torch.device) -> str:
+    """Return what identifies this rank's GPU on its machine; empty where ranks may share one.
+
+    nccl refuses that. Groups that a program has made itself may be on gloo.
+    """
+    if device.type != "cuda" or dist.is_initialized():
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    return str(getattr(properties, "uuid", ""))  # torch before 2.4 has none
+
+
+def _meet_all(size: int, world_size: int, timeout_s: float, gpu: str = "") -> Watch:
     """Wait until all ranks have arrived, and watch them from then on.
 
     Raises:
         RankError: a rank does not arrive.
-        ValueError: the ranks differ in the size of their groups.
+        ValueError: the ranks differ in the size of their groups, or two have the same GPU.
     """
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
-    peers = Peers(rank, size)
+    peers = Peers(rank, size, gpu)
     limit = timedelta(seconds=timeout_s + LATER_S)
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     first = rank - rank % size
@@ -186,15 +197,32 @@ def _meet_all(size: int, world_size: int, timeout_s: float) -> Watch:
     rendezvous = Rendezvous(peers, world_size, open_store, address, timeout_s)
     watch = Watch(peers, range(first, first + size), rendezvous)
     watch.meet()
-    other = next((p for p in peers.all.values() if p.group_size != size), None)
-    if other is None:
-        return watch
-    watch.stop()
-    low, high = sorted([peers.own, other], key=lambda peer: peer.rank)
-    raise ValueError(
-        f"model_parallel_size differs: it is {low.group_size} on rank {low.rank}, and "
-        f"{high.group_size} on rank {high.rank} (this is rank {rank}). Give every rank the same"
-    )
+    if problem := _mismatch(peers.in_order, rank):
+        watch.stop()
+        raise ValueError(problem)
+    return watch
+
+
+def _mismatch(peers: list[PeerInfo], rank: int) -> str:
+    """Return what the ranks that have arrived cannot agree on; an empty text for nothing."""
+    own = next(peer for peer in peers if peer.rank == rank)
+    other = next((peer for peer in peers if peer.group_size != own.group_size), None)
+    if other is not None:
+        low, high = sorted([own, other], key=lambda peer: peer.rank)
+        return (
+            f"model_parallel_size differs: it is {low.group_size} on rank {low.rank}, and "
+            f"{high.group_size} on rank {high.rank} (this is rank {rank}). Give every rank the same"
+        )
+    rank_of: dict[str, int] = {}
+    for peer in peers:
+        if peer.gpu and rank_of.setdefault(peer.gpu, peer.rank) != peer.rank:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            return (
+                f"ranks {rank_of[peer.gpu]} and {peer.rank} have the same GPU, which nccl refuses "
+                f"(CUDA_VISIBLE_DEVICES={visible} on rank {rank}): show the ranks of a machine all "
+                "of its GPUs, of which each takes its own, or show each rank another one"
+            )
+    return ""
 
 
 def _open_store(rendezvous: Rendezvous, rank: int, limit: timedelta) -> Store:

@@ -25,6 +25,7 @@ class PeerInfo:
         pid: its process id.
         machine: see `processes.machine_id`.
         group_size: the size of the model-parallel groups that it was asked for.
+        gpu: the id of its GPU; empty where it has none, or may share it.
         pidfd: a pidfd of its process; None on another machine, or if the system has none.
         gone_at: when its process was seen to have ended.
         stopped_s: how long it has been stopped while this rank ran.
@@ -39,6 +40,7 @@ class PeerInfo:
     pid: int
     machine: str
     group_size: int
+    gpu: str = ""
     pidfd: int | None = None
     gone_at: float | None = None
     stopped_s: float = 0.0
@@ -59,7 +61,7 @@ class PeerInfo:
 
     def introduction(self) -> list[Any]:
         """Return the fields that a rank publishes of itself, in the order of the constructor."""
-        return [self.rank, self.host, self.pid, self.machine, self.group_size]
+        return [self.rank, self.host, self.pid, self.machine, self.group_size, self.gpu]
 
 
 class Peers:
@@ -68,9 +70,9 @@ class Peers:
     One thread adds ranks; other threads may read.
     """
 
-    def __init__(self, rank: int, group_size: int = 1) -> None:
+    def __init__(self, rank: int, group_size: int = 1, gpu: str = "") -> None:
         host = socket.gethostname()
-        self.own = PeerInfo(rank, host, os.getpid(), processes.machine_id(), group_size)
+        self.own = PeerInfo(rank, host, os.getpid(), processes.machine_id(), group_size, gpu)
         self.all: dict[int, PeerInfo] = {}  # the other ranks
 
     def add(self, peer: PeerInfo) -> None:
@@ -78,6 +80,11 @@ class Peers:
         if peer.machine == self.own.machine:
             peer.pidfd = processes.open_process(peer.pid)
         self.all[peer.rank] = peer
+
+    @property
+    def in_order(self) -> list[PeerInfo]:
+        """All ranks that have arrived, this one among them, by rank."""
+        return sorted([self.own, *self.all.values()], key=lambda peer: peer.rank)
 
     @property
     def local(self) -> list[PeerInfo]:

@@ -3,6 +3,7 @@
 It joins its groups by `connect` and writes, as JSON to `FOLDER/rankN.json`, the current CUDA device
 at each operation that launches on it: a kernel of torch is launched on the current device of its
 thread, whatever device its pointers belong to. Usage: current_devices.py FOLDER, under torchrun.
+With SHARED_GPU all ranks find the same GPU, and write the error of the build.
 """
 
 import json
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -70,6 +72,10 @@ def symmetric_buffer(num_bytes: int, device: torch.device) -> tuple:
     return torch.empty(num_bytes, dtype=torch.uint8), recorded("rendezvous", rendezvous)
 
 
+def properties(device: torch.device) -> SimpleNamespace:
+    return SimpleNamespace(uuid=os.environ.get("SHARED_GPU", f"GPU-{device.index}"))
+
+
 def is_nccl(group: dist.ProcessGroup) -> str:
     return "nccl"
 
@@ -83,13 +89,18 @@ patches: list[Any] = [
     ),
     mock.patch.object(dist, "all_reduce", recorded("all_reduce", real_all_reduce)),
     mock.patch.object(dist, "get_backend", is_nccl),
+    mock.patch.object(torch.cuda, "get_device_properties", properties),
     mock.patch.object(torch, "zeros", on_host(torch.zeros)),
     mock.patch.object(torch_private, "symmetric_buffer", symmetric_buffer),
     mock.patch.object(one_shot, "_reaches_peers", lambda device: True),
 ]
 for patch in patches:
     patch.start()
-parallel = groups.connect(None, torch.device("cuda", RANK), 30)
+try:
+    parallel = groups.connect(None, torch.device("cuda", RANK), 30)
+except ValueError as error:
+    Path(sys.argv[1], f"rank{RANK}.json").write_text(json.dumps(str(error)))
+    sys.exit()
 assert parallel.one_shot is not None
 mock.patch.stopall()
 Path(sys.argv[1], f"rank{RANK}.json").write_text(json.dumps(seen))
