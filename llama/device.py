@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from llama.checks import torchrun_number
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DEVICES = Path("/dev")
 _ALIASES = {  # names that torch, Hugging Face and vLLM use
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -41,8 +43,14 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     num_ranks = torchrun_number("WORLD_SIZE")
     if device is None:
         has_mps = num_ranks == 1 and torch.backends.mps.is_available()
-        fallback = "mps" if has_mps else "cpu"
-        device = "cuda" if torch.cuda.is_available() else fallback
+        device = "mps" if has_mps else "cpu"
+        if torch.cuda.is_available():
+            device = "cuda"
+        elif (reason := _unused_gpu()) is not None and torchrun_number("RANK") == 0:
+            warnings.warn(
+                f"this machine has an NVIDIA GPU, but the model runs on the {device}: {reason}",
+                stacklevel=2,
+            )
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
@@ -57,6 +65,23 @@ def pick_device(device: str | torch.device | None) -> torch.device:
             "use device='cpu', or start one process"
         )
     return _pick_gpu(chosen) if chosen.type == "cuda" else chosen
+
+
+def _unused_gpu() -> str | None:
+    """Return why torch does not find the NVIDIA GPU of this machine; None where there is none.
+
+    That is so with a driver that is too old for the CUDA that torch was built with.
+    """
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if is_hidden or not any(_DEVICES.glob("nvidia[0-9]*")):
+        return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return f"torch {torch.__version__} with CUDA {torch.version.cuda} finds none"
 
 
 def _pick_gpu(device: torch.device) -> torch.device:

@@ -283,6 +283,37 @@ def test_devices_that_cannot_be_used(cuda, monkeypatch, gpus, device, variables,
         pick_device(device)
 
 
+@pytest.mark.parametrize(
+    ("built_with", "reason"),
+    [("13.0", "The NVIDIA driver on your system is too old"), (None, "was built without CUDA")],
+)
+def test_a_gpu_that_torch_does_not_find_is_named(cuda, monkeypatch, tmp_path, built_with, reason):
+    """An NVIDIA GPU that torch does not find is named with torch's reason, by rank 0 alone.
+
+    A past fault: with a driver too old for torch's CUDA a large model ran on the CPU in silence.
+    """
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
+
+    cuda(0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", built_with)
+    monkeypatch.setattr(device_module, "_DEVICES", tmp_path)
+    assert pick_device(None).type == "cpu"
+    (tmp_path / "nvidia0").touch()
+    with pytest.warns(UserWarning, match=f"the model runs on the cpu: .*{reason}"):
+        assert pick_device(None).type == "cpu"
+    assert pick_device("cpu").type == "cpu"  # asked for
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert pick_device(None).type == "cpu"
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert pick_device(None).type == "cpu"
+
+
 def test_ranks_are_not_put_on_mps(cuda, monkeypatch):
     """Ranks are not put on MPS: gloo, without CUDA, cannot exchange tensors of an Apple GPU."""
     cuda(0)
@@ -379,6 +410,8 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
     rows = [b"this machine", b"another machine"]
     monkeypatch.setattr(groups, "exchange", lambda group, own, max_bytes: rows)
     monkeypatch.setattr(groups, "_first_sum", lambda group, device: done.append(device))
+    properties = SimpleNamespace(uuid="GPU-1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     gpu = torch.device("cuda", 1)
     assert groups._join(2, 2, gpu, 60.0).group is group
     assert done == [("nccl", gpu), gpu]
