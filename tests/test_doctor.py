@@ -14,7 +14,7 @@ from helpers.launch import DEMO
 from llama.checkpoint.find import find
 from llama.checkpoint.memory import bytes_of
 from llama.cli import doctor
-from llama.cli.doctor import Fact, _fits, environment_facts, thread_facts
+from llama.cli.doctor import Fact, _device, _fits, environment_facts, thread_facts
 from llama.loading import Files, estimate_memory
 from llama.model.plan import LayerPlan
 from llama.ranks.placement import Placement
@@ -110,6 +110,21 @@ def test_the_tokens_that_fit_are_those_that_build_takes():
             )
             _, num_pages = choose_sizes(memory, 16, 2**20, None, longest=512)
             assert memory.kv_tokens == num_pages * 16 > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "hip", "text"),
+    [("mps", None, "quantize, kv_cache_dtype and ranks are not supported"),
+     ("cuda", "7.0", "ROCm 7.0: the kernels compile for gfx90a, gfx942")],
+)  # fmt: skip
+def test_gpus_other_than_nvidia_s_are_described(monkeypatch, device, hip, text):
+    """What an Apple or an AMD GPU supports is reported, and that none has run this yet."""
+    monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr("llama.cli.doctor._gpu_kernels", lambda device: [])
+    (support,) = [x.text for x in _device(torch.device(device)) if x.name == "support"]
+    assert text in support and "no such GPU has run this project" in support
 
 
 def test_what_fits(make_checkpoint, monkeypatch):

@@ -38,6 +38,10 @@ _GIB = 2**30
 _MIN_SHM = 64 * _MIB  # Docker's default, while nothing else uses it
 _MIN_SHM_GPUS = 512 * _MIB  # NCCL takes some MiB for each pair of GPUs of a machine.
 
+_MPS = "PyTorch computes the operators; quantize, kv_cache_dtype and ranks are not supported"
+_ROCM = "the kernels compile for gfx90a, gfx942 and gfx1100, and the first build checks them"
+_NOT_RUN = "no such GPU has run this project yet"
+
 _T = TypeVar("_T")
 
 
@@ -123,6 +127,10 @@ def _device(device: torch.device) -> Iterator[Fact]:
     yield Fact("device", f"{device} ({title}); CUDA devices: {torch.cuda.device_count()}")
     free = llama.device.free_bytes(device) / _GIB
     yield Fact("memory", f"{free:.1f} GiB free for a process on {device}")
+    if device.type == "mps":
+        yield Fact("support", f"{_MPS}; {_NOT_RUN}")
+    elif torch.version.hip is not None:
+        yield Fact("support", f"ROCm {torch.version.hip}: {_ROCM}; {_NOT_RUN}")
     if device.type == "cuda":
         yield from _gpu_kernels(device)
 
@@ -223,7 +231,7 @@ def _memory_by_format(
 ) -> dict[str, Memory]:
     """Return what a rank needs of `free` bytes, for each format that the weights may have."""
     formats: dict[str, tuple[Checkpoint, str | None]] = {"bf16": (checkpoint, None)}
-    if device.type != "mps":
+    if device.type != "mps" and llama.device.missing_bf16(device) is None:
         formats |= {name: (checkpoint, name) for name in QUANTIZED}
     if checkpoint.packed is not None:
         formats = {checkpoint.file_type or "bf16": (checkpoint, None)}

@@ -65,12 +65,15 @@ class Case(NamedTuple):
         inputs: Its inputs, beside `kernels=`.
         small: Other inputs with the same results. Where they are given, only the kernel runs, on
             both, as the torch body would take too much memory for `inputs`.
+        is_optional: Whether the kernel can be used although it does not fit the GPU here, as other
+            tiles may.
     """
 
     name: str
     op: Op
     inputs: Sequence[Any]
     small: Sequence[Any] | None = None
+    is_optional: bool = False
 
 
 class LargeCache(NamedTuple):
@@ -237,7 +240,7 @@ class Cases:
                 name = f"{m} rows times {n} x {k} of kind {kind} with {tile and tuple(tile)}"
                 op = partial(_multiply, weight, tile, self.out_dtype(n))
                 x = self.normal(m, k)
-                yield Case(name, op, (x,))
+                yield Case(name, op, (x,), is_optional=tile is not None)
 
     def out_dtype(self, n: int) -> torch.dtype:
         """Return the dtype of a product with N outputs: logits are float32."""

@@ -9,6 +9,7 @@ NaN before.
 """
 
 import copy
+import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,8 @@ _MIN_SPEEDUP = 0.97  # a tile must stay below this part of cuBLAS's time
 def check_kernel(job: Job, name: str) -> list[Choice]:
     """Compare a kernel with its op's torch body in all cases.
 
+    Tiles of products that do not fit the GPU are left out.
+
     Returns:
         The tiles that are to be used with it.
 
@@ -46,11 +49,16 @@ def check_kernel(job: Job, name: str) -> list[Choice]:
         ArithmeticError: The results differ.
         RuntimeError: The kernel did not run.
     """
+    from triton.runtime.errors import OutOfResources
+
     cases = Cases(job)
     kernels = KernelSet(frozenset({name}), frozenset({cases.dtype}))
     for case in getattr(cases, name)():
         try:
             _check_case(case, kernels, cases.dtype)
+        except OutOfResources:
+            if not case.is_optional:
+                raise
         except (ArithmeticError, RuntimeError) as e:
             e.args = (f"{case.name}: {e}",)  # it keeps its type: memory may be short only now
             raise
@@ -149,8 +157,9 @@ def fastest_tile(cases: Cases, weight: Weight, sizes: Sizes, tiles: Sequence[Til
     """Return the fastest tile for a product, or None where cuBLAS is about as fast.
 
     Each time is that of one product per weight in a CUDA graph, so that the host's work does not
-    count.
+    count. A tile that does not fit the GPU takes forever.
     """
+    from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench_cudagraph
 
     _, n, k, m = sizes
@@ -167,6 +176,10 @@ def fastest_tile(cases: Cases, weight: Weight, sizes: Sizes, tiles: Sequence[Til
 
     def seconds(kernels: KernelSet) -> float:
         run = partial(multiply_all, kernels)
+        try:
+            run()  # outside a capture, which the error would end
+        except OutOfResources:
+            return math.inf
         return float(do_bench_cudagraph(run, rep=1, return_mode="median"))
 
     library = KernelSet(frozenset({"linear"}), frozenset({cases.dtype}))

@@ -168,10 +168,10 @@ def _versions(device: str) -> dict[str, str]:
 
 
 def _driver() -> str:
-    """Return the driver's version on Linux; elsewhere torch has CUDA's version alone."""
+    """Return the driver's version on Linux; without it torch has CUDA's or ROCm's version alone."""
     with contextlib.suppress(OSError):
         return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    return str(torch.version.cuda)
+    return str(torch.version.cuda or torch.version.hip)
 
 
 def _source_hash() -> str:

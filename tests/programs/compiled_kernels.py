@@ -1,7 +1,8 @@
 """Compile the Triton kernels to machine code without a GPU, and print the resources of each.
 
 By default the capabilities are 9.0 and 8.0. With arguments such as 80 89 90 100 120 they are these,
-with all tiles of products with quantized weights. Kernels are compiled in bfloat16, at the shapes
+with all tiles of products with quantized weights; with gfx942 it is AMD's MI300, of which only the
+shared memory is printed. Kernels are compiled in bfloat16, at the shapes
 of real models. Each line on stdout is JSON: the kernel, the shape and the capability, registers per
 thread, bytes of stack and accesses to spilled values, bytes of shared memory, the kinds of matrix
 products, how many loads read 16 bytes at once, and how many of these go to shared memory past the
@@ -27,6 +28,7 @@ from triton.runtime.cache import get_cache_manager
 
 from llama.ops.triton import attention, elementwise, linear
 
+_AMD = "gfx942"
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _TYPES = {  # argument types, by name
     **dict.fromkeys(
@@ -171,21 +173,7 @@ def _product(
 
 
 def compiled(job: Job) -> dict[str, Any]:
-    names = job.kernel.arg_names
-    signature = {
-        x: "constexpr" if x in job.constants else {**_TYPES, **job.types}[x] for x in names
-    }
-    unaligned = job.kernel.do_not_specialize_on_alignment or ()
-    attrs = {
-        (i,): [["tt.divisibility", 16]]
-        for i, x in enumerate(names)
-        if (signature[x].startswith("*") and x not in unaligned) or x in ("plane", "n")
-    }
-    source = ASTSource(
-        fn=job.kernel, signature=signature, constexprs=dict(job.constants), attrs=attrs
-    )
-    options = {"num_warps": job.warps, "num_stages": job.stages}
-    kernel = triton.compile(source, target=GPUTarget("cuda", job.capability, 32), options=options)
+    kernel = _compile(job, GPUTarget("cuda", job.capability, 32))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -204,6 +192,29 @@ def compiled(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def compiled_for_amd(job: Job) -> dict[str, Any]:
+    kernel = _compile(job, GPUTarget("hip", _AMD, 64))
+    return {"kernel": job.kernel.__name__, "shape": job.shape, "shared": kernel.metadata.shared}
+
+
+def _compile(job: Job, target: GPUTarget) -> Any:
+    names = job.kernel.arg_names
+    signature = {
+        x: "constexpr" if x in job.constants else {**_TYPES, **job.types}[x] for x in names
+    }
+    unaligned = job.kernel.do_not_specialize_on_alignment or ()
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, x in enumerate(names)
+        if (signature[x].startswith("*") and x not in unaligned) or x in ("plane", "n")
+    }
+    source = ASTSource(
+        fn=job.kernel, signature=signature, constexprs=dict(job.constants), attrs=attrs
+    )
+    options = {"num_warps": job.warps, "num_stages": job.stages}
+    return triton.compile(source, target=target, options=options)
+
+
 def _dumped(what: str, cubin: bytes, path: str) -> str:
     """Return the output of cuobjdump, stored in Triton's cache.
 
@@ -218,6 +229,12 @@ def _dumped(what: str, cubin: bytes, path: str) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:] == [_AMD]:
+        shapes = ("8B", "8B, 64 parts", "8B, (32, 256, 4, 4, True)", "8B, (16, 256, 4, 5, True)")
+        for job in jobs(80, every=False):
+            if job.shape in shapes:
+                print(json.dumps(compiled_for_amd(job)), flush=True)
+        return
     asked = [*map(int, sys.argv[1:])]
     chosen = [
         job

@@ -185,8 +185,13 @@ def prefill_tile(group: int, head_dim: int, is_wide: bool) -> Tile:
 
 @functools.cache
 def has_wide_tiles(device: torch.device) -> bool:
-    """Return whether the device has the matrix products of capability 9 and 10."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    """Return whether the device has the matrix products of capability 9 and 10.
+
+    AMD's GPUs have capabilities of these numbers too, and 64 KiB of shared memory.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @triton.jit

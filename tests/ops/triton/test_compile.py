@@ -54,3 +54,15 @@ def test_products_use_the_matrix_units_and_load_ahead(compiled):
         elif x["kernel"] != "merge_kernel":
             assert x["vectors"], x
         assert x["shared"] <= 99 * 1024, x  # the smallest limit of these devices
+
+
+def test_kernels_fit_an_amd_gpu_except_for_a_tile():
+    """Kernels compile for AMD's MI300 and fit its 64 KiB, except for a tile that is left out."""
+    clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(PROGRAMS / "compiled_kernels.py"), "gfx942"]
+    done = warm.run(command, env={**clean, "PYTHONPATH": str(REPO)}, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {"prefill_kernel", "decode_kernel", "product_kernel"} < {x["kernel"] for x in rows}
+    too_large = [x["shape"] for x in rows if x["shared"] > 64 << 10]
+    assert too_large == ["8B, (32, 256, 4, 4, True)"]

@@ -268,6 +268,41 @@ def test_the_fastest_tile_is_taken_where_it_beats_the_library(monkeypatch):
     assert found == [tiles[1], None, tiles[0]]
 
 
+def test_a_tile_that_does_not_fit_the_gpu_is_left_out(monkeypatch):
+    """A tile that does not fit the GPU is left out, and the kernel is used with the others."""
+    tiles = [Tile(16, 32, 4, 3, True), Tile(32, 32, 4, 9, True)]
+
+    def run(x: Tensor, weight: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
+        if tile == tiles[1]:
+            raise OutOfResources(73_728, 65_536, "shared memory")
+        return (x @ weight.T).to(dtype)
+
+    monkeypatch.setattr(products, "run", run)
+    monkeypatch.setattr(products, "candidates", lambda kind, n, k, m: tiles)
+    assert check_kernel(job("linear"), "linear") == []
+    monkeypatch.setattr(selfcheck, "_COLD_BYTES", 0)
+
+    def seconds(call: Callable[[], None], **_: Any) -> float:
+        call()
+        return next(times)
+
+    times = iter([1.0, 0.8])  # the library, and the first tile
+    monkeypatch.setattr("triton.testing.do_bench_cudagraph", seconds)
+    cases = Cases(job("linear"))
+    weight = PlainWeight.pack(cases.normal(64, 32))
+    assert selfcheck.fastest_tile(cases, weight, (0, 64, 32, 2), tiles) == tiles[0]
+
+
+@pytest.mark.parametrize("hip", [None, "7.0"])
+def test_amd_s_gpus_are_not_taken_for_hopper(monkeypatch, hip):
+    """AMD's GPUs have capabilities 9 and 10 as well, and too little memory for Hopper's tiles."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4 if hip else 0))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    attention.has_wide_tiles.cache_clear()
+    assert attention.has_wide_tiles(torch.device("cuda", 0)) == (hip is None)
+    attention.has_wide_tiles.cache_clear()
+
+
 @pytest.mark.parametrize("fault", [None, "wrong", "unwritten", "raises"])
 def test_a_wrong_kernel_is_told_from_a_right_one(fault):
     """The check tells a wrong kernel from a right one.
