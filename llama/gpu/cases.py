@@ -23,6 +23,7 @@ from llama.device import DTYPES
 from llama.gpu.job import Job
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch, ForwardContext
+from llama.ops.cpu.constants import N_BLOCK
 from llama.ops.kv_cache import FORMATS, format_of
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
@@ -30,10 +31,12 @@ from llama.ops.sample import SamplingRow, choose_ids
 from llama.ops.swiglu import silu_mul
 from llama.ops.triton.kernels import KernelSet, Sizes, Tile
 from llama.weights import PlainWeight, QuantKey, Weight, packed, random_weight
+from llama.weights.groups import GroupedWeight
 
 Results = tuple[Tensor, ...]
 Op = Callable[..., Tensor | Results]  # it also takes `kernels=`, and returns all that it writes
 
+_PACKED_ROWS = 33 * 32  # an odd number of blocks: no power of two leads to an equal block
 _PADDING_ROWS = 2
 _ROPE_PAGES = 9  # pages of the cache that keys and values are stored in
 _PLANE = 2**31  # elements of the keys of a layer's cache from which on offsets need 64 bits
@@ -260,11 +263,19 @@ class Cases:
                     yield Product(weight, sizes, tiles)
 
     def _weight(self, format: str | QuantKey | None, n: int, k: int) -> Weight:
-        """Return a random weight (N, K) in a format."""
+        """Return a random weight (N, K) in a format.
+
+        Of a quantized one the CPU packs a few rows, which the GPU repeats: all rows of the 8B's
+        matrices would take the CPU minutes.
+        """
+        if format is not None and n > _PACKED_ROWS:
+            few = self._weight(format, _PACKED_ROWS, k)
+            if isinstance(few, GroupedWeight) and n % N_BLOCK == 0:
+                return few.repeated(n)
+            format = None
         if isinstance(format, QuantKey):
             return random_weight(format, n, k, self.device)
-        plain = self.normal(n, k)
-        return packed(plain, format, self.device)
+        return packed(self.normal(n, k), format, self.device)
 
     def _weight_shapes(self) -> list[tuple[int, int]]:
         job = self.job

@@ -158,6 +158,17 @@ class GroupedWeight(BlockedWeight):
         weight.has_empty_row = first.has_empty_row
         return weight
 
+    def repeated(self, n: int) -> Self:
+        """Return a weight (n, K) that has the blocks of rows of this one again and again.
+
+        The size n is a multiple of 32. The weight has no adapter.
+        """
+        assert n % N_BLOCK == 0 and not self.is_extended, (n, self.is_extended)
+        values = self.values.data
+        blocks = torch.arange(n // N_BLOCK, device=values.device) % len(values)
+        shape = (n, self.shape[1])
+        return type(self)(shape, values[blocks], self.scales[blocks], self.table)
+
     @property
     def quant_key(self) -> QuantKey:
         """Return the key of this quantization."""

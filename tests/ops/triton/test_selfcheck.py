@@ -40,6 +40,7 @@ from llama.ops.triton import attention
 from llama.ops.triton import linear as products
 from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet, Tile, launcher
 from llama.weights import PlainWeight, QuantKey, Weight
+from llama.weights.groups import GroupedWeight
 
 CPU = torch.device("cpu")
 TILE = [16, 32, 4, 3, True]
@@ -266,6 +267,30 @@ def test_the_fastest_tile_is_taken_where_it_beats_the_library(monkeypatch):
     weight = PlainWeight.pack(cases.normal(64, 32))
     found = [selfcheck.fastest_tile(cases, weight, (0, 64, 32, 2), tiles) for _ in range(3)]
     assert found == [tiles[1], None, tiles[0]]
+
+
+@pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4", QuantKey(1, 0, 32, 1, 1)])
+def test_few_rows_of_a_quantized_weight_are_packed(monkeypatch, format):
+    """Few rows are packed on the CPU and repeated; all of the 8B's would take it minutes."""
+    packed_rows = set()
+
+    def counted(matrix: Any, *args: Any, **options: Any) -> Weight:
+        packed_rows.add(matrix.shape[0])
+        return packed(matrix, *args, **options)
+
+    packed = weights.packed
+    monkeypatch.setattr(cases, "_PACKED_ROWS", 96)
+    monkeypatch.setattr(cases, "packed", counted)
+    monkeypatch.setattr(weights, "packed", counted)
+    asked = Cases(replace(job("linear"), dtype="bf16"))
+    weight = asked._weight(format, 32 * 7, 256)
+    assert weight.shape == (224, 256) and isinstance(weight, GroupedWeight)
+    assert packed_rows == {96} and weight.is_whole()
+    rows = weight.exact()
+    assert torch.equal(rows[96:192], rows[:96]) and torch.equal(rows[192:], rows[:32])
+    assert not torch.equal(rows[32:64], rows[:32])
+    assert type(asked._weight(format, 100, 256)) is PlainWeight
 
 
 def test_a_tile_that_does_not_fit_the_gpu_is_left_out(monkeypatch):
