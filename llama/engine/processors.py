@@ -81,8 +81,8 @@ class LogitsProcessors:
             return processed
         cells = on_device_of(processed, np.array(banned))
         rows, tokens = cells.unbind(1)
-        lowest = processed.new_tensor(-math.inf)
-        return processed.index_put((rows, tokens), lowest)
+        ban = processed.new_full((), -math.inf)  # a copy from the host would wait for the device
+        return processed.index_put((rows, tokens), ban)
 
     def count(self, ids: Tensor) -> None:
         """Count the tokens (B) that the rows of the last `apply` got.

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.absent_device import absent_gpu
 from helpers.race import finishes
 from helpers.sampling import INF, LOGITS, assert_close, assert_same, sequence
 from helpers.sequences import state_of
@@ -112,6 +113,24 @@ def test_a_bad_word_may_begin_in_the_prompt(distribution) -> None:
     banned = torch.tensor([3, 7])
     expected = LOGITS.index_fill(0, banned, -INF).softmax(-1)
     assert_same(distribution(LOGITS, seq), expected)
+
+
+def test_processors_do_not_wait_for_a_gpu():
+    """No processor waits for a GPU, on which the step before may still run.
+
+    A past fault: the ban of a bad word of several tokens was copied from memory that is not pinned.
+    """
+    asked: list[dict[str, Any]] = [
+        {"bad_words": ((3, 4, 4, 7), (9,))},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {3: 1.0}},
+    ]
+    sequences = [sequence(**params) for params in asked]
+    logits = LOGITS.repeat(len(asked), 1)
+    with absent_gpu((9, 0)) as gpu:
+        on_gpu = LogitsProcessors().apply(gpu.put(logits.clone()), sequences)
+        assert gpu.waits == []
+        assert torch.equal(on_gpu.cpu(), LogitsProcessors().apply(logits, sequences))
+    assert on_gpu[0, 7] == on_gpu[0, 9] == -INF
 
 
 def test_presence_and_frequency_count_the_output_only(distribution) -> None:

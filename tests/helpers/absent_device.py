@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 Refusal = Callable[[Tensor], None]  # raises the device's error for a tensor that it cannot hold
 
+# Functions for which the host waits for a GPU: they read values, or copy memory that is not pinned.
+_WAITS = {"new_tensor", "item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__"}
 _MOVES = {"copy_", "to", "cpu", "__get__", "__set__", "set_", "index_put_", "__setitem__"}
 
 
@@ -30,10 +32,14 @@ class AbsentDevice(TorchFunctionMode):
     Args:
         device: The device.
         refuse: Raises the device's error for a tensor that it cannot hold.
+
+    Attributes:
+        waits: The calls for which the host would have waited for the device.
     """
 
     def __init__(self, device: str, refuse: Refusal = lambda values: None) -> None:
         super().__init__()
+        self.waits: list[str] = []
         self._device = torch.device(device)
         self._refuse = refuse
         flags = {f"is_{kind}": kind == self._device.type for kind in ("cpu", "cuda", "mps")}
@@ -60,6 +66,8 @@ class AbsentDevice(TorchFunctionMode):
             target: Any = torch.device("cpu")
         else:
             target = next((x for x in leaves if _is_device(x)), None)
+        if name in _WAITS and any(isinstance(x, AbsentTensor) for x in leaves):
+            self.waits.append(name)
         self._check_devices(name, leaves)
         result = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
         if target is not None and isinstance(result, Tensor):
