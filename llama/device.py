@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,14 @@ def free_bytes(device: torch.device) -> int:
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     free = min(_available_memory(), _cgroup_headroom())
     return free // torchrun_number("LOCAL_WORLD_SIZE")
+
+
+def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
+    """Run `work` on a GPU, and return the most bytes that it had allocated at once."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _available_memory() -> int:

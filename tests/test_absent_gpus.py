@@ -1,6 +1,6 @@
 """Models on GPUs that are absent: their names and their limits, and the CPU's values."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from helpers.absent_device import AbsentDevice, absent_gpu, refuse_float64
-from llama import Llama
+from llama import Llama, Transformer
+from llama.engine.core import EngineCore
+from llama.engine.recorder import Outputs
 from llama.gpu import selection
 from llama.gpu.job import CheckResult
 from llama.ops.cpu import native
@@ -112,3 +114,46 @@ def test_metas_forward_takes_what_its_tokens_need(checkpoint_dir, monkeypatch):
             assert torch.allclose(logits, cpu.forward(part, start), atol=1e-4)
         assert gpu.params.max_batch_size == 256
         assert allocated[0] == 32 and len(allocated) < 5 and max(allocated) <= 2 * 3 * 96
+
+
+class Again:
+    """A recorder that runs the function again, on a GPU of 1 GiB."""
+
+    def record(self, function: Callable[[], Outputs], inputs: Any) -> Any:
+        outputs = function()
+        return outputs, lambda: function() and None
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_build_runs_the_largest_step_first(checkpoint_dir, monkeypatch):
+    """A GPU runs a step of the most tokens at build, and its memory is left free.
+
+    A past fault: the memory was reckoned, and the first request waited for cuBLAS to load.
+    """
+    monkeypatch.setenv("LLAMA_GPU_KERNELS", "none")
+    steps: list[int] = []
+    run = Transformer.hidden_states
+
+    def hidden_states(model: Transformer, tokens: Tensor, *rest: Any) -> Tensor:
+        steps.append(len(tokens))
+        return run(model, tokens, *rest)
+
+    monkeypatch.setattr(Transformer, "hidden_states", hidden_states)
+    page = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, slots, elements, bytes
+    num_pages = {}
+    with absent_gpu((9, 0)):
+        model = build(str(checkpoint_dir[0]), "cuda").model
+        assert steps == [4 * 128]  # all that four sequences of 128 tokens can be
+        for peak in (0, (1 << 30) - 40 * page):  # of which 16 are for logits
+            monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _, peak=peak: peak)
+            core = EngineCore.for_model(
+                model, num_pages=32, token_budget=64, recorder_for=lambda model: Again()
+            )
+            num_pages[peak] = core.runner.num_pages
+            assert steps.count(64) == len(num_pages)
+    assert [*num_pages.values()] == [32, pytest.approx(24, abs=2)]

@@ -142,13 +142,15 @@ class EngineCore:
             **runner_options: Further arguments of `ModelRunner`.
         """
         batch_size = model.params.max_batch_size
+        token_budget = token_budget or max(TOKEN_BUDGET, batch_size)
         runner_options |= {"num_pages": num_pages, "page_size": page_size}
+        runner_options |= {"step_tokens": token_budget}
         models = [model] if draft_model is None else [draft_model, model]
         runners = [ModelRunner(x, recorder=recorder_for(x), **runner_options) for x in models]
         scheduler = Scheduler(
             PagePool(runners[-1].num_pages, page_size),
             max_batch_size=batch_size,
-            token_budget=token_budget or max(TOKEN_BUDGET, batch_size),
+            token_budget=token_budget,
         )
         return cls(runners, scheduler)
 

@@ -17,9 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llama.device import current
+from llama.device import current, peak_bytes
 from llama.engine.constraints import TokenMasks
 from llama.engine.graphs import Decoded, DecodeGraphs, bucket_of
+from llama.engine.largest_step import largest_step
 from llama.engine.processors import LogitsProcessors
 from llama.engine.recorder import CaptureError, Recorder
 from llama.engine.rows import HiddenStates, Reader, Scheduled, Step, StepResults, Tokens
@@ -47,6 +48,8 @@ class ModelRunner:
             beside the graphs and the reserve.
         has_drafts: Whether steps may have more rows than sequences. Graphs of all numbers of rows
             are then recorded, and not while requests wait.
+        step_tokens: The maximum number of tokens of a step. A GPU runs one such step first, whose
+            memory is reserved as well; 0: none.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ModelRunner:
         recorder: Recorder | None = None,
         reserve: int = 0,
         has_drafts: bool = False,
+        step_tokens: int = 0,
     ) -> None:
         self.model = model
         self.page_size = page_size
@@ -75,10 +79,22 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self.num_pages = num_pages  # pages that sequences may use
         with model.parallel.step(), current(device):
+            if device.type == "cuda" and step_tokens:
+                reserve = max(reserve, self._measure_step(step_tokens))
             if recorder is None:
                 self.kv_cache = model.new_kv_cache(num_pages, page_size)
             else:
                 self._record(recorder, reserve)
+
+    def _measure_step(self, num_tokens: int) -> int:
+        """Return the memory that a step of so many tokens takes, see `largest_step`."""
+        run = largest_step(self.model, num_tokens, self.page_size)
+        device = self.model.norm.weight.device
+        try:
+            return peak_bytes(device, run)
+        except kernel_errors() as error:
+            self.give_up_kernels(error)
+            return peak_bytes(device, run)
 
     def _record(self, recorder: Recorder, reserve: int) -> None:
         """Record the graphs, and allocate the KV cache beside them.

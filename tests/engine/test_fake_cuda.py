@@ -150,6 +150,7 @@ def driver(monkeypatch):
     packed: Any = Batch.pack
     monkeypatch.setattr(Batch, "pack", pack)
     monkeypatch.setattr(runner, "current", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(runner, "peak_bytes", lambda device, work: work() or 0)
     monkeypatch.setattr(runner, "_to_host", to_host)
     monkeypatch.setattr(runner, "_tokens", tokens)
     for module in (sample, graphs):

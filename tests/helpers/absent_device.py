@@ -109,6 +109,8 @@ def absent_gpu(capability: tuple[int, int], memory: int = 16 << 30) -> Iterator[
         "mem_get_info": lambda device: (memory, memory),
         "memory_reserved": lambda device: 0,
         "memory_allocated": lambda device: 0,
+        "max_memory_allocated": lambda device: 0,
+        "reset_peak_memory_stats": lambda device: None,
         "device": lambda device: contextlib.nullcontext(),
         "current_stream": lambda device=None: None,
         "synchronize": lambda device=None: None,

@@ -1,0 +1,44 @@
+"""The step of the most tokens, which a GPU runs before its KV cache is allocated.
+
+In: a model. Out: a function that runs the step. It takes as much memory as any step of prompts, and
+loads the modules of torch's libraries, for which the first request would wait. Requests must not be
+known here.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from llama.model.transformer import Transformer
+from llama.ops.batch import Batch
+from llama.ops.sample import choose_ids
+
+
+def largest_step(model: Transformer, num_tokens: int, page_size: int) -> Callable[[], None]:
+    """Return a function that runs a step of prompts, of which nobody reads the results.
+
+    Args:
+        model: The model.
+        num_tokens: The maximum number of tokens of a step.
+        page_size: The slots of a page.
+    """
+    params = model.params
+    counts: list[int] = []
+    while (left := num_tokens - sum(counts)) and len(counts) < params.max_batch_size:
+        counts.append(min(left, params.max_seq_len))
+    counts.sort()  # single tokens come first
+    pages = itertools.count()
+    tables = [[*itertools.islice(pages, -(-n // page_size))] for n in counts]
+    kv_cache = model.new_kv_cache(next(pages), page_size)
+    tokens = [0] * sum(counts)
+    starts = [0] * len(counts)
+    logit_rows = range(min(len(tokens), params.max_batch_size))
+    ids, batch = Batch.pack(tokens, starts, counts, tables, page_size, logit_rows, kv_cache.device)
+
+    @torch.inference_mode()
+    def run() -> None:
+        logits = model.logits(model.hidden_states(ids, batch, kv_cache))
+        choose_ids(logits, [None] * len(logits), (), (), model.kernels)
+
+    return run
