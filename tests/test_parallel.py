@@ -24,7 +24,7 @@ from llama.compat.vllm import SamplingParams as VllmParams
 from llama.model.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops.norm import rms_norm
 from llama.ranks.collectives import ModelParallel
-from llama.ranks.one_shot import MAX_BYTES, MAX_SWITCH_BYTES
+from llama.ranks.one_shot import MAX_BYTES
 from llama.ranks.placement import Placement
 from llama.weights import PlainWeight
 from llama.weights.bytes import BytesWeight
@@ -355,15 +355,19 @@ def test_a_one_shot_sum_is_tried_before_it_is_used(two_ranks):
     """A one-shot sum is tried before it is used.
 
     A sum that is wrong, has other bits or is unavailable on one rank is used on none; nor is it
-    used for float16, which torch's kernels do not support. A rank that fails while another waits
+    used for float16, which torch's kernels do not support. Each way is used up to the size where
+    another one is faster, the same on all ranks. A rank that fails while another waits
     for it inside torch ends the job soon.
     """
     sums = [[2 * i + 1 for i in row] for row in ([0, 1, 2, 3], [4, 5, 6, 7])]
+    # Without a switch, unavailable twice, with a switch, and with one that is wrong or missing.
+    alone = [MAX_BYTES, MAX_BYTES]
+    joined = [alone, [0, 0], [0, 0], [4 << 20, 8 << 10], alone, alone]
     wanted = [
         [True, False, False],
         sums,
         [False, False, True, True, False, True, False],
-        [MAX_BYTES, 0, 0, MAX_SWITCH_BYTES, MAX_BYTES, MAX_BYTES],  # selected on all ranks, or none
+        joined,
         [True, True, False],
     ]
     results = [rank[6]["result"] for rank in two_ranks["samples"]]

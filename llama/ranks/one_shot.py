@@ -2,12 +2,15 @@
 
 Each rank reads the memory of all other ranks at once, and an NVSwitch computes larger sums. In: the
 ranks of a group on one machine. Out: an all-reduce for tensors of up to MAX_BYTES, or of up to
-MAX_SWITCH_BYTES with an NVSwitch; None if these GPUs cannot do it, or if the self-test against nccl
-fails. torch's kernels over symmetric memory compute the sums. A decode step needs two sums per
-layer, of a few kilobytes for a few rows and of a megabyte for 64. It must not know the model.
+MAX_SWITCH_BYTES with an NVSwitch, as far as it is faster than nccl; None if these GPUs cannot do
+it, or if the self-test against nccl fails. torch's kernels over symmetric memory compute the sums.
+A decode step needs two sums per layer, of a few kilobytes for a few rows and of a megabyte for 64.
+It must not know the model.
 """
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -25,6 +28,8 @@ _ALIGNMENT = 16  # bytes that the kernels load at once
 _TEST_ELEMENTS = (64, 4096, 16_384)
 _LARGE_TEST_ELEMENTS = (1 << 17, 1 << 19)
 _DTYPES = (torch.bfloat16, torch.float32)  # the dtypes of torch's kernels
+_TIMED_BYTES = (8 << 10, 64 << 10, MAX_BYTES, 1 << 20, 4 << 20, MAX_SWITCH_BYTES)
+_TIMED_CALLS = 20
 _LIMIT_S = 30.0  # time for all ranks to map each other's memory, which takes milliseconds
 
 
@@ -41,6 +46,7 @@ class OneShot:
         self._buffer = buffer
         self._reduce = reduce
         self._in_switch = in_switch or reduce
+        self._one_shot_bytes = MAX_BYTES  # up to this size without the switch
         self.max_bytes = MAX_BYTES if in_switch is None else len(buffer)
 
     @classmethod
@@ -66,7 +72,9 @@ class OneShot:
         has_switch = _agree(control, one_shot.max_bytes > MAX_BYTES)
         if not has_switch or not one_shot.self_test(group, control, _LARGE_TEST_ELEMENTS):
             one_shot.max_bytes = MAX_BYTES
-        return one_shot
+            one_shot._in_switch = one_shot._reduce
+        one_shot.choose_limits(group, control)
+        return one_shot if one_shot.max_bytes else None
 
     def self_test(
         self,
@@ -102,6 +110,35 @@ class OneShot:
                     is_correct &= _is_same(result, control)
         return _agree(control, is_correct)
 
+    def choose_limits(self, group: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
+        """Time the sums of a few sizes, and use each way up to the size where another is faster.
+
+        Args:
+            group: the group on the device's backend.
+            control: the same ranks on gloo, which must choose the same.
+        """
+        one_shot_bytes = 0
+        max_bytes = 0
+        for num_bytes in _TIMED_BYTES:
+            if num_bytes > self.max_bytes:
+                break
+            own = self._buffer[:num_bytes].view(torch.bfloat16)
+            x = torch.zeros_like(own)
+            library_s = _seconds(functools.partial(dist.all_reduce, x, group=group))
+            one_shot_s = math.inf
+            if num_bytes <= MAX_BYTES:
+                one_shot_s = _seconds(functools.partial(self._reduce, own, x))
+            switch_s = math.inf
+            if self._in_switch is not self._reduce:
+                switch_s = _seconds(functools.partial(self._in_switch, own, x))
+            if not _agree(control, min(one_shot_s, switch_s) < library_s):
+                break
+            max_bytes = num_bytes
+            if _agree(control, one_shot_s <= switch_s):
+                one_shot_bytes = num_bytes
+        self._one_shot_bytes = one_shot_bytes
+        self.max_bytes = max_bytes
+
     def supports(self, x: Tensor) -> bool:
         """Return whether `all_reduce` takes this tensor."""
         return (
@@ -114,7 +151,7 @@ class OneShot:
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum over the ranks, in place. The kernel ends when all ranks have read the buffer."""
-        reduce = self._reduce if x.nbytes <= MAX_BYTES else self._in_switch
+        reduce = self._reduce if x.nbytes <= self._one_shot_bytes else self._in_switch
         reduce(self._buffer.view(x.dtype)[: x.numel()], x.view(-1))
 
 
@@ -140,6 +177,21 @@ def _in_time(
             f"which some ranks did and others not ({outcome}): {str(error).splitlines()[0]}"
         ) from error
     return one_shot
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Return the time of a call on the current GPU, after a few that are not counted."""
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    for _ in range(3):
+        run()
+    begin.record()
+    for _ in range(_TIMED_CALLS):
+        run()
+    end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1000 / _TIMED_CALLS
 
 
 def _reaches_peers(device: torch.device) -> bool:

@@ -76,6 +76,12 @@ def properties(device: torch.device) -> SimpleNamespace:
     return SimpleNamespace(uuid=os.environ.get("SHARED_GPU", f"GPU-{device.index}"))
 
 
+def seconds(run: Callable[[], object]) -> float:
+    """Run a sum as it is timed: the one-shot kernels are faster."""
+    run()
+    return 1.0 + (run.func is dist.all_reduce)  # type: ignore[attr-defined]
+
+
 def is_nccl(group: dist.ProcessGroup) -> str:
     return "nccl"
 
@@ -93,6 +99,7 @@ patches: list[Any] = [
     mock.patch.object(torch, "zeros", on_host(torch.zeros)),
     mock.patch.object(torch_private, "symmetric_buffer", symmetric_buffer),
     mock.patch.object(one_shot, "_reaches_peers", lambda device: True),
+    mock.patch.object(one_shot, "_seconds", seconds),
 ]
 for patch in patches:
     patch.start()

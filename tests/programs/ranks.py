@@ -208,6 +208,9 @@ def one_shot_sums(folder: str) -> list:
         assert own.shape == out.shape
         dist.all_reduce(out, group=group)
 
+    def switch(own: Tensor, out: Tensor) -> None:
+        reduce(own, out)
+
     def wrong(own: Tensor, out: Tensor) -> None:
         reduce(own, out)
         out[0] += RANK
@@ -226,7 +229,7 @@ def one_shot_sums(folder: str) -> list:
         join_one_shot(group, control, (small, large), way)
         for small, large, way in (
             (reduce, None, ""), (reduce, None, "prepare"), (reduce, None, "meet"),
-            (reduce, reduce, ""), (reduce, [None, reduce][RANK], ""), (reduce, wrong, ""),
+            (reduce, switch, ""), (reduce, [None, switch][RANK], ""), (reduce, wrong, ""),
         )
     ]  # fmt: skip
     switched = OneShot(torch.empty(4 * MAX_BYTES, dtype=torch.uint8), wrong, reduce)
@@ -246,8 +249,8 @@ def one_shot_sums(folder: str) -> list:
     return [taken, x.tolist(), sizes, joined, are_summed, fails_in_a_rendezvous(group, control)]
 
 
-def join_one_shot(group: Any, control: Any, sums: tuple, fails: str) -> int:
-    """Return the maximal bytes of a one-shot sum, or 0 where it is unavailable.
+def join_one_shot(group: Any, control: Any, sums: tuple, fails: str) -> list[int]:
+    """Return the maximal bytes of a sum, and of one without the switch; 0 where it is unavailable.
 
     On rank 1 no memory can be allocated, or no rank can map another's.
     """
@@ -262,12 +265,21 @@ def join_one_shot(group: Any, control: Any, sums: tuple, fails: str) -> int:
             raise RuntimeError("no memory")
         return torch.empty(num_bytes, dtype=torch.uint8), meet
 
+    def seconds(run: Any) -> float:
+        """Return a time by which nccl wins from 8 MB on, and the switch from 64 KB on."""
+        num_bytes = run.args[-1].nbytes
+        if run.func is dist.all_reduce:
+            return 3.0 if num_bytes < 8 << 20 else 1.0
+        is_switch = run.func is sums[1]
+        return 2.0 - (is_switch and num_bytes >= 64 << 10) + (RANK and num_bytes == 8 << 10) / 2
+
     with (
+        mock.patch.object(one_shot_module, "_seconds", seconds),
         mock.patch.object(torch_private, "symmetric_buffer", buffer),
         mock.patch.object(one_shot_module, "_reaches_peers", lambda device: True),
     ):
         found = OneShot.join(group, control, torch.device("cpu"))
-        return 0 if found is None else found.max_bytes
+        return [0, 0] if found is None else [found.max_bytes, found._one_shot_bytes]
 
 
 def fails_in_a_rendezvous(group: Any, control: Any) -> str:
