@@ -27,7 +27,7 @@ from llama.ops.cpu.constants import N_BLOCK
 from llama.ops.kv_cache import FORMATS, format_of
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
-from llama.ops.sample import SamplingRow, choose_ids
+from llama.ops.sample import SamplingRow, choose_ids, top_tokens
 from llama.ops.swiglu import silu_mul
 from llama.ops.triton.kernels import KernelSet, Sizes, Tile
 from llama.weights import PlainWeight, QuantKey, Weight, packed, random_weight
@@ -231,6 +231,9 @@ class Cases:
             yield Case(f"{rows} rows", choose_ids, (logits, chosen, seeds, positions))
             greedy = [None] * rows
             yield Case(f"{rows} greedy rows", choose_ids, (logits, greedy, seeds, positions))
+            if self.job.vocab_rows < self.job.vocab_size:  # several ranks
+                share = logits[rows - 1 :, : self.job.vocab_rows].contiguous()
+                yield Case(f"{len(share)} rows of a rank's share", _top_tokens, (share,))
 
     def linear(self) -> Iterator[Case]:
         """Yield every tile of every product, and quantized weights that are made plain."""
@@ -359,6 +362,12 @@ def read_cache(kv_cache: Tensor) -> Tensor:
 def _attend(queries: Tensor, cache: Tensor, batch: Batch, kernels: KernelSet) -> Tensor:
     batch = batch.with_kernels(kernels)
     return paged_attention(queries, cache, batch)
+
+
+def _top_tokens(logits: Tensor, kernels: KernelSet) -> Results:
+    """Return the top ids, and the bits of their logits."""
+    row_max, ids = top_tokens(logits, kernels)
+    return ids, row_max.view(torch.int32)
 
 
 def _rope_and_read(

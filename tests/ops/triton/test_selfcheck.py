@@ -230,6 +230,23 @@ def test_sampling_is_checked_for_many_rows_at_once(monkeypatch):
         check_kernel(job("sample"), "sample")
 
 
+def test_a_rank_s_share_of_the_vocabulary_is_sampled_in_the_check(monkeypatch):
+    """The top tokens of a rank's share are checked: its blocks are another kernel to a compiler."""
+    asked = set()
+
+    def top_tokens(logits: Tensor, kernels: KernelSet) -> tuple[Tensor, Tensor]:
+        asked.add((logits.shape[1], bool(kernels.names)))
+        return op_top_tokens(logits)
+
+    op_top_tokens = cases.top_tokens
+    monkeypatch.setattr(cases, "choose_ids", lambda *x, kernels: choose_ids(*x))
+    monkeypatch.setattr(cases, "top_tokens", top_tokens)
+    check_kernel(job("sample"), "sample")
+    assert not asked
+    check_kernel(replace(job("sample"), vocab_rows=20), "sample")
+    assert asked == {(20, True), (20, False)}
+
+
 def test_a_large_cache_is_read_and_written_where_it_should_be(monkeypatch):
     """A large cache is read and written at the right addresses.
 
