@@ -395,6 +395,22 @@ def test_every_launch_of_a_rank_is_on_its_own_gpu(tmp_path):
         assert {name for name, _ in seen} == names
 
 
+def test_no_rank_splits_the_communicator_for_others(tmp_path):
+    """No rank splits nccl's communicator for a group on gloo of which it is no part.
+
+    The ranks inside of such a group take no part in the split, which waits for all. Two copies of a
+    model have such groups.
+    """
+    program = [str(PROGRAMS / "current_devices.py"), str(tmp_path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = warm.run([*command, *program], env=environment(GROUP_SIZE="1"), timeout=120)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert {device for _, device in seen} == {rank}, seen
+        assert {name for name, _ in seen} == {"init_process_group", "all_reduce"}
+
+
 def test_ranks_that_find_the_same_gpu_say_so(tmp_path):
     """Ranks that find the same GPU name it on every rank, before nccl does as a network fault.
 

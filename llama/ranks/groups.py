@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -150,6 +150,35 @@ def _make_fairscale_groups(size: int) -> None:
         fs_init.initialize_model_parallel(size)
 
 
+def _make_own_fairscale_groups(size: int, limit: timedelta) -> None:
+    """Make those of fairscale's groups that this rank belongs to.
+
+    fairscale's own function makes all groups on all ranks, 17 for eight ranks, of which 16 have one
+    rank. Each would be a communicator of nccl, which takes a tenth of a second.
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    first = rank - rank % size
+    alone = _new_group([rank], limit, "gloo")
+    with_same_part = range(rank % size, world_size, size)
+    fs_init._MODEL_PARALLEL_GROUP = _new_group(range(first, first + size), limit)
+    fs_init._DATA_PARALLEL_GROUP = (
+        alone if size == world_size else _new_group(with_same_part, limit)
+    )
+    fs_init._PIPELINE_PARALLEL_GROUP = alone
+    fs_init._PIPELINE_PARALLEL_RANKS = [rank]
+
+
+def _new_group(
+    ranks: Sequence[int], limit: timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make a group of these ranks, which alone call it, once in a process."""
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), timeout=limit, backend=backend, use_local_synchronization=True
+    )
+    return group
+
+
 def _join(size: int, world_size: int, device: torch.device, timeout_s: float) -> ModelParallel:
     """Meet the other ranks, and make the groups; raise a RankError if either fails."""
     watch = Watch.of_process() or _meet_all(size, world_size, timeout_s, _gpu_id(device))
@@ -275,12 +304,15 @@ def _make_groups(
         _first_sum(group, gpu)
     data_rank = dist.get_rank() // size
     data_size = world_size // size
-    controls = [
-        dist.new_group(list(range(i * size, (i + 1) * size)), timeout=limit, backend="gloo")
-        for i in range(data_size)
-    ]
+    # Every rank makes all of these, as torch counts groups to name them, and a later build in the
+    # same processes must not find the addresses of an earlier group of the same name.
+    with torch_private.without_splits():
+        controls = [
+            dist.new_group(list(range(i * size, (i + 1) * size)), timeout=limit, backend="gloo")
+            for i in range(data_size)
+        ]
+        world = dist.new_group(timeout=limit, backend="gloo")
     control = controls[data_rank]
-    world = dist.new_group(timeout=limit, backend="gloo")
     rank = fs_init.get_model_parallel_rank()
     shared = None
     one_shot = None
@@ -324,7 +356,7 @@ def _model_parallel_group(
             device_id=gpu,
         )
     if not fs_init.model_parallel_is_initialized():
-        _make_fairscale_groups(size)
+        _make_own_fairscale_groups(size, limit)
     elif fs_init.get_model_parallel_world_size() != size:
         raise ValueError(
             f"model_parallel_size={size}, but this process already joined groups of "

@@ -4,8 +4,9 @@ torch gives no guarantee for them. A test checks that the installed torch has ea
 function documents what happens with a torch that lacks its names.
 """
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +58,26 @@ def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
     set_it = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if set_it is not None:
         set_it(limit, group)
+
+
+@contextlib.contextmanager
+def without_splits() -> Iterator[None]:
+    """Keep torch from splitting nccl's communicator for the groups that the block makes on gloo.
+
+    Where the default group is bound to a GPU, ranks outside of a new group split its communicator,
+    and those inside of a gloo group do not: each waits for others (pytorch #145376). If torch lacks
+    the attribute, groups are not bound.
+    """
+    default = dist.distributed_c10d.GroupMember.WORLD
+    device = getattr(default, "bound_device_id", None)
+    if default is None or device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 def symmetric_buffer(

@@ -3,7 +3,8 @@
 It joins its groups by `connect` and writes, as JSON to `FOLDER/rankN.json`, the current CUDA device
 at each operation that launches on it: a kernel of torch is launched on the current device of its
 thread, whatever device its pointers belong to. Usage: current_devices.py FOLDER, under torchrun.
-With SHARED_GPU all ranks find the same GPU, and write the error of the build.
+With SHARED_GPU all ranks find the same GPU, and write the error of the build. With GROUP_SIZE the
+ranks form model-parallel groups of this size.
 """
 
 import json
@@ -18,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fairscale.nn.model_parallel import initialize as fs_init
 
 from llama.ranks import groups, one_shot, torch_private
 
@@ -59,6 +61,8 @@ def on_host(function: Callable) -> Callable:
 def init_process_group(backend: str, *, device_id: torch.device, **kwargs: Any) -> None:
     assert backend == "nccl" and device_id.index == RANK
     real_init(backend="gloo", **kwargs)
+    world: Any = dist.distributed_c10d.GroupMember.WORLD
+    world.bound_device_id = device_id  # as torch binds nccl
 
 
 def symmetric_buffer(num_bytes: int, device: torch.device) -> tuple:
@@ -82,6 +86,12 @@ def seconds(run: Callable[[], object]) -> float:
     return 1.0 + (run.func is dist.all_reduce)  # type: ignore[attr-defined]
 
 
+def split_source(group: dist.ProcessGroup) -> SimpleNamespace:
+    """Return nccl's communicator, which all ranks must split at once."""
+    split = recorded("split of a group that others make", lambda device: None)
+    return SimpleNamespace(perform_nocolor_split=split)
+
+
 def is_nccl(group: dist.ProcessGroup) -> str:
     return "nccl"
 
@@ -95,6 +105,7 @@ patches: list[Any] = [
     ),
     mock.patch.object(dist, "all_reduce", recorded("all_reduce", real_all_reduce)),
     mock.patch.object(dist, "get_backend", is_nccl),
+    mock.patch.object(dist.distributed_c10d, "_get_split_source", split_source),
     mock.patch.object(torch.cuda, "get_device_properties", properties),
     mock.patch.object(torch, "zeros", on_host(torch.zeros)),
     mock.patch.object(torch_private, "symmetric_buffer", symmetric_buffer),
@@ -104,11 +115,15 @@ patches: list[Any] = [
 for patch in patches:
     patch.start()
 try:
-    parallel = groups.connect(None, torch.device("cuda", RANK), 30)
+    size = int(os.environ.get("GROUP_SIZE", os.environ["WORLD_SIZE"]))
+    parallel = groups.connect(size, torch.device("cuda", RANK), 30)
 except ValueError as error:
     Path(sys.argv[1], f"rank{RANK}.json").write_text(json.dumps(str(error)))
     sys.exit()
-assert parallel.one_shot is not None
+assert (parallel.one_shot is not None) == (size > 1)
+assert fs_init.get_data_parallel_world_size() == int(os.environ["WORLD_SIZE"]) // size
+assert fs_init.get_model_parallel_rank() == RANK % size
+assert fs_init.get_pipeline_parallel_ranks() == [RANK]
 mock.patch.stopall()
 Path(sys.argv[1], f"rank{RANK}.json").write_text(json.dumps(seen))
 groups.disconnect()

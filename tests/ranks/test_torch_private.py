@@ -30,6 +30,10 @@ def test_each_is_there(owner, name):
     assert callable(found)
 
 
+def test_groups_know_their_gpu():
+    assert "bound_device_id" in dir(dist.ProcessGroup)
+
+
 def test_the_sums_of_symmetric_memory_are_operators_of_torch():
     assert torch.ops.symm_mem.one_shot_all_reduce_copy_out is not None
     assert torch.ops.symm_mem.multimem_all_reduce_ is not None
@@ -54,6 +58,16 @@ def test_a_switch_adds_up_what_lies_in_the_symmetric_memory(monkeypatch, multica
     if large is not None:
         large(own, x)
         assert x.tolist() == [6.0] * 4
+
+
+@pytest.mark.parametrize("gpu", [None, torch.device("cuda", 3)])
+def test_groups_on_gloo_split_no_communicator(monkeypatch, gpu):
+    """The default group is not bound to its GPU in the block, and is again afterwards."""
+    world = SimpleNamespace(bound_device_id=gpu)
+    monkeypatch.setattr(dist.distributed_c10d, "GroupMember", SimpleNamespace(WORLD=world))
+    with torch_private.without_splits():
+        assert world.bound_device_id is None
+    assert world.bound_device_id == gpu
 
 
 def test_what_happens_without(monkeypatch):
