@@ -8,8 +8,6 @@ Programming Guide, "CUDA Graphs"). The price is a fixed shape: a batch is padded
 few sizes with rows that write to a page that nobody reads. All shapes share their inputs and
 outputs. A recorder decides what recording means, so that tests can record without a GPU.
 
-The file has over 400 lines, as the inputs of a step and the graph that reads them change together.
-
 Shapes: R rows of the bucket, M pages of a row's table, S slots per page, V vocabulary.
 """
 

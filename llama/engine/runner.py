@@ -89,12 +89,11 @@ class ModelRunner:
     def _measure_step(self, num_tokens: int) -> int:
         """Return the memory that a step of so many tokens takes, see `largest_step`."""
         run = largest_step(self.model, num_tokens, self.page_size)
-        device = self.model.norm.weight.device
         try:
-            return peak_bytes(device, run)
+            return peak_bytes(self._last_ids.device, run)
         except kernel_errors() as error:
             self.give_up_kernels(error)
-            return peak_bytes(device, run)
+            return peak_bytes(self._last_ids.device, run)
 
     def _record(self, recorder: Recorder, reserve: int) -> None:
         """Record the graphs, and allocate the KV cache beside them.
