@@ -2,7 +2,8 @@
 
 A host that calls `generate_stream(model, tokenizer, params, device, context_len)` of its own calls
 one of these functions instead, and passes a `Llama` as the model (an `AsyncLLMEngine` for the async
-one): `generate_stream` for FastChat, `async_generate_stream` for DB-GPT in place of vLLM.
+one): `generate_stream` for FastChat, `async_generate_stream` for DB-GPT in place of vLLM,
+`gorilla_generate_stream` and `guanaco_generate_stream` for gorilla and guanaco.
 `read_params` accepts what hosts send, such as numbers as text or as numpy scalars. A value that
 cannot be used is a ValueError that names the key, because FastChat does not catch TypeError.
 """
@@ -51,6 +52,17 @@ _OTHER_KEYS = {"prompt", "max_new_tokens", "stop", "stop_token_ids", "echo", "do
 # 0.8.2, dbgpt/model/llm/llm_out/vllm_llm.py.
 FASTCHAT_TOKENS = 256
 DB_GPT_TOKENS = 2048
+# The defaults of gorilla and guanaco, from DB-GPT 0.3, pilot/model/llm_out/gorilla_llm.py and
+# guanaco_llm.py, which have the functions of these two programs.
+_GORILLA: dict[str, Any] = {"max_new_tokens": 1024}
+_GORILLA_CONTEXT = 42_048
+_GUANACO: dict[str, Any] = {
+    "max_new_tokens": 512,
+    "stop": "###",
+    "top_k": 1,
+    "repetition_penalty": 1.7,
+}
+_GUANACO_CONTEXT = 2048
 _SWITCHES = {"true": True, "1": True, "false": False, "0": False, "none": False, "": False}
 _Report = dict[str, Any]
 _serials = itertools.count()
@@ -79,8 +91,7 @@ class Pace:
 
     def select(self, report: _Report) -> list[_Report]:
         """Return the reports to send in place of one that the engine makes."""
-        reasons = report["finish_reason"]
-        if None not in (reasons if isinstance(reasons, list) else [reasons]):
+        if _has_ended(report):
             return [{**report, "finish_reason": None}, report]
         count = report["usage"]["completion_tokens"]
         if count - self._num_reported < self._interval:
@@ -144,6 +155,59 @@ def generate_stream(
                 yield from pace.select(report_of(checked[0], output, engine.tokenizer))
 
     return reports()
+
+
+def gorilla_generate_stream(
+    model: Llama,
+    tokenizer: Tokenizer | ClientTokenizer,
+    params: dict[str, Any],
+    device: str,
+    context_len: int | None = _GORILLA_CONTEXT,
+    stream_interval: int = 2,
+) -> Iterator[str]:
+    """Generate for gorilla: yield the text so far, without the prompt, again and again.
+
+    See `generate_stream` for the arguments and errors.
+    """
+    given = _with_defaults(params, _GORILLA)
+    return _texts(generate_stream(model, tokenizer, given, device, context_len, stream_interval))
+
+
+def guanaco_generate_stream(
+    model: Llama,
+    tokenizer: Tokenizer | ClientTokenizer,
+    params: dict[str, Any],
+    device: str,
+    context_len: int | None = _GUANACO_CONTEXT,
+) -> Iterator[str]:
+    """Generate for guanaco: yield the text so far, without the prompt, after each token.
+
+    See `generate_stream` for the arguments and errors.
+    """
+    given = _with_defaults(params, _GUANACO)
+    return _texts(generate_stream(model, tokenizer, given, device, context_len, 1))
+
+
+def _with_defaults(params: Any, defaults: dict[str, Any]) -> Any:
+    """Return the params of a request without echo; `generate_stream` refuses what is no dict."""
+    if not isinstance(params, Mapping):
+        return params
+    given = {key: value for key, value in params.items() if value is not None}
+    return {**defaults, **given, "echo": False}
+
+
+def _texts(reports: Iterator[_Report]) -> Iterator[str]:
+    """Yield the texts of reports, the last one only once."""
+    with contextlib.closing(reports):  # type: ignore[type-var]  # It is a generator.
+        for report in reports:
+            if not _has_ended(report):
+                yield report["text"]
+
+
+def _has_ended(report: _Report) -> bool:
+    """Return whether each answer of the report has its finish_reason."""
+    reasons = report["finish_reason"]
+    return None not in (reasons if isinstance(reasons, list) else [reasons])
 
 
 async def async_generate_stream(

@@ -18,7 +18,14 @@ from helpers.launch import DEMO
 from llama import AsyncLLMEngine, Llama, SamplingParams
 from llama.checkpoint.convert import convert
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.compat.hosts import async_generate_stream, generate_stream
+from llama.compat.hosts import (
+    async_generate_stream,
+    generate_stream,
+    gorilla_generate_stream,
+    guanaco_generate_stream,
+)
+from llama.compat.vllm import AsyncLLMEngine as VllmEngine
+from llama.compat.vllm import SamplingParams as VllmParams
 
 PROMPT = "Once upon a time"
 
@@ -112,10 +119,10 @@ def test_fastchats_model_worker_and_openai_server(demo):
 
 
 def db_gpt_pieces(outputs: Iterator[Any]) -> list[str]:
-    """Act as DB-GPT's worker: dicts with the text so far, of which the added part is new."""
+    """Act as DB-GPT's worker: strings or dicts of the text so far, whose added part is new."""
     previous, pieces = "", []
     for output in outputs:
-        text = output["text"]
+        text = output if isinstance(output, str) else output["text"]
         pieces.append(text[len(previous) :])
         previous = text
     return pieces
@@ -149,6 +156,97 @@ def test_db_gpts_function_for_vllm(demo):
         assert len(reason) == n if n > 1 else reason in ("stop", "length")
         if n == 1:
             assert "".join(db_gpt_pieces(iter(outputs))) == outputs[-1]["text"]
+
+
+def test_gorillas_function(demo):
+    """Gorilla's function yields strings without the prompt, for the first and each second token.
+
+    Its program prints whole words, as FastChat's does, and DB-GPT's worker takes the difference.
+    """
+    sent = {"prompt": PROMPT, "max_new_tokens": 30, "stop": None, "echo": True, "seed": 5}
+    texts = list(gorilla_generate_stream(demo, demo.tokenizer, sent, "cpu"))
+    (wanted,) = answer(demo, max_tokens=30, temperature=1.0, seed=5)
+    assert texts[-1] == wanted and len(texts) == 16 and all(type(text) is str for text in texts)
+    assert "".join(db_gpt_pieces(iter(texts))) == wanted
+    assert words_printed({"text": text} for text in texts) == wanted.strip()
+    stopped = gorilla_generate_stream(demo, demo.tokenizer, sent | {"stop": "."}, "cpu", 512, 3)
+    assert list(stopped)[-1] == wanted[: wanted.index(".")]
+    default = gorilla_generate_stream(demo, demo.tokenizer, {"prompt": PROMPT, "seed": 5}, "cpu")
+    (longest,) = answer(demo, max_tokens=1024, temperature=1.0, seed=5)
+    assert list(default)[-1] == longest
+
+
+def test_guanacos_function(demo):
+    """Guanaco's function yields a string for each token, greedily and with its penalty of 1.7."""
+    sent = {"prompt": PROMPT, "max_new_tokens": 30, "temperature": 0.8, "stop": None}
+    texts = list(guanaco_generate_stream(demo, demo.tokenizer, sent, "cpu", 512))
+    (wanted,) = answer(demo, max_tokens=30, temperature=0, repetition_penalty=1.7)
+    assert texts[-1] == wanted and len(texts) == 30
+    assert "".join(db_gpt_pieces(iter(texts))) == wanted
+    assert wanted != answer(demo, max_tokens=30, temperature=0)[0]
+    sent["stop"] = wanted[4:7]
+    stopped = list(guanaco_generate_stream(demo, demo.tokenizer, sent, "cpu"))
+    assert stopped[-1] == wanted[: wanted.index(wanted[4:7])]
+
+
+@pytest.mark.parametrize("function", [gorilla_generate_stream, guanaco_generate_stream])
+def test_what_yields_texts_refuses_and_aborts_as_generate_stream(function, demo):
+    for bad, named in (({"prompt": None}, "no 'prompt'"), ({"prompt": "x", "beams": 2}, "beams=2")):
+        with pytest.raises(ValueError, match=named):
+            function(demo, demo.tokenizer, bad, "cpu")
+    not_params: Any = None
+    with pytest.raises(ValueError, match="params must be a dict"):
+        function(demo, demo.tokenizer, not_params, "cpu")
+    texts: Any = function(demo, demo.tokenizer, {"prompt": PROMPT, "n": 2, "echo": True}, "cpu")
+    assert not next(texts).startswith(PROMPT) and demo.llm_engine.has_unfinished_requests()
+    texts.close()
+    assert not demo.llm_engine.has_unfinished_requests()
+
+
+def test_chatglm4s_api_client(demo):
+    """ChatGLM4's API server for vLLM runs with its import changed.
+
+    It renders the template, gives the text as `inputs`, by `generate` or by `add_request` of vLLM
+    0.5, and sends the increments of the text so far as chunks of OpenAI's API.
+    """
+    engine = VllmEngine(demo)
+    dialog: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+    (wanted,) = demo.chat_completion([dialog], 0.0, max_gen_len=20)
+
+    async def chunks(name: str, *, is_added: bool) -> list[str]:
+        tokenizer = await engine.get_tokenizer()
+        inputs = tokenizer.apply_chat_template(dialog, add_generation_prompt=True, tokenize=False)
+        of_old: dict[str, Any] = {
+            "use_beam_search": False, "length_penalty": 1, "early_stopping": False,
+        }  # fmt: skip
+        params = VllmParams(
+            **of_old, n=1, best_of=1, presence_penalty=1.0, frequency_penalty=0.0, temperature=0.0,
+            top_p=1.0, top_k=-1, repetition_penalty=1.0, ignore_eos=False, max_tokens=20,
+            stop_token_ids=[tokenizer.eos_token_id], logprobs=None,
+            prompt_logprobs=None, skip_special_tokens=True,
+        )  # fmt: skip
+        outputs: Any
+        if is_added:
+            outputs = await engine.add_request(inputs=inputs, params=params, request_id=name)
+        else:
+            outputs = engine.generate(inputs=inputs, sampling_params=params, request_id=name)
+        previous, sent = "", []
+        async for output in outputs:
+            text = output.outputs[0].text
+            sent.append(text[len(previous) :])
+            previous = text
+        assert output.finished and output.outputs[0].finish_reason in ("stop", "length")
+        return sent
+
+    async def main() -> list[list[str]]:
+        try:
+            both = (chunks("a", is_added=False), chunks("b", is_added=True))
+            return list(await asyncio.gather(*both))
+        finally:
+            engine.shutdown()
+
+    for sent in asyncio.run(main()):
+        assert "".join(sent) == wanted["generation"]["content"] and len(sent) > 2
 
 
 # --- FastChat's own code, where it is installed

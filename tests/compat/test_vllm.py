@@ -669,3 +669,34 @@ def test_a_client_of_vllm_gets_the_same_answers(tmp_path):
 
 def flat(positions: list[list[list[float]] | None] | None) -> list[float]:
     return [x for entries in positions or [] for entry in entries or [] for x in entry]
+
+
+def test_add_request_takes_inputs_as_in_vllm_0_5(llm):
+    """`add_request` takes the prompt as `inputs`, the name that it has in vLLM 0.5.
+
+    The asynchronous engine returns the iterator of the outputs.
+    """
+    (wanted,) = llm.generate([IDS[0]], greedy(6), use_tqdm=False)
+    prompt = {"prompt_token_ids": IDS[0]}
+    engine = LLMEngine(llm.llama)
+    engine.add_request(request_id="a", inputs=prompt, params=greedy(6))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].outputs[0].token_ids == wanted.outputs[0].token_ids
+    with pytest.raises(TypeError, match="prompt and inputs are both given"):
+        engine.add_request("b", IDS[0], greedy(6), inputs=prompt)
+
+    async def main() -> list[int]:
+        served = AsyncLLMEngine(llm.llama)
+        try:
+            with pytest.raises(TypeError, match="request_id='' must be a string that is not empty"):
+                await served.add_request("", inputs=prompt, params=greedy(6))
+            with pytest.raises(TypeError, match="prompt and inputs are both given"):
+                await served.add_request("b", IDS[0], greedy(6), inputs=prompt)
+            outputs = await served.add_request(request_id="a", inputs=prompt, params=greedy(6))
+            return [output.outputs[0].token_ids async for output in outputs][-1]
+        finally:
+            served.shutdown()
+
+    assert asyncio.run(main()) == wanted.outputs[0].token_ids

@@ -300,10 +300,25 @@ class LLMEngine(EngineFrontend):
     """vLLM's engine that its client steps. Under torchrun every rank makes the same calls."""
 
     def add_request(
-        self, request_id: str, prompt: Any, params: SamplingParams | None = None, **others: Any
+        self,
+        request_id: str,
+        prompt: Any = None,
+        params: SamplingParams | None = None,
+        *,
+        inputs: Any = None,
+        **others: Any,
     ) -> str:
-        """Queue a request and return its id."""
+        """Queue a request and return its id.
+
+        Args:
+            request_id: The name of the request.
+            prompt: The prompt in one of vLLM's formats.
+            params: The parameters; by default those of the model.
+            inputs: The prompt under the name that it has in vLLM 0.5.
+            others: Arguments of vLLM that are not supported.
+        """
         refuse("add_request", others, {"priority": (0,)})
+        prompt = _one_prompt(prompt, inputs)
         if request_id == "":
             raise ValueError("request_id is empty: give each request a name")
 
@@ -362,7 +377,7 @@ class AsyncLLMEngine(EngineFrontend):
             prompt: The prompt in one of vLLM's formats.
             sampling_params: The parameters; by default those of the model.
             request_id: The name of the request.
-            inputs: The prompt under the name that ChatGLM's server uses.
+            inputs: The prompt under the name that it has in vLLM 0.5.
             others: Arguments of vLLM that are not supported.
 
         Raises:
@@ -370,17 +385,37 @@ class AsyncLLMEngine(EngineFrontend):
                 output is asked for.
         """
         refuse("generate", others, {"priority": (0,)})
-        prompt = inputs if prompt is None else prompt
+        outputs = await self.add_request(request_id, prompt, sampling_params, inputs=inputs)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def add_request(
+        self,
+        request_id: str | None,
+        prompt: Any = None,
+        params: SamplingParams | None = None,
+        *,
+        inputs: Any = None,
+        **others: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Check a request and return the iterator of its outputs, as vLLM 0.5 does.
+
+        The arguments are those of `LLMEngine.add_request`. The request starts when the first output
+        is asked for.
+
+        Raises:
+            TypeError, ValueError: An argument cannot be used.
+        """
+        refuse("add_request", others, {"priority": (0,)})
+        prompt = _one_prompt(prompt, inputs)
         if not isinstance(request_id, str) or not request_id:
             raise TypeError(f"request_id={brief(request_id)} must be a string that is not empty")
         await self.check_health()
         # This runs in a thread because a long text or a grammar would block the event loop.
-        request = await asyncio.to_thread(self.make_request, request_id, prompt, sampling_params)
+        request = await asyncio.to_thread(self.make_request, request_id, prompt, params)
         # Outputs of a VllmRequest are vLLM's.
-        outputs = cast(AsyncGenerator[RequestOutput, None], self._engine.stream([request]))
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                yield output
+        return cast(AsyncGenerator[RequestOutput, None], self._engine.stream([request]))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. Their iterators get a last output with finish_reason "abort"."""
@@ -409,6 +444,17 @@ AsyncLLM = AsyncLLMEngine  # the name in vLLM 1
 def random_uuid() -> str:
     """Return a unique request_id of 32 hexadecimal digits."""
     return uuid.uuid4().hex
+
+
+def _one_prompt(prompt: Any, inputs: Any) -> Any:
+    """Return the prompt that is given under one of its two names.
+
+    Raises:
+        TypeError: Both are given.
+    """
+    if prompt is not None and inputs is not None:
+        raise TypeError("prompt and inputs are both given: they are the same, so give one of them")
+    return inputs if prompt is None else prompt
 
 
 def _without(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
