@@ -41,6 +41,7 @@ class LabelFields(Fields):
     prompt_cache_key: _Text = None
     prompt_cache_retention: _Text = None
     request_id: _Text = None
+    guided_decoding_backend: _Text = None
     reasoning_effort: _Text = None
     verbosity: _Text = None
     metadata: _Object = None

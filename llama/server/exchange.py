@@ -38,6 +38,8 @@ _SMALL_BODY = 16 * 1024  # bytes of a body that is read in the event loop, and n
 # Reading JSON holds Python's lock: 100,000 lists or fields of objects take as long as a million
 # numbers, 0.1 s. These characters are counted inside strings, too, where they are rare.
 _MAX_CHARACTERS = {b"[": 100_000, b"{": 100_000, b":": 100_000, b",": 1_000_000}
+# The end of an error for a body that a lenient server would read.
+_LENIENT_HINT = "; a server that is started with --lenient ignores such fields"
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "a field is wrong, or the body is too large"},
     503: {"description": "the server cannot take the request now"},
@@ -183,9 +185,20 @@ def _parse(data: bytearray, adapter: TypeAdapter[Any], ignored: list[str] | None
         return read_as(adapter, body, ignored=ignored)
     except FieldError as error:
         # The whole name of an unknown field, which may be any text and is no path.
+        if ignored is None and _is_readable(adapter, body):
+            error = type(error)(error.field, f"{error}{_LENIENT_HINT}")
         if isinstance(body, dict) and error.field in body:
             raise ApiError(400, str(error), param=error.field) from None
-        raise
+        raise error from None
+
+
+def _is_readable(adapter: TypeAdapter[Any], body: Any) -> bool:
+    """Return whether a lenient server would read the body."""
+    try:
+        read_as(adapter, body, ignored=[])
+    except FieldError:
+        return False
+    return True
 
 
 def _refuse_constant(name: str) -> None:

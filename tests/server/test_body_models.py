@@ -43,6 +43,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": [[1, 2], [3]], "stop": ["a", "b"], "temperature": 1, "best_of": 2, "n": 2}),
     (TEXT, {"prompt": ["x"], "stream": True, "stream_options": {"include_usage": True}}),
     (TEXT, {"prompt": [1], "structured_outputs": {"choice": ["a", "b"]}, "unknown": None}),
+    (TEXT, {"prompt": "x", "guided_regex": "a+", "guided_decoding_backend": "outlines"}),
+    (CHAT, {"messages": [ASKED], "guided_json": SCHEMA, "guided_choice": None}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}),
     (CHAT, {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]},
                          {"role": "tool", "tool_call_id": "a", "content": "1"}]}),

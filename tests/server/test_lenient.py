@@ -117,6 +117,7 @@ def without_ids(found: Any) -> Any:
 def test_what_cannot_be_honoured_is_left_out_and_named(scripted, caplog, path, body, names, plain):
     (refused,) = ask(scripted, path, body, lenient=False)
     assert refused.status_code == 400 and "x-ignored-fields" not in refused.headers
+    assert "a server that is started with --lenient ignores such fields" in refused.text
     caplog.set_level(logging.INFO, "llama.server")
     found, wanted = ask(scripted, path, body, plain)
     assert found.status_code == wanted.status_code == 200, found.text
@@ -136,6 +137,9 @@ def test_what_cannot_be_honoured_is_left_out_and_named(scripted, caplog, path, b
 
 @pytest.mark.parametrize(("path", "body", "words"), BAD)
 def test_a_bad_value_of_a_field_that_is_honoured_stays_an_error(scripted, path, body, words):
+    (refused,) = ask(scripted, path, body, lenient=False)
+    has_hint = "--lenient" in refused.text
+    assert refused.status_code == 400 and not (has_hint and words in refused.text)
     (found,) = ask(scripted, path, body)
     assert found.status_code == 400 and words in found.json()["error"]["message"], found.text
     assert "x-ignored-fields" not in found.headers

@@ -5,12 +5,48 @@ batch/test_lines.py.
 """
 
 import dataclasses
+import re
 from typing import Any
 
+import pytest
+
+from llama.checks import FieldError
 from llama.sampling_params import SamplingParams
 from llama.server.openai.models import parse_body
 
 HELLO = [{"role": "user", "content": "Hello"}]
+
+
+GUIDED: dict[str, Any] = {
+    "json": {"type": "object"}, "regex": "a+", "choice": ["a", "b"], "grammar": 'start: "a"',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GUIDED)
+@pytest.mark.parametrize("chat", [False, True])
+def test_vllms_older_guided_fields_are_structured_outputs(kind, chat):
+    """vLLM's older guided_* fields mean the same as structured_outputs, and errors name them."""
+    base: Any = {"messages": HELLO} if chat else {"prompt": "x"}
+    name = f"guided_{kind}"
+    older = {name: GUIDED[kind], "guided_decoding_backend": "xgrammar"}
+    found = parse_body(base | older, SamplingParams(), chat=chat)
+    new = base | {"structured_outputs": {kind: GUIDED[kind]}}
+    assert found.params == parse_body(new, SamplingParams(), chat=chat).params
+    assert found.params.structured_output is not None
+    assert found.fields.answer_format == name
+    for bad, field, message in (
+        ({name: 7}, name, f"{name} must be"),
+        ({name: [] if kind == "choice" else ""}, name, name),
+        (older | {"response_format": {"type": "text"}}, "response_format",
+         f"response_format and {name} are both given: give one"),
+        (older | {"structured_outputs": {"regex": "a"}}, "structured_outputs",
+         f"structured_outputs and {name} are both given: give one"),
+        ({"guided_regex": "a", "guided_grammar": "b"}, "guided_regex", "guided_regex and guided_"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "cannot be used in a"),
+    ):  # fmt: skip
+        with pytest.raises(FieldError, match=re.escape(message)) as error:
+            parse_body(base | bad, SamplingParams(), chat=chat)
+        assert error.value.field.startswith(field)
 
 
 def test_every_field_reaches_the_sampler():

@@ -60,7 +60,24 @@ class StructuredOutputs(Fields):
         return f"{path}.{structured_output.kind}", structured_output
 
 
-class _Body(AcceptedFields):
+class GuidedFields(Fields):
+    """The fields of older versions of vLLM that structured_outputs has replaced."""
+
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def guided_format(self, name: str) -> AnswerFormat:
+        """Return the format of the answer that the field `name` gives."""
+        kind = name.removeprefix("guided_")
+        try:
+            return name, StructuredOutput(**{kind: getattr(self, name)})
+        except FieldError as error:
+            raise error.at(error.field.replace(f"structured_output.{kind}", name, 1)) from None
+
+
+class _Body(GuidedFields, AcceptedFields):
     """The fields that the bodies of both APIs have."""
 
     stream: bool | None = None
@@ -69,15 +86,19 @@ class _Body(AcceptedFields):
     structured_outputs: StructuredOutputs | None = None
 
     def answer_format(self) -> AnswerFormat:
-        """Return the format of the answer, which one of two fields may give."""
-        if self.response_format is None:
-            if self.structured_outputs is None:
-                return "tools", None
-            return self.structured_outputs.answer_format("structured_outputs")
+        """Return the format of the answer, which at most one field may give."""
+        names = ("response_format", "structured_outputs", *GuidedFields.model_fields)
+        given = [name for name in names if getattr(self, name) is not None]
+        if not given:
+            return "tools", None
+        if len(given) > 1:
+            text = f"{' and '.join(given[:2])} are both given: give one"
+            raise FieldError(given[0], text)
+        if self.response_format is not None:
+            return "response_format", self.response_format.structured_output()
         if self.structured_outputs is not None:
-            message = "response_format and structured_outputs are both given: give one"
-            raise FieldError("response_format", message)
-        return "response_format", self.response_format.structured_output()
+            return self.structured_outputs.answer_format("structured_outputs")
+        return self.guided_format(given[0])
 
     def has_usage(self) -> bool:
         """Return whether a stream ends with the usage."""
