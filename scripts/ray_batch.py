@@ -1,6 +1,6 @@
 """A batch file on a Ray cluster: one actor per replica, wherever Ray places it.
 
-    pip install 'llama[ray]'                      # on each machine, with this package
+    pip install -c constraints.txt -e '.[ray]'    # in the checkout, on each machine
     ray start --head                              # machine 0; on the others: --address HOST:6379
     python scripts/ray_batch.py IN OUT --ckpt_dir DIR --replicas 4 --gpus 1
     python scripts/ray_batch.py IN OUT --ckpt_dir DIR --replicas 4 --gpus 1 --resume
@@ -23,6 +23,7 @@ from llama.cli import ranks
 from llama.cli.batch.files import Line, Results, check_files, read_lines
 from llama.cli.batch.job import prepare_line
 from llama.cli.batch.lines import (
+    LineFormat,
     answer_record,
     custom_id_of,
     error_record,
@@ -61,14 +62,16 @@ class Replica:
         self._name = Path(options.ckpt_dir or demo_dir()).name
         self._defaults = _defaults(options)
 
-    def answer(self, lines: list[Line], jsonl: bool) -> list[tuple[Line, dict[str, Any]]]:
+    def answer(
+        self, lines: list[Line], line_format: LineFormat
+    ) -> list[tuple[Line, dict[str, Any]]]:
         """Yield each line and its record, in order; a bad line's record has its error."""
         records: list[dict[str, Any]] = [{}] * len(lines)
         good = []
         for i, line in enumerate(lines):
             custom_id = f"line-{line.number}"
             try:
-                fields = parse_line(line.data, jsonl=jsonl)
+                fields = parse_line(line.data, line_format)
                 custom_id = custom_id_of(fields, custom_id)
                 body = read_request(fields, self._defaults)
                 good.append((i, custom_id, body, prepare_line(self._llama, line, body)))
@@ -112,10 +115,10 @@ def run(options: argparse.Namespace) -> int:
             written += 1
 
     try:
-        for lines, jsonl in _chunks(options, results):
+        for lines, line_format in _chunks(options, results):
             if not pool.has_free():
                 write_next()
-            pool.submit(lambda actor, chunk: actor.answer.remote(*chunk), (lines, jsonl))
+            pool.submit(lambda actor, chunk: actor.answer.remote(*chunk), (lines, line_format))
         while pool.has_next():
             write_next()
     finally:
@@ -126,17 +129,20 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _chunks(options: argparse.Namespace, results: Results) -> Iterator[tuple[list[Line], bool]]:
-    """Return the lines without a record, in chunks of CHUNK, and whether the file is JSONL."""
+def _chunks(
+    options: argparse.Namespace, results: Results
+) -> Iterator[tuple[list[Line], LineFormat]]:
+    """Yield the lines without a record, in chunks of CHUNK, with the format of the file."""
     with open(options.in_file, "rb") as file:
         lines = read_lines(file, salt_of(_defaults(options), options.seed))
         first = next(lines, None)
         if first is None:
             return
-        jsonl = first.data.lstrip().startswith(b"{")
-        missing = (line for line in itertools.chain([first], lines) if not results.has(line))
+        line_format = LineFormat.of(options.in_file, first.data)
+        requests = lines if line_format.columns else itertools.chain([first], lines)
+        missing = (line for line in requests if not results.has(line))
         while chunk := list(itertools.islice(missing, CHUNK)):
-            yield chunk, jsonl
+            yield chunk, line_format
 
 
 def main() -> int:

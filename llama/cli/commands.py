@@ -205,6 +205,8 @@ def batch(options: argparse.Namespace) -> int:
         0 once each line has its record, which may be an error. A job that torchrun has restarted
         resumes by itself.
     """
+    from llama.cli.batch.files import unread_columns
+
     check_sampling(options)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         options.resume = True
@@ -216,6 +218,9 @@ def batch(options: argparse.Namespace) -> int:
         say(f"stopped: finished answers are in {options.out_file}; add --resume to answer the rest")
         raise
     say(f"{options.out_file}: {written} results added, {failed} errors in the file")
+    unread = unread_columns(options.in_file)
+    if unread:
+        say(f"{options.in_file}: these columns have no effect: {', '.join(unread)}")
     if failed:
         say("each failed line has a record: see its error.line and error.message")
     if stop_requested():
@@ -239,8 +244,9 @@ def _batch_on_engine(options: argparse.Namespace) -> tuple[int, int]:
         model=Path(options.ckpt_dir or demo_dir()).name,
         progress=sys.stderr.isatty(),
     )
+    line = figures(llama)
     if global_rank() == 0:
-        print(figures(llama), flush=True)
+        print(line, flush=True)
     return report
 
 

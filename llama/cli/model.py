@@ -137,17 +137,31 @@ def quick_imports() -> Iterator[None]:
 
 
 def figures(llama: Any) -> str:
-    """Return one line about a `Llama`: seconds to load, tokens per second, ranks and dtype."""
+    """Return one line about a `Llama`: seconds to load, tokens per second, ranks and dtype.
+
+    Every rank makes this call. The tokens are those of all replicas, and the seconds those of the
+    replica that took longest.
+    """
     stats = llama.engine.stats
     parallel = llama.model.parallel
-    generated = _rate(stats.generated_tokens, stats.generate_seconds)
+    counts = (
+        stats.prompt_tokens,
+        stats.generated_tokens,
+        stats.accepted_tokens,
+        stats.draft_tokens,
+    )
+    replicas = parallel.gather_replicas([*counts, stats.prompt_seconds, stats.generate_seconds])
+    totals = [int(sum(values)) for values in zip(*replicas, strict=True)]
+    prompt_tokens, generated_tokens, accepted_tokens, draft_tokens = totals[: len(counts)]
+    prompt_seconds = max(values[-2] for values in replicas)
+    generate_seconds = max(values[-1] for values in replicas)
     parts = [
         f"load {llama.load_seconds:.2f} s",
-        f"prompt {_rate(stats.prompt_tokens, stats.prompt_seconds)}",
-        f"generated {generated}",
+        f"prompt {_rate(prompt_tokens, prompt_seconds)}",
+        f"generated {_rate(generated_tokens, generate_seconds)}",
     ]
-    if stats.drafts:
-        parts.append(f"{stats.accepted_tokens} of {stats.draft_tokens} drafted tokens accepted")
+    if draft_tokens:
+        parts.append(f"{accepted_tokens} of {draft_tokens} drafted tokens accepted")
     parts.append(f"ranks {parallel.size * parallel.data_size}")
     parts.append(str(llama.model.norm.weight.dtype).removeprefix("torch."))
     return " | ".join(parts)

@@ -8,7 +8,7 @@ nor which part of a model a rank holds: that is its `Placement`.
 import contextlib
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,6 +147,19 @@ class ModelParallel:
         x = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(x, dist.ReduceOp.MIN, group=self.world)
         return int(x)
+
+    def gather_replicas(self, values: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of the leader of each copy of the model, on every rank of the world.
+
+        Args:
+            values: the numbers of this rank; as many on every rank.
+        """
+        if self.world is None:
+            return [list(values)]
+        x = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(x) for _ in range(dist.get_world_size(self.world))]
+        dist.all_gather(rows, x, group=self.world)
+        return [row.tolist() for row in rows[:: self.size]]
 
     def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
         """Return rank 0's bytes on every rank of the group; one thread of each rank may call it.

@@ -1,4 +1,4 @@
-"""The program that batch/test_job.py runs on every rank: batch jobs, and tokens per rank.
+"""The program that batch/test_job.py runs on every rank: batch jobs, tokens per rank, figures.
 
 Arguments: a folder of weights, the model-parallel size, a folder with `in`, of 90 lines. Replica 0
 makes no step before the others have written 80 results.
@@ -13,7 +13,7 @@ import torch
 
 from llama import Llama
 from llama.cli.batch.job import run_batch
-from llama.cli.model import sampling_params
+from llama.cli.model import figures, sampling_params
 from llama.ranks.groups import disconnect
 
 
@@ -38,6 +38,7 @@ def main(weights: str, size: str, folder: str) -> None:
         tokens = llama.engine.stats.generated_tokens - before
         reports.append([report.written, report.failed, tokens])
     Path(folder, f"rank{parallel.global_rank}.json").write_text(json.dumps(reports))
+    Path(folder, f"rank{parallel.global_rank}.figures").write_text(figures(llama))
     disconnect()
 
 

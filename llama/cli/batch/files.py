@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
-from llama.cli.batch.lines import MAX_LINE, check_encoding
+from llama.cli.batch.csv_rows import ends_in_quotes, is_csv
+from llama.cli.batch.lines import MAX_LINE, LineFormat, check_encoding
 
 _ID = "batch_req_{:012d}_{:08x}"
 _HEAD = b'{"id": "batch_req_'
@@ -34,15 +35,15 @@ _WRITE_LOCK = 1  # held by a rank while it appends a record
 
 
 class Line(NamedTuple):
-    """A line that is not blank, without its line end."""
+    """A line that is not blank, or a row of a CSV file, without its line end."""
 
-    number: int  # counted from 1, blank lines included
+    number: int  # the number of its first line; blank lines count
     data: bytes  # only the first MAX_LINE + 2 bytes of a line that is too long
     line_hash: int  # 32 bits, never 0
 
 
 def read_lines(file: BinaryIO, salt: str) -> Iterator[Line]:
-    """Yield the lines of a binary file, with one line in memory at a time.
+    """Yield the lines of a binary file, or the rows of a CSV file, with one in memory at a time.
 
     Args:
         file: The file, at its start.
@@ -52,15 +53,17 @@ def read_lines(file: BinaryIO, salt: str) -> Iterator[Line]:
         ValueError: The first line is not UTF-8, or the file was truncated after it was opened.
     """
     size = os.fstat(file.fileno()).st_size  # 0 for a pipe
+    has_rows = is_csv(str(file.name))
     salted = hashlib.blake2b(salt.encode(), digest_size=4)
-    number = 0
-    while piece := file.readline(MAX_LINE + 2):
-        number += 1
-        data = piece.removesuffix(b"\n").removesuffix(b"\r")
-        while piece and not piece.endswith(b"\n"):
-            piece = file.readline(1 << 20)
-        if not piece:
-            _check_not_truncated(file, size)
+    next_number = 1
+    is_header = has_rows
+    while True:
+        number = next_number
+        data, num_lines = _next_line(file, size, has_rows=has_rows)
+        if not data:
+            return
+        next_number += num_lines
+        data = data.removesuffix(b"\n").removesuffix(b"\r")
         if number == 1:
             check_encoding(str(file.name), data)
             data = data.removeprefix(codecs.BOM_UTF8)
@@ -68,7 +71,39 @@ def read_lines(file: BinaryIO, salt: str) -> Iterator[Line]:
             hasher = salted.copy()
             hasher.update(data)
             yield Line(number, data, int.from_bytes(hasher.digest()) or 1)
-    _check_not_truncated(file, size)
+            if is_header:
+                salted = hasher  # A row means something else under other columns.
+            is_header = False
+
+
+def _next_line(file: BinaryIO, size: int, *, has_rows: bool) -> tuple[bytes, int]:
+    """Read the next line, or the next row of a CSV file.
+
+    Args:
+        file: The file.
+        size: The size of the file when it was opened; 0 for a pipe.
+        has_rows: Whether it is a CSV file.
+
+    Returns:
+        The bytes with the line end, of which those beyond MAX_LINE + 2 are left out, and the number
+        of lines. At the end of the file there are no bytes.
+    """
+    data = bytearray()
+    num_lines = 0
+    is_quoted = False
+    while True:
+        piece = file.readline(MAX_LINE + 2)
+        if not piece:
+            _check_not_truncated(file, size)
+            return bytes(data), num_lines + 1
+        if len(data) <= MAX_LINE:
+            data += piece
+            del data[MAX_LINE + 2 :]
+        is_quoted = has_rows and ends_in_quotes(piece, is_quoted)
+        if piece.endswith(b"\n"):
+            num_lines += 1
+            if not is_quoted:
+                return bytes(data), num_lines
 
 
 def _check_not_truncated(file: BinaryIO, size: int) -> None:
@@ -108,10 +143,24 @@ def _check_input(path: str, *, resume: bool) -> None:
     if os.path.isfile(path):
         with open(path, "rb") as file:
             check_encoding(path, file.readline(4096))
+        unread_columns(path)  # This checks the first line of a CSV file.
     elif os.path.isdir(path):
         raise ValueError(f"{path} is a folder: name a file with a request per line")
     elif resume:  # A pipe is not opened here, because what is read from it is lost.
         raise ValueError(f"{path} is a stream, which cannot be read again to resume: name a file")
+
+
+def unread_columns(path: str) -> list[str]:
+    """Return the columns of a CSV file that have no effect. Other files have none.
+
+    Raises:
+        ValueError: The CSV file cannot be used.
+    """
+    if not is_csv(path) or not os.path.isfile(path):
+        return []
+    with open(path, "rb") as file:
+        header = next(read_lines(file, ""), None)
+    return [] if header is None else LineFormat.of(path, header.data).unread_columns
 
 
 class Results:

@@ -1,14 +1,16 @@
 """One line of a batch file: from bytes to a checked request, and from its answer to a record.
 
-A line is in OpenAI's batch format, a plain JSON object, or bare text; a record is in OpenAI's
-format. This module must know neither files nor the engine.
+A line is in OpenAI's batch format, a plain JSON object, a row of a CSV file, or bare text; a record
+is in OpenAI's format. This module must know neither files nor the engine.
 """
 
 import codecs
 import json
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from llama.checks import brief
+from llama.cli.batch.csv_rows import fields_of, is_csv
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.server.openai.answers import Completion, ResponseMeta
@@ -19,6 +21,7 @@ from llama.validation import json_type
 
 MAX_LINE = 10_000_000  # bytes
 _ENVELOPE = {"custom_id", "method", "url", "body"}
+_COLUMNS = ("prompt", "custom_id")  # columns of a CSV file that are read; the first is required
 _MAX_MESSAGE = 1000  # characters of an error message, which may quote the line
 
 
@@ -26,30 +29,88 @@ def check_encoding(name: str, data: bytes) -> None:
     """Check that the beginning of a file may be UTF-8.
 
     Raises:
-        ValueError: The data has a null byte or the byte order mark of UTF-16.
+        ValueError: The data has a null byte or the byte order mark of UTF-16, or is Parquet.
     """
+    if data.startswith(b"PAR1"):
+        raise ValueError(
+            f"{name} is a Parquet file, which is not read here: convert it, for example with "
+            f"pandas.read_parquet({name!r})[['prompt']].to_json('prompts.jsonl', "
+            "orient='records', lines=True)"
+        )
     if b"\0" in data or data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         command = f"iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE"
         raise ValueError(f"{name} is not UTF-8: if it is UTF-16, convert it with {command}")
 
 
-def parse_line(data: bytes, *, jsonl: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class LineFormat:
+    """How the lines of a file are read; without JSON and columns, each line is a prompt.
+
+    Attributes:
+        is_json: Whether a line is JSON.
+        columns: The names of the columns of a CSV file, whose first line is not a request.
+    """
+
+    is_json: bool = False
+    columns: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, path: str, first_line: bytes) -> Self:
+        """Return the format of a file, which its name and its first line show.
+
+        Raises:
+            ValueError: It is a CSV file that cannot be used.
+        """
+        if not is_csv(path):
+            return cls(is_json=first_line.lstrip().startswith(b"{"))
+        try:
+            columns = [name.strip() for name in fields_of(_decoded(first_line))]
+        except ValueError as e:
+            raise ValueError(f"{path}: {e}") from None
+        if columns.count(_COLUMNS[0]) != 1:
+            raise ValueError(
+                f"{path} must have one column named prompt; its columns are "
+                f"{brief(', '.join(columns))}: rename one in the first line, or write JSON lines"
+            )
+        return cls(columns=tuple(columns))
+
+    @property
+    def unread_columns(self) -> list[str]:
+        """The names of the columns that have no effect."""
+        return [name for name in self.columns if name not in _COLUMNS]
+
+    def row(self, text: str) -> dict[str, Any]:
+        """Return the request in a row of a CSV file.
+
+        Raises:
+            ValueError: The row is broken, or does not have the columns of the file.
+        """
+        fields = fields_of(text)
+        if len(fields) != len(self.columns):
+            raise ValueError(
+                f"the row has {len(fields)} fields, but the file has {len(self.columns)} columns"
+            )
+        return {
+            name: value
+            for name, value in zip(self.columns, fields, strict=True)
+            if name == "prompt" or (name in _COLUMNS and value)
+        }
+
+
+def parse_line(data: bytes, line_format: LineFormat) -> dict[str, Any]:
     """Return the fields of a line.
 
     Args:
         data: The line, without its line end.
-        jsonl: Whether the line is JSON. If not, the line is a prompt.
+        line_format: The format of the file.
 
     Raises:
-        ValueError: The line is too long, is not UTF-8, or is not a JSON object.
+        ValueError: The line is too long, is not UTF-8, or does not have the format.
     """
-    if len(data) > MAX_LINE:
-        raise ValueError(f"the line has more than {MAX_LINE} bytes: shorten it")
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as e:
-        raise ValueError(f"the line is not UTF-8 at byte {e.start + 1}: {e.reason}") from None
-    if not jsonl:
+    text = _decoded(data)
+    if line_format.columns:
+        return line_format.row(text)
+    if not line_format.is_json:
         return {"prompt": text}
     try:
         fields = json.loads(text)
@@ -60,6 +121,20 @@ def parse_line(data: bytes, *, jsonl: bool) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError("the line must be a JSON object, as the first line of the file is")
     return fields
+
+
+def _decoded(data: bytes) -> str:
+    """Return the text of a line.
+
+    Raises:
+        ValueError: The line is too long, or is not UTF-8.
+    """
+    if len(data) > MAX_LINE:
+        raise ValueError(f"the line has more than {MAX_LINE} bytes: shorten it")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"the line is not UTF-8 at byte {e.start + 1}: {e.reason}") from None
 
 
 def custom_id_of(fields: dict[str, Any], default: str) -> str:

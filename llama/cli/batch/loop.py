@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from tqdm import tqdm
 
 from llama.cli.batch.files import Line, Results, read_lines
-from llama.cli.batch.lines import custom_id_of, error_record, parse_line
+from llama.cli.batch.lines import LineFormat, custom_id_of, error_record, parse_line
 from llama.ranks.signals import stop_requested
 from llama.sampling_params import SamplingParams
 
@@ -100,7 +100,7 @@ class Loop:
         shows_progress: Whether to show a progress bar.
         unposted: Counts since the last exchange with the other replicas.
         sums: Counts of all replicas at the last exchange.
-        is_jsonl: Whether lines are JSON, which the first line shows.
+        line_format: The format of the lines, which the first one shows.
         num_read: Number of lines read.
         bar: The progress bar. Only a bar that is shown is made, because tqdm's lock survives a
             fork.
@@ -116,7 +116,7 @@ class Loop:
     shows_progress: bool = False
     unposted: Counter[str] = field(init=False, default_factory=Counter)
     sums: Counter[str] = field(init=False, default_factory=Counter)
-    is_jsonl: bool = field(init=False, default=False)
+    line_format: LineFormat = field(init=False, default_factory=LineFormat)
     num_read: int = field(init=False, default=0)
     bar: tqdm | None = field(init=False, default=None)
 
@@ -169,9 +169,13 @@ class Loop:
     def _missing(self) -> Iterator[Line]:
         """Yield the lines without a record, in the same order on every replica."""
         number = 0
+        is_first = True
         for line in read_lines(self.file, salt_of(self.defaults, self.seed)):
-            if not self.num_read:
-                self.is_jsonl = line.data.lstrip().startswith(b"{")
+            if is_first:
+                is_first = False
+                self.line_format = LineFormat.of(self.file.name, line.data)
+                if self.line_format.columns:
+                    continue  # the names of the columns
             number = line.number
             self.num_read += 1
             if not self.results.has(line):
@@ -186,7 +190,7 @@ class Loop:
     def _start(self, line: Line) -> None:
         custom_id = f"line-{line.number}"
         try:
-            fields = parse_line(line.data, jsonl=self.is_jsonl)
+            fields = parse_line(line.data, self.line_format)
             custom_id = custom_id_of(fields, custom_id)
             self.answers.start(line, custom_id, fields)
         except (TypeError, ValueError) as e:
@@ -216,12 +220,15 @@ class Loop:
     def _show(self, bar: tqdm) -> None:
         """Show finished requests, tokens per second, and an estimate of the time left."""
         size = os.fstat(self.file.fileno()).st_size  # 0 for a pipe
+        num_finished = self.num_done + self.sums["written"]
         if size and self.num_read:
-            # The number of lines is estimated from the bytes read; it is exact at the end.
-            bar.total = math.ceil(self.num_read * size / self.file.tell())
+            # The number of lines is estimated from the bytes read; it is exact at the end. Other
+            # replicas and earlier jobs may have finished more lines than the estimate.
+            estimate = math.ceil(self.num_read * size / self.file.tell())
+            bar.total = max(estimate, num_finished)
         rate = self.sums["tokens"] / (self.posted - self.began)
         bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-        bar.update(self.num_done + self.sums["written"] - bar.n)
+        bar.update(num_finished - bar.n)
 
     def _wait_for_replicas(self) -> None:
         """Return when all replicas have finished.

@@ -3,6 +3,7 @@
 Files, processes and kills are real; the oracle is the output of an undisturbed job.
 """
 
+import io
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -19,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from helpers import warm
 from helpers.batch import answers, written
@@ -310,6 +313,26 @@ def test_the_progress_bar_tells_requests_rate_and_time_left(llama, undisturbed, 
     assert "100%" in last and " 90/90 " in last and "tokens/s" in last
 
 
+def test_the_progress_bar_counts_at_most_its_total():
+    """The bar never counts more than its total, which is estimated from what this replica read.
+
+    The other replicas, and an earlier job, may have finished more lines than the estimate.
+    """
+    job = object.__new__(Loop)
+    with tempfile.TemporaryFile() as file, tqdm(file=io.StringIO()) as bar:
+        file.write(b"x" * 100)
+        file.seek(50)
+        job.file = file
+        job.num_read = 100
+        job.num_done = 0
+        job.began = 0.0
+        job.posted = 1.0
+        for written in (10, 200, 202):
+            job.sums = Counter({"written": written})
+            job._show(bar)
+            assert bar.n == written <= bar.total == max(written, 200)
+
+
 def script(*args: str | Path) -> list[str]:
     return [sys.executable, str(REPO / "scripts" / "batch_completion.py"), *map(str, args)]
 
@@ -389,6 +412,10 @@ def test_replicas_share_the_lines(undisturbed, checkpoint_dir):
         assert first[:2] == again[:2] == [90, 1] and resumed == [0, 1, 0]
     late, other = ranks[0][0][2], ranks[-1][0][2]
     assert 0 < late < other, "the replica that waits takes part, and does less"
+    generated = sum(job[2] for job in (*ranks[0], *ranks[2]))
+    lines = [(folder / f"rank{r}.figures").read_text() for r in range(4)]
+    assert all(f"| generated {generated} tokens, " in line for line in lines), lines
+    assert all(line.endswith("| ranks 4 | float32") for line in lines)
 
 
 @pytest.mark.slow

@@ -3,14 +3,21 @@
 The oracle is Meta's own API: the same prompts through text_completion and chat_completion.
 """
 
+import csv
+import io
+import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.batch import answers
+from llama.cli import main
+from llama.cli.batch.csv_rows import ends_in_quotes, fields_of
 from llama.cli.batch.job import run_batch
-from llama.cli.batch.lines import MAX_LINE, parse_line, read_request
+from llama.cli.batch.lines import MAX_LINE, LineFormat, parse_line, read_request
 from llama.cli.model import sampling_params
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
@@ -249,6 +256,107 @@ def test_parsing_never_raises_anything_else():
         '{"url": [1], "body": 2, "method": {}}', '{"prompt": "x", "n": 99999999999999999999}',
     ):  # fmt: skip
         try:
-            read_request(parse_line(line.encode(), jsonl=True), SamplingParams())
+            read_request(parse_line(line.encode(), LineFormat(is_json=True)), SamplingParams())
         except (TypeError, ValueError) as e:
             assert str(e)
+
+
+CSV = """\ufeffid,prompt,custom_id
+1,"Once, upon ""a"" time",first
+2,"two
+lines",
+3,plain,third
+4,"broken
+5,x,fifth
+"""
+
+
+def csv_answers(llama: Any, folder: Path, text: str) -> list[dict[str, Any]]:
+    (folder / "in.CSV").write_text(text, newline="")
+    (folder / "out").unlink(missing_ok=True)
+    paths = str(folder / "in.CSV"), str(folder / "out")
+    run_batch(llama, *paths, sampling_params(max_gen_len=4, temperature=0))
+    assert run_batch(llama, *paths, sampling_params(max_gen_len=4, temperature=0), resume=True)[
+        0
+    ] == 0, "a resumed job has nothing to do"  # fmt: skip
+    records = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
+    return sorted(records, key=lambda record: record["id"])
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_the_prompt_column_of_a_csv_file_is_read(llama, tmp_path, end):
+    """The column `prompt` of a CSV file is read; a row has the number of its first line."""
+    found = csv_answers(llama, tmp_path, CSV.replace("\n", end))
+    prompts = ['Once, upon "a" time', f"two{end}lines", "plain"]
+    wanted = answers(
+        llama, tmp_path, [{"prompt": x} for x in prompts], max_gen_len=4, temperature=0
+    )
+    assert [text_of(x) for x in found[:3]] == [text_of(x) for x in wanted]
+    assert [x["custom_id"] for x in found] == ["first", "line-3", "third", "line-6"]
+    assert "field 2 has a quote that does not match" in found[3]["error"]["message"]
+    assert found[3]["error"]["line"] == 6
+
+
+def test_a_bad_row_is_a_record_and_the_rows_after_it_are_read(llama, tmp_path):
+    rows = 'prompt,n\na,1\nb\n\nc,"x"y\nd,""\n'
+    found = csv_answers(llama, tmp_path, rows)
+    assert [x["error"] and x["error"]["line"] for x in found] == [None, 3, 5, None]
+    assert "the row has 1 fields, but the file has 2 columns" in found[1]["error"]["message"]
+    other = rows.replace("prompt,n", "n,prompt").encode()
+    (tmp_path / "in.CSV").write_bytes(other)
+    paths = str(tmp_path / "in.CSV"), str(tmp_path / "out")
+    with pytest.raises(ValueError, match="resume with the same input"):
+        run_batch(llama, *paths, sampling_params(max_gen_len=4, temperature=0), resume=True)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [""], ["a"], ["a", ""], ["", ""], ['"'], ['a"b', ",", "\n"], ['""', '","', 'x\r\ny "z"'],
+        ["", '"', ""], [" a ", 'b" c'],
+    ],
+)  # fmt: skip
+def test_rows_are_those_of_pythons_csv_module(row):
+    """Rows are read as the module csv has written them, and end where it ends them."""
+    file = io.StringIO(newline="")
+    csv.writer(file, lineterminator="", quoting=csv.QUOTE_ALL).writerow(row)
+    assert fields_of(file.getvalue()) == row
+    file = io.StringIO(newline="")
+    csv.writer(file, lineterminator="").writerow(row)
+    text = file.getvalue()
+    assert fields_of(text) == row
+    is_quoted = False
+    *lines, last = text.encode().splitlines(keepends=True) or [b""]
+    for line in lines:
+        is_quoted = ends_in_quotes(line, is_quoted)
+        assert is_quoted
+    assert not ends_in_quotes(last, is_quoted)
+    assert not ends_in_quotes(b'5" disk,x\n')
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.csv", b"question,answer\nx,y\n",
+         "must have one column named prompt; its columns are 'question, answer': rename one"),
+        ("a.csv", b"prompt,prompt\n", "its columns are 'prompt, prompt'"),
+        ("a.csv", b'"prompt\nx', "field 1 has a quote that does not match"),
+        ("a.parquet", b"PAR1\x00\x00", "a.parquet is a Parquet file, which is not read here: conv"),
+        ("-", b"PAR1\x15", r"to_json\('prompts.jsonl', orient='records', lines=True\)"),
+    ],
+)  # fmt: skip
+def test_other_csv_and_parquet_are_refused_before_the_model_is_loaded(
+    tmp_path, capfd, name, data, message
+):
+    (tmp_path / name).write_bytes(data)
+    assert main(["batch", str(tmp_path / name), str(tmp_path / "out"), "--ckpt_dir", "/no"]) == 2
+    said = capfd.readouterr().err
+    assert re.search(message, said) and str(tmp_path / name) in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_columns_without_effect_are_named(tmp_path, capfd, monkeypatch):
+    (tmp_path / "in.csv").write_text("id,prompt,temperature\n1,x,0\n")
+    monkeypatch.setattr("llama.cli.commands._batch_on_engine", lambda options: (1, 0))
+    assert main(["batch", str(tmp_path / "in.csv"), str(tmp_path / "out")]) == 0
+    assert "in.csv: these columns have no effect: id, temperature\n" in capfd.readouterr().err
