@@ -130,7 +130,7 @@ class BuildArgs:
     quantize: str | None = _flag(
         None,
         "NAME",
-        "Quantize the weights: int8, fp8 or int4; in a .gguf file q8_0 or q4_0",
+        "Quantize the weights: int8, fp8 or int4",
         "as they are",
     )
     kv_cache_memory_bytes: int | None = _flag(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.checks import torchrun_number
+from llama.checks import FieldError, torchrun_number
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DEVICES = Path("/dev")
@@ -57,7 +57,8 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     except (RuntimeError, TypeError):
         chosen = torch.device("meta")
     if chosen.type not in ("cuda", "mps", "cpu"):
-        raise ValueError(f"device={device!r} is not a device: use 'cuda', 'mps' or 'cpu'")
+        text = f"={device!r} is not a device: use 'cuda', 'mps' or 'cpu'"
+        raise FieldError.of("device", text)
     if chosen.type == "mps" and not torch.backends.mps.is_available():
         raise ValueError(f"device={device!r}, but torch finds no Apple GPU: use device='cpu'")
     if chosen.type == "mps" and num_ranks > 1:
@@ -125,7 +126,7 @@ def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.d
     chosen = (DTYPES | _ALIASES).get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in DTYPES.values():
         names = ", ".join([*DTYPES, *_ALIASES, "auto"])
-        raise ValueError(f"dtype={dtype!r}: give one of {names}, or None")
+        raise FieldError.of("dtype", f"={dtype!r}: give one of {names}, or None")
     if chosen is torch.bfloat16 and (reason := missing_bf16(device)) is not None:
         raise ValueError(f"dtype={dtype!r}, but {reason}: use dtype='fp16', or leave it out")
     return chosen

@@ -357,8 +357,30 @@ def test_batch_tells_how_to_go_on_after_ctrl_c(tmp_path, monkeypatch, capfd):
         (["complete", "--prompt_file", "/nowhere"], 1, "No such file or directory: '/nowhere'"),
         (["complete", "--prompt", "a", "--prompt_file", "b"], 2, "give one of them"),
         (["complete", "--prompt", "a", "--max_gen_len", "-1"], 2, "max_gen_len=-1 must be"),
-        (["chat", "--device", "abacus"], 1, "device='abacus' is not a device"),
-        (["chat", "--seed", "-1"], 2, "seed=-1 must be"),
+        (["chat", "--device", "abacus"], 2, "device='abacus' is not a device"),
+        (["chat", "--seed", "-1"], 2, "--seed: '-1' is not a whole number from 0 to"),
+        (["chat", "--max_seq_len", "0"], 2, "--max_seq_len: '0' is not a whole number from 1 to"),
+        (["chat", "--speculate_tokens", "65"], 2, "'65' is not a whole number from 1 to 64"),
+        (["chat", "--dtype", "fp7"], 2, "dtype='fp7': give one of bf16"),
+        (["chat", "--quantize", "q4_0"], 2, "quantize='q4_0': give one of int8, fp8, int4"),
+        (["chat", "--kv_cache_dtype", "int7"], 2, "kv_cache_dtype='int7': give int8"),
+        (["chat", "--timeout_s", "-1"], 2, "timeout_s=-1.0 must be a number above 0"),
+        (["chat", "--model_parallel_size", "3"], 2, "model_parallel_size=3 does not divide the 1"),
+        (["chat", "--url", "ftp://x"], 2, "--url ftp://x must begin with http://"),
+        (
+            ["chat", "--url", "http://x", "--api_key", "\u00e9"],
+            2,
+            "the key must be printable ASCII",
+        ),
+        (["convert", str(DEMO), "/nowhere/x", "--quantize", "q4_0"], 2, "int4 for a folder OUT"),
+        (["convert", str(DEMO), "/nowhere/x.gguf", "--quantize", "int8"], 2, "q4_0 for an OUT"),
+        (["reshard", str(DEMO), "/nowhere/x", "--model_parallel_size", "0"], 2, "from 1 to 4096"),
+        (["serve", "--host", "0.0.0.0"], 2, "so a key is needed: give --api_key"),
+        (["serve", "--max_queue", "-1"], 2, "--max_queue: '-1' is not a whole number from 0"),
+        (["serve", "--max_connections", "0"], 2, "'0' is not a whole number from 1"),
+        (["serve", "--drain_s", "-1"], 2, "--drain_s: '-1' is not a number from 0 upwards"),
+        (["serve", "--max_wait_s", "nan"], 2, "--max_wait_s: 'nan' is not a number from 0"),
+        (["download", "a/b/c"], 2, "'a/b/c' is not the name of a model: give ORG/NAME"),
         (["batch", "/nowhere", "out"], 2, "No such file or directory: '/nowhere'"),
         (["serve", "--ranks", "0"], 2, "--ranks: '0' is not a whole number from 1 to 1024"),
         (["chat", "--ranks", "2", "--url", "http://localhost:1"], 2, "leave out --ranks"),
@@ -372,6 +394,20 @@ def test_a_mistake_is_one_line(words, code, told, capfd, monkeypatch):
     assert main(words) == code
     out, err = capfd.readouterr()
     assert not out and err.startswith("error: ") and told in err and err.count("\n") == 1
+
+
+def test_help_offers_the_formats_of_gguf_only_where_gguf_is_written(capsys):
+    for name in ("chat", "complete", "batch", "serve", "convert"):
+        assert main([name, "--help"]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "int8, fp8 or int4" in text
+        assert ("q4_0" in text) == (name == "convert")
+
+
+def test_a_bad_time_limit_is_a_mistake_in_the_command_line(monkeypatch, capfd):
+    monkeypatch.setenv("LLAMA_DRAIN_S", "abc")
+    assert main(["chat"]) == 2
+    assert capfd.readouterr().err.startswith("error: LLAMA_DRAIN_S='abc' must be a number from 0")
 
 
 def test_a_file_that_is_no_text(tmp_path, capfd):

@@ -1,4 +1,4 @@
-"""README's commands, unchanged, in an installation that has the extra `serve` and no more.
+"""README's commands, unchanged, in an installation that has the extra `all` and no more.
 
 Installing is left out, and so are the two scripts that make an environment themselves. Only the
 port of the server is changed, since another process may use it.
@@ -37,7 +37,7 @@ BASH = [block for x in blocks(README, "bash") if (block := without_installing(x)
 @pytest.fixture(scope="module")
 def installation(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("installation")
-    lean_environment(folder, "serve")
+    lean_environment(folder, "all")
     return folder
 
 
@@ -58,6 +58,10 @@ def run(command: list[str], variables: dict[str, str], stdin: str = "") -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_the_first_command_installs_what_the_commands_need():
+    assert "pip install -c constraints.txt -e '.[all]'" in blocks(README, "bash")[0]
 
 
 def test_there_are_commands_to_run():

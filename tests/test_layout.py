@@ -23,6 +23,7 @@ NAMES = [str(path.relative_to(REPO)) for path in FILES]
 # other files of its own. A file of its own name stands before the folder that it is in.
 FLOORS = [
     "llama/checks.py",
+    "llama/extras.py",
     "llama/validation.py",
     "llama/build_args.py",
     "llama/device.py",

@@ -28,7 +28,7 @@ from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.quantize import GGUF_FORMATS, quantization_config
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.tokenizer_files import load_tokenizer
-from llama.checks import brief, whole_number
+from llama.checks import FieldError, brief, whole_number
 from llama.model.args import HARMLESS_PARAMS, ModelArgs
 from llama.ops.cpu import native
 from llama.ranks.placement import WHOLE
@@ -188,7 +188,8 @@ def _check_quantize_name(quantize: str | None, to_gguf: bool) -> None:
     known = GGUF_FORMATS if to_gguf else QUANTIZED
     if quantize is not None and quantize not in known:
         out = "an OUT that ends in .gguf" if to_gguf else "a folder OUT"
-        raise ValueError(f"quantize={brief(quantize)}: give one of {', '.join(known)} for {out}")
+        text = f"={brief(quantize)}: give one of {', '.join(known)} for {out}"
+        raise FieldError.of("quantize", text)
 
 
 def _tokenizer_paths(checkpoint: Checkpoint) -> list[Path]:

@@ -26,10 +26,15 @@ from llama.cli.flags import (
     HelpWanted,
     UsageError,
     read,
+    usage_errors,
 )
 from llama.cli.model import BUILD_FLAGS
 from llama.cli.serve import NETWORK_FLAGS, serve
 
+_QUANTIZE = replace(
+    FLAGS["quantize"],
+    meaning=f"{FLAGS['quantize'].meaning}; for an OUT that ends in .gguf q8_0 or q4_0",
+)
 # The flags of a command that a server can answer, with their defaults.
 _CLIENT_FLAGS = {"resident": False, "url": None, "api_key": None, "model": None}
 
@@ -155,6 +160,7 @@ COMMANDS = {
             "llama convert Llama-3.2-1B Llama-3.2-1B-Q4_0.gguf --quantize q4_0",
             "llama convert Meta-Llama-3-8B Meta-Llama-3-8B-packed --packed",
         ],
+        flags=FLAGS | {"quantize": _QUANTIZE},
         has_variables=False,  # LLAMA_QUANTIZE applies to loading.
     ),
     "doctor": Command(
@@ -234,7 +240,8 @@ def run_script(
             options = read(program, for_demo, sys.argv[1:], os.environ)
         check(options)
         ranks.finish_on_signal()
-        function(**vars(options))
+        with usage_errors(BUILD_FLAGS):
+            function(**vars(options))
 
     sys.exit(ranks.run(work))
 
@@ -255,7 +262,11 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     assert command.function is not None
     options = read(f"llama {name}", command, arguments, os.environ)
     code = ranks.start_ranks(options)
-    return command.function(options) if code is None else code
+    if code is not None:
+        return code
+    # Some values of flags can be checked only where they are used.
+    with usage_errors(BUILD_FLAGS | NETWORK_FLAGS):
+        return command.function(options)
 
 
 def _check_package() -> None:

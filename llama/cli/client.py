@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import httpx2
 
+from llama.cli.flags import UsageError
 from llama.requests.request import Usage
 from llama.sampling_params import SamplingParams
 
@@ -79,19 +80,19 @@ class Client:
             api_key: The key that is sent with every request.
 
         Raises:
-            ValueError: The URL or the key cannot be used.
+            UsageError: The URL or the key cannot be used.
         """
         parts = urllib.parse.urlsplit(url)
         socket_path = parts.path if parts.scheme == "unix" else None
         if socket_path is None and (parts.scheme not in ("http", "https") or not parts.hostname):
-            raise ValueError(f"--url {url} must begin with http:// or https:// and name a host")
+            raise UsageError(f"--url {url} must begin with http:// or https:// and name a host")
         if parts.username or parts.query or parts.fragment:
-            raise ValueError(
+            raise UsageError(
                 f"--url {url} must not have a user, a query (?) or a fragment (#): a key is given "
                 "with --api_key"
             )
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ValueError("the key must be printable ASCII: see --api_key and LLAMA_API_KEY")
+            raise UsageError("the key must be printable ASCII: see --api_key and LLAMA_API_KEY")
         self.url = url
         base = parts._replace(path=parts.path.rstrip("/").removesuffix("/v1")).geturl()
         headers = {"Content-Type": "application/json"}

@@ -25,6 +25,7 @@ _HUGGING_FACE = rf"model[^/]*\.safetensors(\.index\.json)?|chat_template\.\w+|{_
 _META_WEIGHTS = r"consolidated\.\d+\.pth|fp8_scales_\d+\.pt|params\.json|checklist\.chk"
 _META = rf"original/({_META_WEIGHTS})|{_CONFIG}"
 _PART = re.compile(r"\d{5}(?=\\-of\\-\d{5}\\.gguf$)")  # the number of a part, in an escaped name
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = (".pth", ".safetensors", ".gguf")
 _NAMES = [
     "Meta-Llama-3-8B-Instruct",
@@ -53,6 +54,8 @@ def download(options: argparse.Namespace) -> int:
     http_error: type[Exception] = vars(errors)["HTTPError"]
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     repo = repository(options.name)
+    if not _REPOSITORY.fullmatch(repo):
+        raise UsageError(f"{options.name!r} is not the name of a model: give ORG/NAME, or NAME")
     parts = hub_cache() / f"models--{repo.replace('/', '--')}" / "blobs"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, functools.partial(_stop, parts))
@@ -95,8 +98,24 @@ def _reason(error: Exception, repo: str, hub: str) -> str:
         suggestion = nearest(repo.rpartition("/")[2], _NAMES)
         suggestion = suggestion or f"; Meta's models are {', '.join(_NAMES)}"
         return f"{hub} has no such model, or shows it only with HF_TOKEN{suggestion}"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return f"HF_HUB_OFFLINE forbids downloads: unset it, or {_copy_hint(repo)}"
     message = getattr(error, "server_message", None) or error.__cause__ or error
-    return str(message).partition("\n")[0]
+    text = str(message).partition("\n")[0]
+    if isinstance(error, vars(errors)["HTTPError"]) and not isinstance(
+        error, errors.HfHubHTTPError
+    ):
+        return (
+            f"{hub} cannot be reached ({text}): connect this machine to a network, set HTTPS_PROXY "
+            f"to a proxy or HF_ENDPOINT to a mirror, or {_copy_hint(repo)}"
+        )
+    return text
+
+
+def _copy_hint(repo: str) -> str:
+    """Return how to get a model without a network."""
+    folder = hub_cache() / f"models--{repo.replace('/', '--')}"
+    return f"copy {folder} from a machine that has the model"
 
 
 def _fetch(repo: str, hub: str, file: str | None) -> str:

@@ -2,20 +2,22 @@
 
 The input is a `Command`, which names its flags, and the arguments after its name. The output is an
 `argparse.Namespace` with a value for each flag. One table holds the type and the meaning of every
-flag of the commands and of Meta's scripts. This module must know neither models nor torch, so that
-a wrong flag is reported at once.
+flag of the commands and of Meta's scripts, and makes this file longer than 400 lines. This module
+must know neither models nor torch, so that a wrong flag is reported at once.
 """
 
 import argparse
 import contextlib
 import functools
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, NoReturn, get_args
 
 from llama.build_args import BuildArgs
-from llama.checks import nearest
+from llama.checks import FieldError, nearest
+from llama.extras import install_hint
 
 REQUIRED = object()  # the default of a flag that must be given
 
@@ -51,10 +53,23 @@ def extra(name: str, user: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as e:
-        raise UsageError(
-            f"{user} needs {e.name}, which is not installed: pip install 'llama[{name}]', or "
-            f"in a checkout pip install -e '.[{name}]'"
-        ) from None
+        hint = install_hint(name)
+        raise UsageError(f"{user} needs {e.name}, which is not installed: {hint}") from None
+
+
+@contextlib.contextmanager
+def usage_errors(names: Collection[str]) -> Iterator[None]:
+    """Turn the error of a value that a flag has given into a UsageError.
+
+    Args:
+        names: The flags. An error that names another field is raised as it is.
+    """
+    try:
+        yield
+    except FieldError as e:
+        if e.field not in names:
+            raise
+        raise UsageError(str(e)) from e
 
 
 @dataclass(frozen=True)
@@ -87,9 +102,26 @@ def within(low: int, high: int) -> Callable[[str], int]:
     return read_number
 
 
+def min_number(low: float) -> Callable[[str], float]:
+    """Return the kind of a finite number from `low` upwards."""
+
+    def read_number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value < math.inf:
+            raise ValueError(f"{text!r} is not a number from {low:g} upwards")
+        return value
+
+    return read_number
+
+
 def _build_flag(argument: Field[Any]) -> Flag:
     types = (argument.type, *get_args(argument.type))
-    kind = next((kind for kind in (bool, int, float) if kind in types), str)
+    kind: Any = next((kind for kind in (bool, int, float) if kind in types), str)
+    if kind is int and "limits" in argument.metadata:
+        kind = within(*argument.metadata["limits"])
     return Flag(kind, *argument.metadata["flag"])
 
 
@@ -134,8 +166,8 @@ FLAGS = {
         "Minutes without a client after which a server in the background ends; 0 for no limit",
     ),
     "model": Flag(str, "NAME", "Name of one of the server's models", "its first model"),
-    "concurrency": Flag(int, "N", "Number of requests sent to the server at once"),
-    "retry_s": Flag(float, "S", "Seconds during which a failed request is sent again"),
+    "concurrency": Flag(within(1, 1024), "N", "Number of requests sent to the server at once"),
+    "retry_s": Flag(min_number(0), "S", "Seconds during which a failed request is sent again"),
     "resume": Flag(bool, "", "Answer only the lines that have no result in OUT yet"),
     "fastchat_controller": Flag(
         str, "URL", "Controller of FastChat that registers this server as a worker", "none"
@@ -168,25 +200,27 @@ FLAGS = {
         str, "NAME", "Name of the model in requests and answers", "the name of the folder"
     ),
     "max_queue": Flag(
-        int, "N", "Number of sequences that may wait; more are refused with status 503"
+        within(0, 2**31), "N", "Number of sequences that may wait; more are refused with status 503"
     ),
     "max_connections": Flag(
-        int, "N", "Number of connections at once; more are refused with status 503"
+        within(1, 2**31), "N", "Number of connections at once; more are refused with status 503"
     ),
     "max_per_address": Flag(
-        int,
+        within(1, 2**31),
         "N",
         "Number of connections at once from one address",
         "three quarters of max_connections",
     ),
-    "max_wait_s": Flag(float, "S", "Seconds that a request may wait for its first token"),
+    "max_wait_s": Flag(min_number(0), "S", "Seconds that a request may wait for its first token"),
     "tool_format": Flag(
         str, "NAME", "Format of tool calls: llama3.1, llama3.2 or none", "that of the model"
     ),
     "lenient": Flag(
         bool, "", "Ignore fields that are not supported, and name them in a response header"
     ),
-    "drain_s": Flag(float, "S", "Seconds that running requests get to finish after a signal"),
+    "drain_s": Flag(
+        min_number(0), "S", "Seconds that running requests get to finish after a signal"
+    ),
 }
 
 

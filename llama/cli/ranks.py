@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 from llama.checks import number
-from llama.cli.flags import HelpWanted, UsageError
+from llama.cli.flags import HelpWanted, UsageError, usage_errors
 from llama.ranks.errors import NotMetError, RankError
 from llama.ranks.launch import LAUNCHER, launch
 from llama.ranks.signals import DRAIN_S, SIGNALS
@@ -185,7 +185,8 @@ def finish_on_signal(drain_s: float | None = None) -> None:
     given = (os.environ.get("LLAMA_DRAIN_S") or DRAIN_S) if drain_s is None else drain_s
     with contextlib.suppress(ValueError):
         given = float(given)
-    SIGNALS.drain_s = number("LLAMA_DRAIN_S", given, 0, 10**6)
+    with usage_errors({"LLAMA_DRAIN_S"}):
+        SIGNALS.drain_s = number("LLAMA_DRAIN_S", given, 0, 10**6)
 
 
 def _lost_connection(error: Exception) -> RuntimeError | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llama.checks import FieldError
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import MAX_HEAD_DIM, KvFormat
 
@@ -144,7 +145,7 @@ def pick_kv_format(name: object, device: torch.device) -> KVFormat:
     if name is None or name == "auto":
         return AS_COMPUTED
     if name != "int8":
-        raise ValueError(f"kv_cache_dtype={name!r}: give int8, auto, or None")
+        raise FieldError.of("kv_cache_dtype", f"={name!r}: give int8, auto, or None")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"kv_cache_dtype={name!r} is not for {device.type}: leave it out there")
     return FORMATS[name]

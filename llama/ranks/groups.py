@@ -24,7 +24,7 @@ from fairscale.nn.model_parallel import initialize as fs_init
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from llama.checks import torchrun_number
+from llama.checks import FieldError, torchrun_number
 from llama.ranks import torch_private
 from llama.ranks.collectives import ModelParallel, exchange
 from llama.ranks.errors import RankError
@@ -82,10 +82,10 @@ def connect(
     world_size = dist.get_world_size() if dist.is_initialized() else started_processes()
     size = world_size if model_parallel_size is None else model_parallel_size
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size:
-        raise ValueError(
-            f"model_parallel_size={size!r} does not divide the {world_size} processes that were "
-            "started: start a multiple of it (--ranks; --nproc_per_node of torchrun), or leave it "
-            "out"
+        raise FieldError.of(
+            "model_parallel_size",
+            f"={size!r} does not divide the {world_size} processes that were started: start a "
+            "multiple of it (--ranks; --nproc_per_node of torchrun), or leave it out",
         )
     if world_size == 1:
         _join_alone()

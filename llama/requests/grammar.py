@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llama.checks import FieldError
+from llama.extras import install_hint
 from llama.sampling_params import StructuredOutput
 from llama.tokenizer import Tokenizer
 
@@ -34,10 +35,6 @@ _WHITESPACE = " ?"
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # A backslash, or a character of which the package's conversion would lose a leading zero.
 _ESCAPE = re.compile(r"(\\\\)|\\u0([1-9a-f][\da-f]{2}|0[89a-f][\da-f])", re.IGNORECASE)
-_MISSING = (
-    "structured_output needs the package llguidance: pip install 'llama[serve]', or in a checkout "
-    "pip install -e '.[serve]'"
-)
 
 
 class Matcher:
@@ -126,7 +123,8 @@ class GrammarCompiler:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ModuleNotFoundError:
-            raise FieldError("structured_output", _MISSING) from None
+            message = f"structured_output needs the package llguidance: {install_hint('serve')}"
+            raise FieldError("structured_output", message) from None
         field = f"structured_output.{response_format.kind}"
         limits = LLParserLimits(
             initial_lexer_fuel=_COMPILE_FUEL,

@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 from fastapi import APIRouter
 
+from llama.checks import FieldError
 from llama.generation import Llama
 from llama.ranks.signals import stop_requested
 from llama.server.app import make_app
@@ -61,9 +62,10 @@ class Server:
         """
         loopback = is_loopback(host)
         if not loopback and not api_keys:
-            raise ValueError(
+            raise FieldError(
+                "host",
                 f"--host {host} lets other machines connect, so a key is needed: give --api_key or "
-                "LLAMA_API_KEY, or leave --host out"
+                "LLAMA_API_KEY, or leave --host out",
             )
         self.service = service
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -9,6 +9,7 @@ Shapes: N outputs, K inputs.
 import torch
 from torch import Tensor
 
+from llama.checks import FieldError
 from llama.device import dtype_name, missing_bf16
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import ElementFormat, ScaleFormat
@@ -68,7 +69,8 @@ def check_quantize(name: object, dtype: torch.dtype, device: torch.device) -> st
     if name is None:
         return None
     if not isinstance(name, str) or name not in QUANTIZED:
-        raise ValueError(f"quantize={name!r}: give one of {', '.join(QUANTIZED)}, or None")
+        text = f"={name!r}: give one of {', '.join(QUANTIZED)}, or None"
+        raise FieldError.of("quantize", text)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"quantize={name!r} is not for {device.type}: use dtype='bf16'")
     if name == "int4" and native.kernels() is None:

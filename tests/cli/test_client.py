@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from helpers.launch import REPO
 from llama.cli import main
 from llama.cli.batch.server_job import run_server_batch
 from llama.cli.client import Client, ServerError
@@ -179,7 +180,7 @@ def test_the_extra_is_named_where_it_is_not_installed(monkeypatch, capsys, comma
     for how, flags in (("--url", ["--url", "http://localhost:1"]), ("server", ["--resident"])):
         assert main([*command, *flags]) == 2
         told = capsys.readouterr().err
-        assert f"{how} needs httpx2" in told and "pip install 'llama[client]'" in told
+        assert f"{how} needs httpx2" in told and f"-e '{REPO}[client]'" in told
 
 
 def test_what_a_server_says_cannot_move_the_cursor():

@@ -19,6 +19,7 @@ import pytest
 
 from helpers.hub import COMMIT, Hub, run_hub
 from helpers.launch import DEMO, environment
+from helpers.launch import REPO as REPO_FOLDER
 from helpers.waiting import wait_until
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
@@ -153,7 +154,10 @@ def test_half_a_download_is_told_and_completed(hub, capfd):
         ([NAME], {"HF_TOKEN": "hf_b"}, "Invalid credentials in Authorization header; then: llama"),
         (["Llama3.2-1b-instruct"], {}, rf"no such model, .* HF_TOKEN: did you mean {NAME}\?; then"),
         (["other/model"], {}, r"http://\S+ has no such.*; Meta's models are Meta-Llama-3-8.*3\.3"),
-        ([NAME], {"HF_ENDPOINT": "http://127.0.0.1:9"}, f"{REPO} is not downloaded: .*refused; th"),
+        ([NAME], {"HF_ENDPOINT": "http://127.0.0.1:9"},
+         rf"{REPO} is not downloaded: http://127\.0\.0\.1:9 cannot be reached \(.*refused\): "
+         r"connect this machine to a network, .* HF_ENDPOINT to .*, or copy \S+ from .*; th"),
+        ([NAME], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids downloads: unset it, or copy /"),
         ([NAME], {"HF_HUB_CACHE": "/proc/none"}, "is not downloaded: .* '/proc/none'; then: llama"),
         ([NAME], {"WORLD_SIZE": "2"}, "one process downloads for all ranks: start it without tor"),
         ([], {}, "NAME is missing"),
@@ -165,6 +169,8 @@ def test_an_error_is_one_line_that_says_what_to_type(
     hub.token = environ.pop("token", environ.get("HF_TOKEN") and "hf_a")
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
+    offline = "HF_HUB_OFFLINE" in environ
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
     assert main(["download", *words]) in (1, 2)
     out, err = capfd.readouterr()
     last = err.splitlines()[-1]  # the lines before it are the library's progress bar
@@ -185,7 +191,7 @@ def test_no_room_no_weights_no_package(hub, monkeypatch, capfd):
     assert "it has no model*.safetensors or original/*.pth; then" in capfd.readouterr().err
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert main(["download", NAME]) == 2
-    assert "pip install 'llama[download]'" in capfd.readouterr().err
+    assert f"-e '{REPO_FOLDER}[download]'" in capfd.readouterr().err
     assert not hub.sent
 
 

@@ -1,6 +1,6 @@
 """scripts/ray_batch.py on a cluster of two nodes of this machine, with Ray itself.
 
-Skipped where Ray is not installed: pip install 'llama[ray]', or an environment of its own with
+Skipped where Ray is not installed: pip install -e '.[ray]', or an environment of its own with
     python3 -m venv ray-env && ray-env/bin/pip install 'ray>=2.9'
     realpath .venv/lib/python3*/site-packages > ray-env/lib/python3.11/site-packages/llama.pth
     PYTHONPATH=. ray-env/bin/python -m pytest tests/scripts/test_ray_batch.py
