@@ -6,7 +6,9 @@ another format is a ValueError that names it and the remedy.
 """
 
 import contextlib
+import errno
 import os
+import struct
 import zipfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -29,6 +31,8 @@ from llama.storage.gguf import Header, TensorInfo, is_gguf, read_header
 
 _LEGACY_PTH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # written by torch.save before 1.6
 _ZIP = b"PK\x03\x04"
+_ZIP_LENGTHS_OFFSET = 26  # two lengths in a record's header: name and extra fields
+_ZIP_LENGTHS = struct.Struct("<HH")
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PIECE = 4 << 20  # bytes that a thread reads at a time
 _BUFFER = 64 << 20  # bytes of a pinned buffer
@@ -77,9 +81,11 @@ def open_tensors(file: Path | Header) -> dict[str, MappedTensor]:
     else:
         tensors = _open_pth(file)
     regions = _mapped_regions(file)
+    if file.suffix != ".safetensors":
+        _check_storages(file, tensors, regions)
     mapped = {}
     for name, data in tensors.items():
-        mapped[name] = MappedTensor(file, data, _offset_in(regions, data))
+        mapped[name] = MappedTensor(file, data, _offset_in(regions, data.data_ptr()))
     return mapped
 
 
@@ -137,6 +143,8 @@ def _open_pth(file: Path) -> dict[str, Tensor]:
     except (OSError, MemoryError):
         raise
     except RuntimeError as e:
+        if os.strerror(errno.ENOMEM) in str(e):
+            raise MemoryError(f"{file} cannot be mapped: {first_line(e)}") from e
         raise broken(file, f"is cut short or damaged ({first_line(e)})") from e
     except Exception as e:  # the unpickler's errors, whose type is in the module `pickle`
         raise ValueError(
@@ -170,6 +178,39 @@ def _check_entries(file: Path) -> None:
         raise broken(file, f"has two entries of the name {brief(name)}")
 
 
+def _check_storages(file: Path, tensors: dict[str, Tensor], regions: list["_Region"]) -> None:
+    """Raise ValueError where a tensor of a .pth is larger than its record in the archive.
+
+    torch maps as many bytes as the tensor has, so it would continue with the next record. Where the
+    system does not report what is mapped, nothing is checked.
+    """
+    sizes = _record_sizes(file)
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        begin = _offset_in(regions, storage.data_ptr())
+        size = sizes.get(begin, 0)
+        if begin is not None and size < storage.nbytes():
+            raise broken(
+                file,
+                f"is damaged: it holds {size:,} bytes for {brief(name)}, which has "
+                f"{storage.nbytes():,}",
+            )
+
+
+def _record_sizes(file: Path) -> dict[int | None, int]:
+    """Return the size of each record of a zip archive, by the offset of its first byte."""
+    sizes: dict[int | None, int] = {}
+    with file.open("rb") as opened, zipfile.ZipFile(opened) as archive:
+        for record in archive.infolist():
+            # The header of a record repeats its name, and ends in fields of any length.
+            opened.seek(record.header_offset + _ZIP_LENGTHS_OFFSET)
+            header = opened.read(_ZIP_LENGTHS.size)
+            if len(header) == _ZIP_LENGTHS.size:
+                begin = opened.tell() + sum(_ZIP_LENGTHS.unpack(header))
+                sizes[begin] = record.compress_size
+    return sizes
+
+
 class _Region(NamedTuple):
     """A part of a file that is mapped: its addresses, and its first byte in the file."""
 
@@ -194,9 +235,8 @@ def _mapped_regions(file: Path) -> list[_Region]:
     return regions
 
 
-def _offset_in(regions: list[_Region], tensor: Tensor) -> int | None:
-    """Return the first byte of a mapped tensor in its file, if it is in one of the regions."""
-    address = tensor.data_ptr()
+def _offset_in(regions: list[_Region], address: int) -> int | None:
+    """Return the position in its file of a mapped byte, if it is in one of the regions."""
     for region in regions:
         if region.begin <= address < region.end:
             return address - region.begin + region.offset

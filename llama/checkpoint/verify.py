@@ -3,12 +3,13 @@
 In: what `find` understands. Out: a line for each file, or an error that names the first bad one;
 or a check of the tensors that a rank is about to load. Names and shapes are compared with
 params.json. Bytes are compared with the MD5 in checklist.chk, which Meta's downloads have, else
-with the CRC-32 of each tensor in a .pth. A .safetensors has no checksum: its header must describe
+with the SHA-256 by which Hugging Face's cache names a file, else with the CRC-32 of each tensor in
+a .pth. A .safetensors has no checksum: its header must describe
 the file exactly, without gaps or overlaps.
 """
 
 import bisect
-import hashlib
+import contextlib
 import os
 import re
 import threading
@@ -30,7 +31,14 @@ from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.table import whole_shapes
 from llama.checks import brief, torchrun_number
 from llama.model.transformer import Transformer
-from llama.storage.downloads import broken, check_download, read_small
+from llama.storage.downloads import (
+    Digest,
+    broken,
+    cached_digest,
+    check_digest,
+    check_download,
+    read_small,
+)
 
 _BLOCK_BYTES = 4 << 20  # bytes that a thread reads at a time
 _MAX_THREADS = 8
@@ -156,11 +164,15 @@ class LoadCheck:
 
 
 def _file_checks(checkpoint: Checkpoint) -> dict[Path, _FileChecks]:
-    """Return the checks of each shard and of each file in the checklist."""
+    """Return the checks of each shard, of each file in the checklist, and of a cached tokenizer."""
     listed = _read_checklist(checkpoint.folder / "checklist.chk")
     scales = sorted(checkpoint.folder.glob("fp8_scales_*.pt"))
     paths = [*checkpoint.shards, *scales]
     paths += [checkpoint.folder / name for name in listed]
+    with contextlib.suppress(FileNotFoundError):  # a checkpoint may have no tokenizer
+        tokenizer = checkpoint.tokenizer_path()
+        if cached_digest(tokenizer) is not None:
+            paths.append(tokenizer)
     checks = {}
     for path in paths:
         if path not in checks:
@@ -172,7 +184,11 @@ def _checks_of(path: Path, md5: str | None) -> _FileChecks:
     """Return the checks of a file, by its MD5 if that is known, else by its own checksums."""
     if md5 is not None:
         check_download(path)
-        return _FileChecks("checksum matches", [_check_md5(path, md5)])
+        digest = Digest("md5", md5, "checklist.chk")
+        return _FileChecks("checksum matches", [check_digest(path, digest)])
+    cached = cached_digest(path)
+    if cached is not None:
+        return _FileChecks("SHA-256 matches", [check_digest(path, cached)])
     if path.suffix in (".pth", ".pt"):
         archive = zipfile.ZipFile(path)
         records = _summed(archive)
@@ -224,16 +240,6 @@ def _read_checklist(path: Path) -> dict[str, str]:
                 f"{path}: {brief(line)} is not an MD5 and a file name: download it again"
             )
     return sums
-
-
-def _check_md5(path: Path, md5: str) -> Check:
-    digest = hashlib.md5(usedforsecurity=False)
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            yield len(block)
-    if digest.hexdigest() != md5:
-        raise broken(path, f"has MD5 {digest.hexdigest()}, but checklist.chk says {md5}")
 
 
 def _summed(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:

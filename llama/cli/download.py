@@ -2,7 +2,8 @@
 
 Every command then finds the model by its name. Only the files that the model is loaded from
 are stored, in Hugging Face's cache. A connection that is cut is resumed. Of a download that was
-stopped, the complete files remain.
+stopped, the complete files remain. What is fetched is compared with the sizes and hashes that the
+hub lists; a file that differs is removed, so that the next download fetches it from its beginning.
 """
 
 import argparse
@@ -12,11 +13,14 @@ import re
 import shlex
 import shutil
 import signal
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Never
 
 from llama.checks import nearest
 from llama.cli.flags import UsageError, extra
+from llama.storage.downloads import Digest, broken, check_digest
 from llama.storage.hub import hub_cache, model_folder, repository
 
 # The files of each layout, as regular expressions.
@@ -56,18 +60,23 @@ def download(options: argparse.Namespace) -> int:
     repo = repository(options.name)
     if not _REPOSITORY.fullmatch(repo):
         raise UsageError(f"{options.name!r} is not the name of a model: give ORG/NAME, or NAME")
-    parts = hub_cache() / f"models--{repo.replace('/', '--')}" / "blobs"
+    parts = _repository_folder(repo) / "blobs"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, functools.partial(_stop, parts))
     try:
         path = _fetch(repo, hub, options.file)
         _remove_stale(parts)
-    except (OSError, http_error) as e:
+    except (OSError, ValueError, http_error) as e:
         reason = _reason(e, repo, hub)
         raise OSError(f"{repo} is not downloaded: {reason}; then: llama download {repo}") from None
     print(path)
     print(f"next: llama chat {shlex.quote(path) if options.file else options.name}")
     return 0
+
+
+def _repository_folder(repo: str) -> Path:
+    """Return the folder of a repository in the cache."""
+    return hub_cache() / f"models--{repo.replace('/', '--')}"
 
 
 def _stop(folder: Path, number: int, _: object) -> Never:
@@ -126,15 +135,19 @@ def _fetch(repo: str, hub: str, file: str | None) -> str:
     """
     import huggingface_hub
 
-    listing: list[Any] = (
-        huggingface_hub.HfApi(hub).model_info(repo, files_metadata=True).siblings or []
-    )
-    sizes = {entry.rfilename: entry.size or 0 for entry in listing}
-    folder = model_folder(repo)
-    names = _wanted(sizes, folder, file)
+    info = huggingface_hub.HfApi(hub).model_info(repo, files_metadata=True)
+    entries: dict[str, Any] = {entry.rfilename: entry for entry in info.siblings or []}
+    sizes = {name: entry.size or 0 for name, entry in entries.items()}
+    names = _wanted(sizes, model_folder(repo), file)
     cache = hub_cache()
+    folder = _repository_folder(repo) / "snapshots" / str(info.sha)
     cache.mkdir(parents=True, exist_ok=True)
-    needed = sum(sizes[name] for name in names if not (folder / name).exists())
+    for name in names:
+        path = folder / name
+        if path.is_file() and path.stat().st_size != sizes[name]:
+            _remove(path)  # an earlier download did not compare it
+    missing = [name for name in names if not (folder / name).exists()]
+    needed = sum(sizes[name] for name in missing)
     free = shutil.disk_usage(cache).free
     if needed > free:
         raise OSError(
@@ -144,7 +157,51 @@ def _fetch(repo: str, hub: str, file: str | None) -> str:
     snapshot = huggingface_hub.snapshot_download(
         repo, allow_patterns=names, cache_dir=cache, endpoint=hub
     )
+    _check_all({Path(snapshot, name): entries[name] for name in missing})
     return snapshot if file is None else os.path.join(snapshot, names[0])
+
+
+def _check_all(fetched: Mapping[Path, Any]) -> None:
+    """Compare files with their entries in the hub's listing, and remove those that differ.
+
+    Raises:
+        ValueError: A file differs; the first one is named.
+    """
+    with ThreadPoolExecutor() as pool:
+        errors = [error for error in pool.map(_check, fetched, fetched.values()) if error]
+    if errors:
+        raise errors[0]
+
+
+def _check(path: Path, entry: Any) -> ValueError | None:
+    """Return what is wrong with a fetched file, which is then removed."""
+    try:
+        size = path.stat().st_size
+        if entry.size is not None and size != entry.size:
+            raise broken(path, f"is of another size than the hub lists ({entry.size:,} bytes)")
+        digest = _listed_digest(entry)
+        if digest is not None:
+            for _ in check_digest(path, digest):
+                pass
+    except ValueError as error:
+        _remove(path)
+        return error
+    return None
+
+
+def _listed_digest(entry: Any) -> Digest | None:
+    """Return the hash that the hub lists for a file: SHA-256 for large ones, git's for others."""
+    if entry.lfs is not None:
+        return Digest("sha256", entry.lfs.sha256, "the hub")
+    return Digest("sha1", entry.blob_id, "the hub") if entry.blob_id else None
+
+
+def _remove(path: Path) -> None:
+    """Remove a file of the cache and what it links to, so that nothing takes it for complete."""
+    blob = path.resolve()
+    path.unlink()
+    if blob.parent.name == "blobs":
+        blob.unlink(missing_ok=True)
 
 
 def _wanted(sizes: dict[str, int], folder: Path, file: str | None) -> list[str]:

@@ -4,13 +4,18 @@ In: the path of a file. Out: its bytes, or an OSError or ValueError that names t
 and the remedy. No file format is known here, and no network is used.
 """
 
+import hashlib
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _HEAD_BYTES = 512  # enough to recognise an error page that a server sent instead of the file
 _MAX_SMALL_BYTES = 64 << 20  # limit for a file that is read whole; the largest tokenizer has 17 MB
+_BLOCK_BYTES = 4 << 20  # bytes that are read and hashed at a time
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _MARKUP = re.compile(rb"(\xef\xbb\xbf)?\s*<[!?a-z]", re.IGNORECASE)
 
 
@@ -57,6 +62,53 @@ def read_small(path: Path) -> bytes:
     if path.stat().st_size > _MAX_SMALL_BYTES:
         raise broken(path, f"is larger than {_MAX_SMALL_BYTES:,} bytes, so it is another file")
     return path.read_bytes()
+
+
+class Digest(NamedTuple):
+    """The hash that a file must have.
+
+    Attributes:
+        algorithm: "md5" or "sha256"; "sha1" is that of a blob of git, which includes its size.
+        value: The hash in lower-case hexadecimal.
+        source: Where it comes from, for messages.
+    """
+
+    algorithm: str
+    value: str
+    source: str
+
+
+def cached_digest(path: Path) -> Digest | None:
+    """Return the SHA-256 that a file of Hugging Face's cache is named after; None for other files.
+
+    There a file is a link to blobs/HASH. Small files are named after another hash.
+    """
+    if not path.is_symlink():
+        return None
+    blob = path.readlink()
+    if blob.parent.name != "blobs" or not _SHA256.fullmatch(blob.name):
+        return None
+    return Digest("sha256", blob.name, "its name in the cache")
+
+
+def check_digest(path: Path, digest: Digest) -> Iterator[int]:
+    """Hash a file, and yield the size of each block that was read.
+
+    Raises:
+        ValueError: The hash differs.
+    """
+    computed = hashlib.new(digest.algorithm, usedforsecurity=False)
+    if digest.algorithm == "sha1":
+        computed.update(b"blob %d\0" % path.stat().st_size)
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            computed.update(block)
+            yield len(block)
+    if computed.hexdigest() != digest.value:
+        name = {"md5": "MD5", "sha1": "git's SHA-1", "sha256": "SHA-256"}[digest.algorithm]
+        raise broken(
+            path, f"has {name} {computed.hexdigest()}, but {digest.source} says {digest.value}"
+        )
 
 
 def check_utf8(path: Path) -> None:

@@ -172,3 +172,23 @@ def test_each_byte_is_checked_once_and_before_it_is_copied(meta, monkeypatch):
 def test_files_without_checksums_are_named(hugging):
     with pytest.warns(UserWarning, match=r"model\.safetensors cannot be verified: no checksum"):
         verifying.LoadCheck(find(hugging), warns=True)
+
+
+def test_a_record_shorter_than_its_tensor_is_refused(meta):
+    """A record of a .pth that is shorter than its tensor is refused, at load and by verify.
+
+    Its CRC-32 is right, and torch maps the bytes that follow it for the rest of the tensor.
+    """
+    path = meta / "consolidated.00.pth"
+    with zipfile.ZipFile(path) as archive:
+        records = {record.filename: archive.read(record) for record in archive.infolist()}
+    name = max(records, key=lambda x: len(records[x]))
+    size = len(records[name])
+    records[name] = records[name][:-64]
+    with zipfile.ZipFile(path, "w") as archive:  # stored, as torch does
+        for entry, data in records.items():
+            archive.writestr(entry, data)
+    message = rf"00\.pth .* is damaged: it holds {size - 64:,} bytes for '.*', which has {size:,}"
+    for read in (verify, find):
+        with pytest.raises(ValueError, match=message):
+            read(meta)

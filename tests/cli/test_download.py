@@ -136,6 +136,59 @@ def test_a_cut_connection_goes_on_where_it_was(hub, files, monkeypatch):
     assert (model_folder(NAME) / "model.safetensors").read_bytes() == files["model.safetensors"]
 
 
+@pytest.mark.parametrize("damage", ["cut", "replaced", "flipped", "flipped before a cut"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_that_the_hub_did_not_list_is_removed(hub, files, monkeypatch, capfd, damage, name):
+    """A file that differs from the hub's listing is an error, and is fetched again next time.
+
+    The library accepts it, as the length that the server announces fits what it sends. A file that
+    is resumed after a cut keeps its wrong beginning.
+    """
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 20)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    whole = files[name]
+    middle = len(whole) // 2
+    flipped = whole[:9] + bytes([whole[9] ^ 1]) + whole[10:]
+    sent = {"cut": whole[:middle], "replaced": bytes(len(whole))}.get(damage, flipped)
+    hub.sent_instead = {name: sent}
+    if damage == "flipped before a cut":
+        hub.cut = {name: middle}
+    assert main(["download", NAME]) == 1
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert f"{name} ({len(sent):,} bytes) " in error and "download it again" in error
+    kind = "SHA-256" if name.endswith("s") else "git's SHA-1"
+    rule = f"hub lists ({len(whole):,} bytes)" if damage == "cut" else f"has {kind} "
+    assert rule in error
+    assert name not in here() and not [*hub_cache().rglob("*.incomplete")]
+    hub.sent_instead = {}
+    hub.sent.clear()
+    assert main(["download", NAME]) == 0 and hub.sent == [(name, 0)]
+    assert (model_folder(NAME) / name).read_bytes() == whole
+
+
+def test_a_file_in_the_cache_that_was_cut_is_fetched_again(hub, files, capfd):
+    """A file in the cache that is shorter than listed is fetched again.
+
+    `llama verify` hashes files that the cache names after their SHA-256, the tokenizer too.
+    """
+    assert main(["download", NAME]) == 0
+    assert main(["verify", NAME]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    for name in ("model.safetensors", "original/tokenizer.model"):
+        (line,) = [line for line in lines if line.startswith(Path(name).name)]
+        assert "SHA-256 matches" in line
+        blob = (model_folder(NAME) / name).resolve()
+        blob.write_bytes(files[name][:-1] + bytes([files[name][-1] ^ 1]))
+        assert main(["verify", NAME]) == 1
+        assert (
+            f"{name} (" in (said := capfd.readouterr().err) and "its name in the cache says" in said
+        )
+        blob.write_bytes(files[name][:-1])
+        hub.sent.clear()
+        assert main(["download", NAME]) == 0 and hub.sent == [(name, 0)]
+    assert main(["verify", NAME]) == 0
+
+
 def test_half_a_download_is_told_and_completed(hub, capfd):
     assert main(["download", NAME]) == 0
     (model_folder(NAME) / "model.safetensors").resolve().unlink()

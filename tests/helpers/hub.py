@@ -20,6 +20,8 @@ class Hub:
     repo: str
     files: dict[str, bytes]
     token: str | None = None  # the token that its files require
+    # file -> what is sent instead of the listed content, with headers that fit it
+    sent_instead: dict[str, bytes] = field(default_factory=dict)
     # file -> bytes sent before the connection is closed
     cut: dict[str, int] = field(default_factory=dict)
     # file -> bytes sent before the connection stalls
@@ -43,11 +45,11 @@ class _Handler(BaseHTTPRequestHandler):
         if given not in ("", hub.token):
             self._refuse(401, "", "Invalid credentials in Authorization header")
         elif path in (f"/api/models/{hub.repo}", f"/api/models/{hub.repo}/revision/main"):
-            listed = [{"rfilename": name, "size": len(data)} for name, data in hub.files.items()]
+            listed = [_listed(name, data) for name, data in hub.files.items()]
             self._answer(json.dumps({"id": hub.repo, "sha": COMMIT, "siblings": listed}).encode())
         elif path == f"/api/models/{hub.repo}/tree/{COMMIT}":
             self._answer(json.dumps([
-                {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
+                {"type": "file", "path": name, "size": len(data), "oid": _oid(name, data)}
                 for name, data in hub.files.items()
             ]).encode())  # fmt: skip
         elif path.startswith("/api/"):
@@ -60,9 +62,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _file(self, name: str) -> None:
-        data = self.hub.files[name]
         first = int(self.headers.get("Range", "bytes=0-")[6:].rstrip("-"))
-        headers = {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": COMMIT}
+        headers = {"ETag": f'"{_oid(name, self.hub.files[name])}"', "X-Repo-Commit": COMMIT}
+        data = self.hub.sent_instead.get(name, self.hub.files[name])
         cut = None
         if self.command == "GET":
             self.hub.sent.append((name, first))
@@ -87,8 +89,26 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(b"", status, headers={"X-Error-Code": code, "X-Error-Message": message})
 
 
-def _oid(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
+def _listed(name: str, data: bytes) -> dict[str, object]:
+    """Return the entry of a file in the hub's listing."""
+    entry: dict[str, object] = {"rfilename": name, "size": len(data), "blobId": _git_oid(data)}
+    if _is_large(name):
+        entry["lfs"] = {"sha256": _oid(name, data), "size": len(data), "pointerSize": 134}
+    return entry
+
+
+def _is_large(name: str) -> bool:
+    """Return whether the hub stores a file by Git LFS."""
+    return name.endswith((".safetensors", ".pth", ".gguf", "tokenizer.json", "tokenizer.model"))
+
+
+def _oid(name: str, data: bytes) -> str:
+    """Return the name of a file in the cache."""
+    return hashlib.sha256(data).hexdigest() if _is_large(name) else _git_oid(data)
+
+
+def _git_oid(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 @contextlib.contextmanager
