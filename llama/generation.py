@@ -126,6 +126,7 @@ class Llama:
                 draft_model=loaded.draft_model,
                 has_drafts=bool(args.speculate),
             )
+            llama.engine.explain_failure = loaded.warn_not_finite
             if args.speculate:
                 llama.engine.speculate(
                     args.speculate_tokens, args.speculate, is_shared=args.speculate_shared

@@ -10,6 +10,7 @@ The file has about 400 lines because the steps of a build share their order and 
 """
 
 import functools
+import itertools
 import sys
 import warnings
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from llama.device import dtype_name, free_bytes, pick_device, pick_dtype, set_nu
 from llama.engine.core import DRAFTERS, PAGE_SIZE
 from llama.engine.runner import ModelRunner
 from llama.gpu import selection, selfcheck_cache
-from llama.model.layers import Matrix
+from llama.model.layers import Matrix, RMSNorm
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
@@ -36,15 +37,9 @@ from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
 from llama.ranks.placement import Placement
-from llama.sizes import (
-    Memory,
-    choose_sizes,
-    default_batch_size,
-    max_cache_tokens,
-    pages_for,
-    step_bytes,
-)
+from llama.sizes import Memory, choose_sizes, default_batch_size, pages_for, step_bytes
 from llama.tokenizer import Tokenizer
+from llama.weights.plain import all_finite
 
 _CUDA_RESERVE = 3 << 29  # bytes: modules of cuBLAS, buffers of nccl, graphs
 _LARGE = 1 << 28  # bytes of weights from which on loading takes long
@@ -136,6 +131,14 @@ class Loaded:
             f"KV cache {tokens}, {sequences} sequence{plural} of full length at once"
             f"{selection.describe(self.model)}{graphs}"
         )
+
+    def warn_not_finite(self) -> None:
+        """Warn of plain weights that hold NaN or infinity, with their files.
+
+        The engine calls this when a row has no token: to examine the weights of every load would
+        take up to half as long as to load them. Packing has examined all others.
+        """
+        _warn_not_finite(self.model, self.files.checkpoint, _plain_not_finite(self.model))
 
     def pack_command(self) -> str | None:
         """Return the command that writes these weights packed; None if that would gain nothing."""
@@ -332,9 +335,7 @@ def estimate_memory(
     reserve = step_bytes(checkpoint.params, plan, files.dtype, batch_size)
     if files.device.type == "cuda":
         reserve += _CUDA_RESERVE
-    per_token = plan.kv_bytes_per_token(files.dtype)
-    max_tokens = max_cache_tokens(files.device, per_token)
-    return Memory(free, weight_bytes, reserve, per_token, max_tokens)
+    return Memory(free, weight_bytes, reserve, plan.kv_bytes_per_token(files.dtype))
 
 
 def load_weights(
@@ -410,18 +411,49 @@ def warn_of_plain(matrices: list[Matrix], file_type: str) -> None:
 
 
 def _warn_of_damage(model: Transformer, checkpoint: Checkpoint) -> None:
-    """Warn of NaN, and of zeros as a truncated download has them, that packing has seen."""
-    damaged = {
-        "NaN or infinity": [x for x in _matrices(model) if not x.weight.is_finite],
-        "rows of zeros": [x for x in _layer_matrices(model) if x.weight.has_empty_row],
-    }
-    reports = [
-        f"{damage} in {brief(['/'.join(matrix.names) for matrix in matrices])}"
-        for damage, matrices in damaged.items()
-        if matrices
-    ]
-    if reports:
+    """Warn of NaN and infinity, and of zeros as a truncated download has them, that packing saw."""
+    damaged = [x.names for x in _matrices(model) if not x.weight.is_finite]
+    _warn_not_finite(model, checkpoint, list(dict.fromkeys(itertools.chain(*damaged))))
+    empty = ["/".join(x.names) for x in _layer_matrices(model) if x.weight.has_empty_row]
+    if empty:
         warnings.warn(
-            f"{checkpoint.weights_path} holds {' and '.join(reports)}: fetch or convert it again",
+            f"{checkpoint.weights_path} holds rows of zeros in {brief(empty)}: fetch or convert it "
+            "again",
+            stacklevel=3,
+        )
+
+
+def _plain_not_finite(model: Transformer) -> list[str]:
+    """Return Meta's names of the tensors of this rank's model that are plain and not finite."""
+    names: dict[str, None] = {}  # in order, and a tied matrix once
+    for path, module in model.named_modules():
+        if isinstance(module, Matrix) and isinstance(module.weight, weights.PlainWeight):
+            if not all_finite(module.weight.values):
+                names |= dict.fromkeys(module.names)
+        elif isinstance(module, RMSNorm) and not all_finite(module.weight):
+            names[f"{path}.weight"] = None
+    return list(names)
+
+
+def _warn_not_finite(model: Transformer, checkpoint: Checkpoint, names: list[str]) -> None:
+    """Warn of tensors that are not finite in a model, with the files that hold them.
+
+    Args:
+        model: The model.
+        checkpoint: Its files, which are read where `names` has tensors.
+        names: Meta's names of the tensors.
+    """
+    if not names:
+        return
+    damaged = reader.find_not_finite(checkpoint, names)
+    for file, damaged_names in damaged.items():
+        warnings.warn(
+            f"{file} holds NaN or infinity in {brief(damaged_names)}: fetch or convert it again",
+            stacklevel=3,
+        )
+    if not damaged:
+        warnings.warn(
+            f"{brief(names)} of {checkpoint.weights_path} have elements that are too large for "
+            f"{dtype_name(model.norm.weight.dtype)}: build with dtype='bf16'",
             stacklevel=3,
         )

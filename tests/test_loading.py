@@ -10,6 +10,8 @@ import torch
 from helpers.checkpoints import write_meta
 from helpers.kernels import KERNELS_RUN
 from llama import Llama
+from llama.checkpoint.convert import convert
+from llama.checkpoint.find import find
 from llama.cli.flags import FLAGS
 from llama.cli.model import BUILD_FLAGS
 from llama.model.args import ModelArgs
@@ -154,7 +156,7 @@ def test_the_arguments_of_a_build_are_a_table(checkpoint_dir):
 @pytest.mark.skipif(not KERNELS_RUN, reason="torch packs without a look at the numbers")
 @pytest.mark.parametrize("quantize", [None, "int8", "fp8", "int4"])
 def test_weights_that_are_not_finite_or_empty_are_named(make_checkpoint, quantize):
-    """Weights that are not finite or empty are named in one warning.
+    """Weights that are not finite or empty are named, with their file.
 
     Packing reads each value anyway. A vocabulary may have rows of zeros.
     """
@@ -164,9 +166,67 @@ def test_weights_that_are_not_finite_or_empty_are_named(make_checkpoint, quantiz
     state["layers.1.feed_forward.w2.weight"][7] = 0
     state["output.weight"][9] = 0
     write_meta(folder, params, state, 1)
-    named = (
-        r"in \['layers\.0\.feed_forward\.w2\.weight', 'layers\.1\.attention\.wo\.weight'\] and "
-        r"rows of zeros in \['layers\.1\.feed_forward\.w2\.weight'\]: fetch"
-    )
-    with pytest.warns(UserWarning, match=named):
+    with pytest.warns(UserWarning) as warned:
         Llama.build(str(folder), None, 32, 1, device="cpu", quantize=quantize)
+    assert [str(x.message) for x in warned] == [
+        f"{folder / 'consolidated.00.pth'} holds NaN or infinity in "
+        "['layers.0.feed_forward.w2.weight', 'layers.1.attention.wo.weight']: fetch or convert it "
+        "again",
+        f"{folder} holds rows of zeros in ['layers.1.feed_forward.w2.weight']: fetch or convert it "
+        "again",
+    ]
+
+
+@pytest.mark.parametrize("layout", ["meta", "hf"])
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+def test_plain_weights_that_are_not_finite_are_named(make_checkpoint, tmp_path, value, layout):
+    """Plain weights that are not finite are named once an answer fails.
+
+    Nothing packs floats, an embedding or the norms. The file is the shard that holds the element,
+    and the name is that of the file.
+    """
+    folder, state, params = make_checkpoint(n_layers=2)
+    state["layers.1.attention.wv.weight"][0, 0] = value
+    state["tok_embeddings.weight"][3, 1] = value
+    state["layers.0.ffn_norm.weight"][2] = value
+    write_meta(folder, params, state, 2 if layout == "meta" else 1)
+    if layout == "hf":
+        convert(folder, tmp_path / "hf")
+        folder = tmp_path / "hf"
+    llama = Llama.build(str(folder), None, 32, 1, device="cpu", dtype="fp32")
+    with pytest.warns(UserWarning) as warned:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="logits hold NaN or infinity"):
+                llama.generate([[1, 2]], 4)
+    messages = [str(x.message) for x in warned]
+    norm = {"meta": "layers.0.ffn_norm", "hf": "layers.0.post_attention_layernorm"}[layout]
+    for file, message in zip(find(folder).shards, messages, strict=True):
+        assert message.startswith(f"{file} holds NaN or infinity in ["), message
+        assert norm in message, "each shard holds the norms"
+        is_first = file == find(folder).shards[0]
+        assert ("embed" in message) == ("1.attention.wv" in message or "v_proj" in message)
+        assert ("embed" in message) == is_first
+
+
+def test_a_failed_answer_names_no_sound_weight(make_checkpoint, monkeypatch, recwarn):
+    """A failed answer of a sound model names no weight, and a good one examines nothing."""
+    llama = Llama.build(str(make_checkpoint(n_layers=1)[0]), None, 32, 1, device="cpu")
+    llama.generate([[1, 2]], 4)
+    assert llama.engine.explain_failure is not None
+    hidden_states = llama.model.hidden_states
+    monkeypatch.setattr(llama.model, "hidden_states", lambda *x: hidden_states(*x) * math.nan)
+    with pytest.raises(ValueError, match="logits hold NaN or infinity"):
+        llama.generate([[1, 2]], 4)
+    assert llama.engine.explain_failure is None and not recwarn.list
+
+
+def test_elements_too_large_for_fp16_are_no_damage_of_the_file(make_checkpoint):
+    """Elements too large for fp16 are no damage of the file, and the warning names the remedy."""
+    folder, state, params = make_checkpoint(n_layers=1)
+    state["layers.0.attention.wo.weight"][:] = 1e6
+    write_meta(folder, params, state, 1)
+    llama = Llama.build(str(folder), None, 32, 1, device="cpu", dtype="fp16")
+    expected = r"wo\.weight'\] of .* are too large for fp16: build with dtype='bf16'"
+    with pytest.warns(UserWarning, match=expected) as warned, pytest.raises(ValueError):
+        llama.generate([[1, 2]], 4)
+    assert len(warned) == 1

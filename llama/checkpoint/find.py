@@ -185,7 +185,7 @@ def _find_in_folder(folder: Path) -> Checkpoint:
             return _find_packed(folder, packed, metadata)
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
         return _find_hf(folder)
-    models = sorted({gguf.part_paths(path)[0] for path in folder.glob("*.gguf")})
+    models = sorted({gguf.first_part(path) for path in folder.glob("*.gguf")})
     if len(models) > 1:
         names = ", ".join(path.name for path in models[:8])
         raise ValueError(f"{folder} holds {len(models)} models: give the path of one: {names}")

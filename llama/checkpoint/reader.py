@@ -8,9 +8,11 @@ Shapes: N outputs (rows), K inputs (columns).
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ from llama.ops.cpu.constants import N_BLOCK
 from llama.ranks.placement import WHOLE, Placement
 from llama.storage.downloads import broken
 from llama.weights.coded import Coded, CodedRows, joined
+from llama.weights.plain import all_finite
 
 _CPU = torch.device("cpu")
 _CHUNK_ELEMENTS = 1 << 22  # elements that are unpacked at a time
@@ -349,6 +352,24 @@ class _StackedParts:
                 return False
             begin = end
         return True
+
+
+def find_not_finite(checkpoint: Checkpoint, names: Iterable[str]) -> dict[Path, list[str]]:
+    """Return which plain tensors of which files hold NaN or infinity, by their names in the files.
+
+    The tensors are read whole.
+
+    Args:
+        checkpoint: The checkpoint.
+        names: Meta's names of the tensors that are examined.
+    """
+    damaged: dict[Path, list[str]] = {}
+    shards = CheckpointReader(checkpoint).shards
+    for name, shard in itertools.product(names, shards):
+        tensor = shard[name]
+        if tensor.quantized is None and not all_finite(tensor.data):
+            damaged.setdefault(tensor.file, []).append(name_in(checkpoint.layout, name))
+    return damaged
 
 
 def _slice(indices: range) -> slice:

@@ -106,6 +106,9 @@ class EngineCore:
     Args:
         runners: The runner of the draft model, if there is one, then that of the model.
         scheduler: The scheduler, with the page pool of the model's KV cache.
+
+    Attributes:
+        explain_failure: Is called once, on every rank, when a row first has no token to choose.
     """
 
     def __init__(self, runners: list[ModelRunner], scheduler: Scheduler) -> None:
@@ -114,6 +117,7 @@ class EngineCore:
         self.scheduler = scheduler
         self._spin = SpinController.for_this_process()
         self.drafter: Drafter | None = None
+        self.explain_failure: Callable[[], None] | None = None
         self.stats = Stats()
         self._in_flight: _Started | None = None  # started, and not read yet
         self._moved: list[SequenceState] = []  # sequences that this step gave a token or ended
@@ -279,6 +283,10 @@ class EngineCore:
             step, read = self._in_flight
             self._in_flight = None
             self._moved += self.scheduler.update(step, read())
+            if self.explain_failure is not None and any(map(_has_no_token, self._moved)):
+                explain = self.explain_failure
+                self.explain_failure = None
+                explain()
 
     def break_off(self, reason: FinishReason) -> None:
         """End the sequences that a step which broke off may have left in any state.
@@ -303,3 +311,9 @@ class EngineCore:
             self._spin.spin.turn_off()
         for runner in self.runners:
             runner.close()
+
+
+def _has_no_token(seq: SequenceState) -> bool:
+    """Return whether a sequence ended because there was no token to choose."""
+    has_failed_format = seq.constraint is not None and seq.constraint.failure
+    return seq.finish_reason == "error" and not has_failed_format

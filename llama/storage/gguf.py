@@ -5,11 +5,13 @@ offset is compared with the size of the file before it is used: ValueError names
 remedy. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
+import itertools
 import math
 import mmap
 import re
 import struct
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,22 +172,46 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
+def first_part(path: Path) -> Path:
+    """Return the first file of the model that a file belongs to; it may not exist."""
+    return path.with_name(_part_names(path)[0])
+
+
 def part_paths(path: Path) -> list[Path]:
     """Return the files of a model in order: the file itself, or all NAME-00001-of-00003.gguf.
 
     Raises:
         FileNotFoundError: A part is missing.
+        ValueError: The name of the file counts its parts wrongly.
+    """
+    names = _part_names(path)
+    if len(names) > 1:
+        present = {entry.name for entry in path.parent.iterdir()}
+        missing = [name for name in names if name not in present]
+        if missing:
+            more = f" and {len(missing) - 1} more are" if missing[1:] else " is"
+            raise FileNotFoundError(
+                f"{missing[0]}{more} missing from {path.parent}: download the rest"
+            )
+    return [path.with_name(name) for name in names]
+
+
+def _part_names(path: Path) -> Sequence[str]:
+    """Return the names of the files that form the model of a file, in order.
+
+    Raises:
+        ValueError: The name of the file is that of a part beyond the number of parts.
     """
     match = _PART_NAME.fullmatch(path.name)
     if match is None:
-        return [path]
-    name, _, count = match.groups()
-    parts = [path.with_name(f"{name}-{i + 1:05d}-of-{count}.gguf") for i in range(int(count))]
-    missing = [part.name for part in parts if not part.exists()]
-    if missing:
-        more = f" and {len(missing) - 1} more are" if missing[1:] else " is"
-        raise FileNotFoundError(f"{missing[0]}{more} missing beside {path}: download the rest")
-    return parts
+        return [path.name]
+    name, number, count = match.groups()
+    if not 1 <= int(number) <= int(count):
+        raise ValueError(
+            f"{path} is by its name part {int(number)} of {int(count)}, which is none: give the "
+            "file its published name, such as model-00001-of-00002.gguf"
+        )
+    return [f"{name}-{i + 1:05d}-of-{count}.gguf" for i in range(int(count))]
 
 
 def read_headers(path: Path) -> list[Header]:
@@ -238,6 +264,10 @@ def read_header(path: Path) -> Header:
             raise broken(path, f"is cut short: {brief(name)} begins at byte {info.offset:,}")
     if len(tensors) < len(entries):
         raise broken(path, "has two tensors of one name")
+    in_order = sorted(tensors, key=lambda name: tensors[name].offset)
+    for name, following in itertools.pairwise(in_order):
+        if tensors[name].offset + tensors[name].num_bytes > tensors[following].offset:
+            raise broken(path, f"is damaged: {brief(following)} begins inside {brief(name)}")
     return Header(path, metadata, tensors)
 
 

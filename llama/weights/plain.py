@@ -15,6 +15,12 @@ from llama.ops.linear import linear
 from llama.weights.weight import Weight
 
 
+def all_finite(x: Tensor) -> bool:
+    """Return whether a tensor holds neither NaN nor infinity; it is read once, by all threads."""
+    extremes = torch.stack(x.aminmax())  # NaN propagates
+    return bool(extremes.isfinite().all())
+
+
 class PlainWeight(Weight):
     """A matrix whose `values` are (N, K)."""
 

@@ -4,6 +4,7 @@ import functools
 import math
 import random
 import shutil
+import struct
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -410,6 +411,54 @@ def test_a_missing_part_is_named(folder, tmp_path):
         ValueError, match=r"parts-00002-of-00003\.gguf says that it is part 0 .from 0. of 3"
     ):
         find(tmp_path)
+
+
+def test_a_name_that_is_no_part_is_an_error(folder, tmp_path):
+    """A name whose part number is beyond its count is an error, in a folder too."""
+    for name in ("m-00001-of-00000.gguf", "m-00003-of-00002.gguf", "m-00000-of-00002.gguf"):
+        path = tmp_path / name
+        path.write_bytes((folder / "one.gguf").read_bytes())
+        number, count = int(name[2:7]), int(name[11:16])
+        for given in (path, tmp_path):
+            with pytest.raises(ValueError, match=f"{name} is by its name part {number} of {count}"):
+                find(given)
+        path.unlink()
+
+
+def test_many_parts_are_looked_for_in_one_listing(folder, tmp_path, monkeypatch):
+    """The parts of a model are looked for in one listing of the folder, not one by one."""
+    path = tmp_path / "m-00001-of-99999.gguf"
+    path.write_bytes((folder / "one.gguf").read_bytes())
+    looked_at = []
+    exists = type(path).exists
+
+    def look(other: Path) -> bool:
+        looked_at.append(other)
+        return exists(other)
+
+    monkeypatch.setattr(type(path), "exists", look)
+    for given in (path, tmp_path):
+        with pytest.raises(
+            FileNotFoundError, match=r"m-00002-of-99999\.gguf and 99997 more are mis"
+        ):
+            find(given)
+    assert len(looked_at) < 100
+
+
+def test_overlapping_tensors_are_refused(folder, tmp_path):
+    """Tensors that share bytes are refused, as llama.cpp does."""
+    header = read_header(folder / "one.gguf")
+    first, second = sorted(header.tensors, key=lambda name: header.tensors[name].offset)[:2]
+    content = (folder / "one.gguf").read_bytes()
+    # The description of a tensor ends in its offset within the tensor data.
+    name = second.encode()
+    info = struct.pack("<Q", len(name)) + name
+    dimensions = len(header.tensors[second].shape)
+    at = content.index(info) + len(info) + 4 + 8 * dimensions + 4
+    path = tmp_path / "one.gguf"
+    path.write_bytes(content[:at] + bytes(8) + content[at + 8 :])
+    with pytest.raises(ValueError, match=f"is damaged: '{second}|{first}' begins inside"):
+        find(path)
 
 
 @pytest.mark.parametrize(
