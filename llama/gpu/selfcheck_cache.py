@@ -185,9 +185,9 @@ def _source_hash() -> str:
 
 
 def _read(path: Path) -> _Stored | None:
-    """Return the contents of a file; None if there is none, or if it is damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        return _STORED.validate_json(path.read_bytes())
+    """Return the contents of a file; None if there is none of this user, or it is damaged."""
+    with contextlib.suppress(OSError, ValueError), native.open_private(path) as file:
+        return _STORED.validate_json(file.read())
     return None
 
 

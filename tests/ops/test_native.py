@@ -207,6 +207,47 @@ def test_a_folder_that_others_can_write_is_not_trusted(stub):
 
 
 @needs_kernels
+@pytest.mark.parametrize("planted", ["group", "owner", "link", "pipe"])
+def test_a_planted_library_is_not_run(stub, monkeypatch, planted):
+    """A library that another user may have written is not run, but compiled again.
+
+    What is checked is the open file: its owner, its mode and its kind, and not its name.
+    """
+    native.load(stub, AVX2)
+    (path,) = libraries_in(stub)
+    content = path.read_bytes()
+    assert path.stat().st_mode & 0o777 == 0o600, "also with a umask of 002"
+    if planted == "group":
+        path.chmod(0o620)
+    if planted == "owner":
+        if os.getuid():
+            pytest.skip("only root can give a file to another user")
+        os.chown(path, 12345, -1)
+    if planted == "link":
+        path.rename(stub.parent / "elsewhere.so")
+        path.symlink_to(stub.parent / "elsewhere.so")
+    if planted == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    loaded: list[str] = []
+    dlopen = ctypes.CDLL
+
+    def load(name: str) -> ctypes.CDLL:
+        loaded.append(name)
+        return dlopen(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.warns(UserWarning, match="stored CPU kernels are not used, but compiled again: "):
+        native.load(stub, AVX2)
+    assert loaded == [str(path)], "the new one"
+    assert path.is_file() and not path.is_symlink() and path.read_bytes() == content
+    assert path.stat().st_uid == os.getuid()
+    native.load(stub, AVX2)
+    (checked,) = loaded[1:]
+    assert checked.startswith("/proc/self/fd/"), "the file that was checked, whatever its name"
+
+
+@needs_kernels
 def test_a_folder_that_cannot_be_made_is_done_without(stub):
     stub.write_text("a file in the way")
     for folder in (stub, Path("no/home")):

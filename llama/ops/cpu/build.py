@@ -136,6 +136,11 @@ def is_whole(path: Path) -> bool:
         content = path.read_bytes()
     except FileNotFoundError:
         return False
+    return ends_in_digest(content)
+
+
+def ends_in_digest(content: bytes) -> bool:
+    """Return whether the content of a library is followed by its SHA-256, as `build` writes it."""
     return hashlib.sha256(content[:-_HASH_BYTES]).digest() == content[-_HASH_BYTES:]
 
 

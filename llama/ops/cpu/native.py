@@ -12,13 +12,14 @@ import functools
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -144,8 +145,9 @@ def load(folder: Path, instruction_set: InstructionSet) -> ctypes.CDLL:
         )
         with tempfile.TemporaryDirectory() as temporary:
             return _load_or_build(Path(temporary), compiler, instruction_set)
-    if build.is_whole(folder / _file_name(compiler, instruction_set)):
-        return _load_or_build(folder, compiler, instruction_set)
+    library = _load_stored(folder / _file_name(compiler, instruction_set))
+    if library is not None:
+        return library
     with locked(folder / "lock", _COMPILE_S):
         # Under the lock no build is running: folders of builds are those of killed processes.
         for abandoned in folder.glob("build-*"):
@@ -159,12 +161,66 @@ def _file_name(compiler: str, instruction_set: InstructionSet) -> str:
 
 def _load_or_build(folder: Path, compiler: str, instruction_set: InstructionSet) -> ctypes.CDLL:
     path = folder / _file_name(compiler, instruction_set)
-    if not build.is_whole(path):
-        _LOGGER.warning(
-            "llama: compiling the CPU kernels (%s), once on this machine ...", instruction_set.name
-        )
-        build.build(compiler, instruction_set, path)
+    library = _load_stored(path)
+    if library is not None:
+        return library
+    _LOGGER.warning(
+        "llama: compiling the CPU kernels (%s), once on this machine ...", instruction_set.name
+    )
+    build.build(compiler, instruction_set, path)
+    path.chmod(0o600)  # the umask may let the group write
     return ctypes.CDLL(str(path))
+
+
+def _load_stored(path: Path) -> ctypes.CDLL | None:
+    """Load a library of this user that is complete; None where there is none to be trusted.
+
+    What is loaded is the file that was checked, whatever its name means by then.
+    """
+    try:
+        file = open_private(path)
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        warnings.warn(f"stored CPU kernels are not used, but compiled again: {e}", stacklevel=2)
+        return None
+    if not build.ends_in_digest(file.read()):
+        file.close()
+        return None
+    # The linker takes files of one name for one library, so the descriptor is never closed.
+    library = ctypes.CDLL(f"/proc/self/fd/{os.dup(file.fileno())}")
+    library._name = str(path)  # the name that messages show
+    return library
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Open a file that is run or believed, in a folder of `make_private`.
+
+    Raises:
+        FileNotFoundError: There is none.
+        PermissionError: It is no regular file, or this user does not own it or can not alone write
+            it.
+        OSError: It is a symbolic link, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would block
+    file = os.fdopen(descriptor, "rb")
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise PermissionError(f"{path} is not a regular file")
+        _check_owner(path, status)
+    except PermissionError:
+        file.close()
+        raise
+    return file
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    """Raise PermissionError unless this user owns a path and alone can write it."""
+    if status.st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to another user")
+    if status.st_mode & 0o022:
+        raise PermissionError(f"other users can write to {path} (chmod go-w {path} mends that)")
 
 
 def make_private(folder: Path) -> None:
@@ -172,11 +228,7 @@ def make_private(folder: Path) -> None:
     if not folder.is_absolute():
         raise FileNotFoundError(f"{folder}: this user has no home")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
-    if status.st_mode & 0o022:
-        raise PermissionError(f"other users can write to {folder} (chmod 700 mends that)")
+    _check_owner(folder, folder.stat())
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} cannot be written")
 
