@@ -38,19 +38,27 @@ def has_ended(pid: int) -> bool:
     return _stat(pid)[:1] in ([], ["Z"], ["X"])
 
 
-def ranks_started_by(pid: int) -> set[int]:
-    """Return the RANK variables of the running children of a process.
+def ranks_started_by(pid: int) -> dict[int, int]:
+    """Return the running children of a process by their RANK variables.
 
-    The set is empty if the process is a rank itself, or if the variables cannot be read.
+    There are none if the process is a rank itself, or if the variables cannot be read.
     """
     try:
         if _started_rank(pid) is not None:
-            return set()
+            return {}
         pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-        ranks = [_started_rank(child) for child in pids if _stat(child)[1:2] == [str(pid)]]
+        children = [child for child in pids if _stat(child)[1:2] == [str(pid)]]
+        ranks = [(_started_rank(child), child) for child in children]
     except PermissionError:
-        return set()
-    return {rank for rank in ranks if rank is not None}
+        return {}
+    return {rank: child for rank, child in ranks if rank is not None}
+
+
+def is_rank(pid: int) -> bool:
+    """Return whether a process has a RANK variable that can be read."""
+    with contextlib.suppress(PermissionError):
+        return _started_rank(pid) is not None
+    return False
 
 
 def _started_rank(pid: int) -> int | None:
@@ -73,6 +81,16 @@ def machine_id() -> str:
         return " ".join([boot, *namespaces])
     except OSError:
         return f"no /proc, process {os.getpid()}"
+
+
+def address_space_limit() -> int | None:
+    """Return the bytes that this process may map, if `ulimit -v` limits them."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 class KillTimer:

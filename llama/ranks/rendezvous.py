@@ -23,7 +23,7 @@ GRACE_S = 1.0  # time for the store to answer, for ranks to read a cause, for to
 SILENCE_S = 3.0  # silence after which a machine is given up; the job ends within 5 s of its death
 POLL_S = 0.05  # interval of checks until all ranks have arrived
 _CONNECT_S = 2.0
-_MAX_REFUSALS = 3  # refused connections to torchrun's store, which listens before any rank starts
+MAX_REFUSALS = 3  # refused connections to torchrun's store, which listens before any rank starts
 
 
 class Store(Protocol):
@@ -184,7 +184,9 @@ class Rendezvous:
             return self.peers.is_first
         own = self.peers.own.rank
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        return own == min(processes.ranks_started_by(agent()), default=own - local_rank)
+        started = processes.ranks_started_by(agent())
+        running = [rank for rank, pid in started.items() if not processes.is_stopped(pid)]
+        return own == min(running, default=own - local_rank)
 
     def wait_for_listener(self, address: tuple[str, int], is_agents: bool) -> None:
         """Wait until a process listens at the address of the store.
@@ -205,7 +207,7 @@ class Rendezvous:
             except OSError as error:
                 self._unreachable = error.strerror or str(error)
                 refusals += isinstance(error, ConnectionRefusedError)
-            if is_agents and refusals == _MAX_REFUSALS:
+            if is_agents and refusals == MAX_REFUSALS:
                 raise ConnectionRefusedError(f"{self._unreachable}: torchrun there has ended")
             time.sleep(4 * POLL_S)
         raise TimeoutError(self._unreachable)

@@ -40,9 +40,10 @@ from typing import Any
 
 from llama.ranks import processes
 from llama.ranks.errors import NotMetError, say
-from llama.ranks.launch import LAUNCHER, agent
+from llama.ranks.launch import LAUNCHER
 from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.rendezvous import GRACE_S, POLL_S, SILENCE_S, TICK_S, Rendezvous
+from llama.ranks.siblings import Siblings
 from llama.ranks.signals import SIGNALS
 from llama.ranks.stalls import find_left_early, find_stalled_rank, rank_state
 
@@ -96,8 +97,7 @@ class Watch(threading.Thread):
         self._stops = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
-        self._agent = agent()
-        self._complete_at = time.monotonic()  # when all processes of this torchrun last existed
+        self._siblings = Siblings()
         self._hook = sys.excepthook
         self._note_at = time.monotonic() + _NOTE_S
         self._kill_timer: processes.KillTimer | None = None
@@ -234,6 +234,7 @@ class Watch(threading.Thread):
             if speaks and self._is_meeting:
                 self._not_met = cause  # `meet` raises it
                 self._stops = True
+                self._siblings.kill_stopped()
             elif speaks:
                 say(f"error: {cause}\n{trace}" if trace else f"error: {cause}")
             self._is_own = is_own
@@ -259,7 +260,7 @@ class Watch(threading.Thread):
 
     @property
     def _has_torchrun(self) -> bool:
-        return self._agent == os.getppid() and LAUNCHER not in os.environ
+        return self._siblings.launcher == os.getppid() and LAUNCHER not in os.environ
 
     def _grace(self, seconds: float) -> float:
         """Return how long to wait for torchrun to end this rank; without torchrun it is 0."""
@@ -303,12 +304,10 @@ class Watch(threading.Thread):
 
     def _causes(self, now: float) -> Iterator[str]:
         """Yield the causes to end the job that this rank observes, the most specific one first."""
-        if self._agent not in (0, os.getppid()):
+        if self._siblings.is_orphaned:
             if SIGNALS.stop_since is not None:  # a second signal ended the launcher
                 self._exit(1)
-            name = "llama --ranks" if LAUNCHER in os.environ else "torchrun"
-            agent = f"{name} (process {self._agent}) on {self.peers.own.host}"
-            yield f"{agent}, which started these ranks, {processes.describe_end(None)}"
+            yield self._siblings.end_of_launcher
         for peer in self.peers.local:
             if not peer.has_left and peer.gone_at is not None:
                 yield from self._describe_end(peer, peer.gone_at)
@@ -316,8 +315,8 @@ class Watch(threading.Thread):
                 yield f"{peer.name} was stopped (by SIGSTOP or Ctrl-Z) for {SILENCE_S:g} s"
         if failure := self.rendezvous.failure():
             yield failure
-        if self._is_meeting and self._agent:
-            yield from self._never_comes(now)
+        if self._is_meeting:
+            yield from self._siblings.causes(self.peers.all.keys())
         yield from self._overdue(now)
         if SIGNALS.is_time_over:
             yield f"the requests did not finish within {SIGNALS.drain_s:g} s: they were ended"
@@ -336,22 +335,6 @@ class Watch(threading.Thread):
         if is_certain:
             cause = f"{peer.name} {processes.describe_end(status)}"
             yield f"{cause}, before all ranks had met" if self._is_meeting else cause
-
-    def _never_comes(self, now: float) -> Iterator[str]:
-        """Yield the cause if a rank of this torchrun has ended before it arrived.
-
-        If it had failed, torchrun would end this rank, too. Nothing is yielded until it is certain.
-        """
-        own = self.peers.own
-        started = processes.ranks_started_by(self._agent)
-        first = own.rank - int(os.environ.get("LOCAL_RANK", "0"))
-        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        absent = set(range(first, first + size)) - started - self.peers.all.keys()
-        if not absent or own.rank not in started or len(started) == size:
-            self._complete_at = now
-        elif now - self._complete_at > GRACE_S:
-            name = f"rank {min(absent)} on {own.host}"
-            yield f"{name} ended before all ranks had met: it did not arrive"
 
     def _set_kill_timer(self) -> None:
         if self._kill_timer is not None and self._max_limit_s and not self._stops:

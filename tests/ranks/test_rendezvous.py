@@ -1,5 +1,6 @@
 """Ranks of several machines meet at a store and learn of one another, here in one process."""
 
+import os
 import sys
 import threading
 import time
@@ -160,7 +161,8 @@ def test_one_rank_says_why_where_there_is_no_store(monkeypatch):
     before it has made the store.
     """
     monkeypatch.setenv("LLAMA_LAUNCHER", "1")
-    monkeypatch.setattr(processes, "ranks_started_by", lambda pid: {1, 2} if pid == 1 else set())
+    started = dict.fromkeys((1, 2), os.getpid())
+    monkeypatch.setattr(processes, "ranks_started_by", lambda pid: started if pid == 1 else {})
     store = DictStore()
     monkeypatch.setattr(store, "add", lambda *_: 1 / 0)
     with ranks_of(store, ["a", "a", "a"]) as found:
