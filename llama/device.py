@@ -185,7 +185,7 @@ def free_bytes(device: torch.device) -> int:
     """Return the number of bytes that this process can still allocate on `device`.
 
     Memory that torch's allocator keeps counts as free. Host memory is divided among the ranks of
-    the machine, and limited by control groups.
+    the machine, and limited by control groups and by the address space of a process (ulimit -v).
     """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -193,7 +193,18 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     free = min(_available_memory(), _cgroup_headroom())
-    return free // torchrun_number("LOCAL_WORLD_SIZE")
+    return min(free // torchrun_number("LOCAL_WORLD_SIZE"), _address_space_left())
+
+
+def _address_space_left() -> int:
+    """Return the bytes that this process can still map, under the limit that `ulimit -v` sets."""
+    import resource  # absent on Windows; this module is imported everywhere
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = _text(Path("/proc/self/statm")).split()
+    if limit == resource.RLIM_INFINITY or not pages:
+        return _NO_LIMIT
+    return max(0, limit - int(pages[0]) * resource.getpagesize())
 
 
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:

@@ -70,6 +70,55 @@ def test_flags_are_read_with_their_types():
     assert vars(values(PLAIN)) == PLAIN.defaults
 
 
+def test_a_prompt_in_utf_8_is_read_in_a_locale_without_it():
+    """A prompt in UTF-8 is read in a locale without UTF-8, and the answer is written in it.
+
+    Python keeps bytes that it cannot decode; other bytes than UTF-8 are an error.
+    """
+    code = """
+import sys
+from llama.cli import ranks
+from llama.cli.flags import FLAGS, Command, read
+command = Command("", {"prompt": None}, flags=FLAGS)
+sys.exit(ranks.run(lambda: print(read("x", command, sys.argv[1:], {}).prompt)))
+"""
+    variables = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    for text, expected in ((b"caf\xc3\xa9", (0, b"caf\xc3\xa9\n")), (b"caf\xe9", (2, b""))):
+        command = [sys.executable, "-c", code, "--prompt", os.fsdecode(text)]
+        done = subprocess.run(command, env=variables, capture_output=True)
+        assert (done.returncode, done.stdout) == expected, done.stderr
+        assert done.returncode == 0 or done.stderr == (
+            b"error: --prompt is not UTF-8: give a text in UTF-8\n"
+        )
+
+
+def test_a_limit_of_the_address_space_is_named(monkeypatch, capsys):
+    """What `ulimit -v` forbids is one line that names the limit."""
+    monkeypatch.setattr(model, "address_space_limit", lambda: 700_000 << 10)
+    assert main(["complete", "--prompt", "x"]) == 2
+    expected = "error: `ulimit -v` limits the address space to 700,000 KiB, and PyTorch alone takes"
+    assert capsys.readouterr().err.startswith(expected)
+    mapped = "libtorch.so: failed to map segment from shared object"
+    errors: list[Exception] = [
+        ImportError(mapped),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ]
+
+    def fail() -> None:
+        raise error
+
+    for error in errors:
+        with pytest.raises(type(error)), monkeypatch.context() as patch:
+            patch.setattr(ranks, "address_space_limit", lambda: None)
+            ranks.run(fail)
+        monkeypatch.setattr(ranks, "address_space_limit", lambda: 900_000 << 10)
+        assert ranks.run(fail) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("error: the 900,000 KiB of address space that `ulimit -v` allows")
+        assert said.count("\n") == 1
+
+
 def test_dashes_stand_for_underscores_in_names_only():
     given = values(PLAIN, "--max-gen-len", "8", "--prompt=a-b --c-d")
     assert (given.max_gen_len, given.prompt) == (8, "a-b --c-d")

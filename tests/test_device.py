@@ -5,6 +5,7 @@ The control groups are folders laid out as cgroups(7) documents them.
 
 import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -407,9 +408,6 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
     }.items():
         monkeypatch.setattr(groups.fs_init, name, value)
     monkeypatch.setattr(groups.SharedMemory, "join", lambda *args: None)
-    for name in ("_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_PIPELINE_PARALLEL_GROUP"):
-        monkeypatch.setattr(groups.fs_init, name, None)  # restored at the end of the test
-    monkeypatch.setattr(groups.fs_init, "_PIPELINE_PARALLEL_RANKS", None)
     rows = [b"this machine", b"another machine"]
     monkeypatch.setattr(groups, "exchange", lambda group, own, max_bytes: rows)
     monkeypatch.setattr(groups, "_first_sum", lambda group, device: done.append(device))
@@ -450,3 +448,15 @@ def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
     monkeypatch.setattr(running, "_compute_rows", lambda: seen.append(chosen[0]))
     running.compute_rows()
     assert seen == [3, 3] and chosen == [0]
+
+
+def test_free_memory_is_limited_by_the_address_space():
+    """Free memory is limited by `ulimit -v`, less what the process has mapped."""
+    code = """
+import resource, torch
+from llama.device import free_bytes
+device, used = torch.device("cpu"), int(open("/proc/self/statm").read().split()[0]) << 12
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28),) * 2)
+assert 1 << 27 < free_bytes(device) <= 1 << 28, free_bytes(device)
+"""
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -27,6 +28,7 @@ SAMPLING_FLAGS: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "max_gen_len
 SAMPLING_FIELDS = {"max_gen_len": "max_tokens"}
 
 _NAME = re.compile(r"--[a-zA-Z][\w-]*(=.*)?", re.DOTALL)
+_KEPT_BYTES = re.compile(r"[\udc80-\udcff]")  # bytes that os.fsdecode could not decode
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
@@ -380,7 +382,7 @@ def _value(flag: Flag, source: str, text: str) -> Any:
     if flag.kind is str:
         if not text and flag.metavar != "TEXT":  # "$UNSET" must not mean the demo model.
             raise UsageError(f"{source}: '' is empty: leave it out, or give a value")
-        return text  # "42" and "3.1" remain texts.
+        return _utf8(source, text) if flag.metavar == "TEXT" else text  # "42" remains a text.
     if flag.kind is bool:
         if text.lower() not in _BOOLS:
             raise UsageError(f"{source}: {text!r} is neither true nor false")
@@ -392,6 +394,20 @@ def _value(flag: Flag, source: str, text: str) -> Any:
     except ValueError as e:
         reason = f"{text!r} is not {_KINDS[flag.kind]}" if flag.kind in _KINDS else e
         raise UsageError(f"{source}: {reason}") from None
+
+
+def _utf8(source: str, text: str) -> str:
+    """Return a text of the command line, whose bytes Python keeps where the locale has no UTF-8.
+
+    Raises:
+        UsageError: The bytes are not UTF-8.
+    """
+    if not _KEPT_BYTES.search(text):
+        return text
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeDecodeError:
+        raise UsageError(f"{source} is not UTF-8: give a text in UTF-8") from None
 
 
 def _with_underscores(argument: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from llama.build_args import BuildArgs
 from llama.cli.flags import SAMPLING_FIELDS, SAMPLING_FLAGS, UsageError
+from llama.ranks.processes import address_space_limit
 from llama.storage.hub import model_folder
 from llama.storage.page_cache import read_ahead
 
@@ -28,6 +29,8 @@ BUILD_FLAGS: dict[str, Any] = {
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The demo model is inside the package in a wheel, and beside it in a checkout.
 DEMO_DIRS = (_PACKAGE / "data" / "demo", _PACKAGE.parent / "checkpoints" / "demo")
+
+_MIN_ADDRESS_SPACE = 3 << 28  # bytes; the demo model runs with slightly more on two cores
 
 
 def demo_dir() -> str:
@@ -114,11 +117,26 @@ def load(options: argparse.Namespace) -> Any:
     """Return the `Llama` that the flags describe. What `Llama.build` prints goes to stderr."""
     given = {name: getattr(options, name) for name in BUILD_FLAGS}
     given["ckpt_dir"] = options.ckpt_dir or demo_dir()
+    _check_address_space()
     read_ahead(model_folder(given["ckpt_dir"]))
     with quick_imports():
-        from llama.generation import Llama
+        from llama import Llama
     with contextlib.redirect_stdout(sys.stderr):  # stdout is reserved for answers.
         return Llama.build(**{name: x for name, x in given.items() if x is not None})
+
+
+def _check_address_space() -> None:
+    """Check that the libraries can be loaded: some of them end the process where they cannot.
+
+    Raises:
+        UsageError: `ulimit -v` is too low.
+    """
+    limit = address_space_limit()
+    if limit is not None and limit < _MIN_ADDRESS_SPACE:
+        raise UsageError(
+            f"`ulimit -v` limits the address space to {limit >> 10:,} KiB, and PyTorch alone takes "
+            f"more than {_MIN_ADDRESS_SPACE >> 10:,}: raise the limit, or set it to unlimited"
+        )
 
 
 @contextlib.contextmanager

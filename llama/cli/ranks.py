@@ -5,8 +5,11 @@ are destroyed. A mistake of the user is one line on stderr; a traceback is a bug
 """
 
 import argparse
+import codecs
 import contextlib
+import io
 import os
+import re
 import sys
 import time
 import warnings
@@ -16,6 +19,7 @@ from llama.checks import number
 from llama.cli.flags import HelpWanted, UsageError, usage_errors
 from llama.ranks.errors import NotMetError, RankError
 from llama.ranks.launch import LAUNCHER, launch
+from llama.ranks.processes import address_space_limit
 from llama.ranks.signals import DRAIN_S, SIGNALS
 from llama.ranks.watch import Watch
 
@@ -25,6 +29,11 @@ USAGE = 2
 _WAIT_S = 5.0  # torchrun ends the other ranks within a second after rank 0 has ended.
 _WATCHED_WAIT_S = 2.0  # the same if ranks watch each other: rank 0 then has the same error by now
 _POLL_S = 0.05
+# Errors of the dynamic linker, of PyTorch's allocator, of system calls, and of Python's threads.
+_NO_ADDRESS_SPACE = re.compile(
+    "failed to map segment|can't allocate memory|cannot allocate memory|can't start new thread",
+    re.IGNORECASE,
+)
 
 
 def global_rank() -> int:
@@ -99,7 +108,7 @@ def run(work: Callable[[], int | None], error_code: int = 1) -> int:
     except (OSError, ValueError, RankError) as e:
         return _fail(e, USAGE if isinstance(e, UsageError) else error_code)
     except Exception as e:
-        lost = _lost_connection(e)
+        lost = _lost_connection(e) or _exceeded_limit(e)
         watch = Watch.of_process()
         if watch is not None:  # After a bug, or without memory or a connection, all ranks end.
             watch.fail(lost or e, has_trace=lost is None)
@@ -116,6 +125,7 @@ def run(work: Callable[[], int | None], error_code: int = 1) -> int:
 
 def _run(work: Callable[[], int | None]) -> int:
     _open_closed_files()
+    _use_utf8()
     try:
         code = work() or 0
     except HelpWanted as e:
@@ -139,6 +149,16 @@ def _open_closed_files() -> None:
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+
+def _use_utf8() -> None:
+    """Read and write UTF-8 where the locale is C and Python's UTF-8 mode is off.
+
+    Prompts and answers could not be read and written in ASCII.
+    """
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name == "ascii":
+            stream.reconfigure(encoding="utf-8")
 
 
 def _fail(error: Exception, code: int) -> int:
@@ -204,6 +224,20 @@ def _lost_connection(error: Exception) -> RuntimeError | None:
         f"a connection between the ranks, which met at {address}, is lost ({reason}): another "
         "rank, its machine, its torchrun or the network is gone; the first error message of the "
         "other machines says more"
+    )
+
+
+def _exceeded_limit(error: Exception) -> RuntimeError | None:
+    """Return a one-line error in place of one that `ulimit -v` causes; None for other errors."""
+    limit = address_space_limit()
+    if limit is None:
+        return None
+    message = str(error).partition("\n")[0]
+    if not isinstance(error, MemoryError) and not _NO_ADDRESS_SPACE.search(str(error)):
+        return None
+    return RuntimeError(
+        f"the {limit >> 10:,} KiB of address space that `ulimit -v` allows are used up "
+        f"({type(error).__name__}: {message}): raise the limit, or set it to unlimited"
     )
 
 
