@@ -15,7 +15,7 @@ from typing import Any
 
 import llama
 from llama.checks import nearest
-from llama.cli import commands, ranks
+from llama.cli import commands, ranks, servers
 from llama.cli.download import download
 from llama.cli.flags import (
     FLAGS,
@@ -134,6 +134,19 @@ COMMANDS = {
             "HF_TOKEN=hf_... llama download Llama-3.2-1B-Instruct",
             "llama download ORG/NAME --file NAME-Q4_K_M.gguf",
         ],
+    ),
+    "list": Command(
+        "List the servers in the background, and the models in the cache with their sizes.",
+        defaults={},
+        function=servers.list_models,
+        examples=["llama list"],
+    ),
+    "stop": Command(
+        "End a server in the background (`serve --background`, `--resident`) by its model.",
+        defaults={"name": REQUIRED},
+        positional=["name"],
+        function=servers.stop,
+        examples=["llama stop Llama-3.2-1B-Instruct"],
     ),
     "verify": Command(
         "Check a checkpoint: checksums, names and shapes of tensors, and missing shards.",

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,6 +43,7 @@ _START_S = 1800.0  # time limit of loading a model
 _NOTE_S = 3.0  # delay of the note about what is waited for
 _POLL_S = 0.05
 _BACKLOG = 2048  # connections that may wait to be accepted
+_MODEL_PREFIX = b"model "  # begins the second line of a log; the first one has the process
 _MAX_FOLDER_BYTES = 85  # With the name of a socket that makes 107, the limit of unix(7).
 
 
@@ -90,7 +92,10 @@ def _wait_until_ready(
             os.utime(users.fileno())
             process = _start(stem, flags)
             if is_new and process is None:
-                raise ValueError(f"{_described(stem)} serves this model already: end it first")
+                raise ValueError(
+                    f"{_described(stem)} serves this model already: end it first, with `llama "
+                    f"stop {_process_id(stem)}`"
+                )
         with contextlib.suppress(ServerError):  # The server is not there yet or loads the model.
             if is_locked:
                 client.run(client.model(None))
@@ -164,8 +169,48 @@ def _start(stem: Path, flags: dict[str, Any]) -> "subprocess.Popen[bytes] | None
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is meant for the client only.
             )
-        log.write(b"process %d\n" % process.pid)
+        model = model_folder(flags.get("ckpt_dir") or demo_dir()).resolve()
+        log.write(b"process %d\n%s%s\n" % (process.pid, _MODEL_PREFIX, os.fsencode(model)))
         return process
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server in the background.
+
+    Attributes:
+        process: Its process id.
+        model: The path of its model.
+        log: Its log, which it keeps locked until its end.
+    """
+
+    process: int
+    model: str
+    log: Path
+
+    @property
+    def url(self) -> str:
+        """Return the URL of its socket."""
+        return f"unix:{self.log.with_suffix('.sock')}"
+
+    def is_running(self) -> bool:
+        """Return whether the server still holds the lock of its log."""
+        with _opened(str(self.log)) as log:
+            return not _try_lock(log, fcntl.LOCK_SH)
+
+
+def running_servers() -> list[RunningServer]:
+    """Return this user's servers in the background, those that are loading included."""
+    servers = []
+    for log in sorted(_folder().glob("*.log")):
+        lines = log.read_bytes().split(b"\n", 2)
+        if len(lines) < 2 or not lines[0].startswith(b"process "):
+            continue  # A client is starting it, or it is not ours.
+        process = int(lines[0].removeprefix(b"process "))
+        server = RunningServer(process, os.fsdecode(lines[1].removeprefix(_MODEL_PREFIX)), log)
+        if server.is_running():
+            servers.append(server)
+    return servers
 
 
 def _last_error(stem: Path) -> str:
@@ -228,3 +273,9 @@ def _described(stem: Path) -> str:
     log = stem.with_suffix(".log")
     process = log.read_text(errors="replace").partition("\n")[0] or "a process that starts"
     return f"{process} (its log: {log})"
+
+
+def _process_id(stem: Path) -> str:
+    """Return the process id of a running server, as its log has it."""
+    first_line = stem.with_suffix(".log").read_text(errors="replace").partition("\n")[0]
+    return first_line.removeprefix("process ")

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from helpers.launch import environment
+from helpers.launch import DEMO, environment
 from helpers.prompts import FRANCE, STORY, replies
 from helpers.waiting import wait_until
 from llama.cli import main, resident
@@ -121,6 +121,36 @@ def test_clients_share_a_server_that_outlives_them(folder, demo, tmp_path):
     wait_until(lambda: is_free(log))
 
 
+def test_servers_are_listed_and_stopped_by_their_model(folder, monkeypatch, tmp_path):
+    """`llama list` names process, model and size, and `llama stop` returns after the end."""
+    snapshots = {"meta-llama/Llama-3.2-1B": "llama", "google/bert": "bert"}
+    for name, model_type in snapshots.items():
+        cached = tmp_path / f"models--{name.replace('/', '--')}"
+        snapshot = cached / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text("abc")
+        (snapshot / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+        with (snapshot / "model.safetensors").open("wb") as weights:
+            weights.truncate(2_470_000_000)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    code, out, err = run("stop", "demo")
+    assert code == 2 and "'demo'; running: none" in err
+    code, url, err = run("serve", "--background", *FLAGS)
+    assert code == 0, err
+    log = Path(url.strip().removeprefix("unix:")).with_suffix(".log")
+    server = process_of(log)
+    code, out, err = run("list")
+    assert code == 0 and f"{DEMO}  process {server}  {url.strip()}\n" in out
+    assert "  meta-llama/Llama-3.2-1B      2.47 GB\n" in out and "bert" not in out
+    code, out, err = run("stop", "another")
+    assert code == 2 and f"'another'; running: {DEMO}" in err
+    code, out, err = run("stop", "demo")
+    assert code == 0 and f"stopped {DEMO} (process {server})" in err
+    assert is_free(log)  # the kernel releases the lock when the process ends
+    assert run("list")[1].startswith("no server runs in the background\n")
+
+
 @pytest.mark.slow
 def test_a_server_in_the_background_ends_once_nobody_has_come_for_long(folder, demo):
     """A server in the background ends after a long time without clients.
@@ -134,6 +164,7 @@ def test_a_server_in_the_background_ends_once_nobody_has_come_for_long(folder, d
     server, users = process_of(log), log.with_suffix(".users")
     code, _, err = run(*words)
     assert code == 1 and f"process {server} (its log: {log}) serves this model already" in err
+    assert f"`llama stop {server}`" in err
     with begin("chat", "--resident", *FLAGS) as client:
         wait_until(lambda: not is_free(users))
         os.utime(users, (1, 1))
