@@ -37,7 +37,14 @@ from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
 from llama.ranks.placement import Placement
-from llama.sizes import Memory, choose_sizes, default_batch_size, pages_for, step_bytes
+from llama.sizes import (
+    Memory,
+    choose_sizes,
+    default_batch_size,
+    max_cache_tokens,
+    pages_for,
+    step_bytes,
+)
 from llama.tokenizer import Tokenizer
 from llama.weights.plain import all_finite
 
@@ -335,7 +342,9 @@ def estimate_memory(
     reserve = step_bytes(checkpoint.params, plan, files.dtype, batch_size)
     if files.device.type == "cuda":
         reserve += _CUDA_RESERVE
-    return Memory(free, weight_bytes, reserve, plan.kv_bytes_per_token(files.dtype))
+    per_token = plan.kv_bytes_per_token(files.dtype)
+    max_tokens = max_cache_tokens(files.device, per_token)
+    return Memory(free, weight_bytes, reserve, per_token, max_tokens)
 
 
 def load_weights(

@@ -19,6 +19,7 @@ _MIN_SEQ_LEN = 256  # below this, max_seq_len is not reduced further
 _SCORED_ROWS = 256  # rows of logits that a step can hold, whatever the batch size
 _LOGITS_COPIES = 4  # logits as computed, counted, adjusted and sampled
 _LOGITS_BYTES = 4  # float32
+_MPS_TENSOR_BYTES = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -30,33 +31,49 @@ class Memory:
         weights: Bytes of the weights.
         reserve: Bytes that a step needs beside weights and KV cache.
         per_token: Bytes of the keys and values of one token.
+        max_tokens: The tokens of the largest KV cache that the device can hold in one tensor; None
+            without such a limit.
     """
 
     free: int
     weights: int
     reserve: int
     per_token: int
+    max_tokens: int | None = None
 
     @classmethod
     def of_all(cls, models: "Sequence[Memory]") -> "Memory":
         """Add up models that run in turn and have the same tokens in their caches."""
+        limits = [model.max_tokens for model in models if model.max_tokens is not None]
         return cls(
             free=models[0].free,
             weights=sum(model.weights for model in models),
             reserve=max(model.reserve for model in models),
             per_token=sum(model.per_token for model in models),
+            max_tokens=min(limits, default=None),
         )
 
     @property
     def kv_bytes(self) -> int:
         """Return the bytes that are left for the KV cache; 0 if not even the weights fit."""
         usable = min(int(self.free * MEMORY_FRACTION), self.free - self.reserve)
-        return max(usable - self.weights, 0)
+        kv_bytes = max(usable - self.weights, 0)
+        if self.max_tokens is None:
+            return kv_bytes
+        return min(kv_bytes, self.max_tokens * self.per_token)
 
     @property
     def kv_tokens(self) -> int:
         """Return the tokens of the whole pages that fit."""
         return self.kv_bytes // (self.per_token * PAGE_SIZE) * PAGE_SIZE
+
+
+def max_cache_tokens(device: torch.device, per_token: int) -> int | None:
+    """Return how many tokens of `per_token` bytes a tensor can hold; None without a limit.
+
+    Apple's GPUs fail with tensors of 4 GiB and more (pytorch #149325).
+    """
+    return _MPS_TENSOR_BYTES // per_token if device.type == "mps" else None
 
 
 def pages_for(num_tokens: int) -> int:

@@ -1,7 +1,9 @@
 """Check and measure this runtime on a GPU, in one command and a fixed time.
 
     python scripts/gpu_check.py --minutes 9.5 --out DIR
-    python scripts/gpu_check.py --dry --out DIR        # all of it on the CPU, with the demo shape
+    python scripts/gpu_check.py --out DIR --only tests    # pytest -m gpu, in a run of its own
+    python scripts/gpu_check.py --out DIR --only probes   # see bench/gpu_probes.py
+    python scripts/gpu_check.py --dry --out DIR           # on the CPU, with the demo shape
 
 In: a machine with a GPU, and minutes. Out: DIR/results.jsonl, one line a figure, written as they
 come; DIR/summary.txt, a table; DIR/log.txt. Each section (bench/gpu_sections.py) is a process with
@@ -46,7 +48,7 @@ def main() -> int:
     parser.add_argument("--section", default="", help=argparse.SUPPRESS)  # in a child
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    from bench import gpu_sections
+    from bench import gpu_probes, gpu_sections
     from llama.gpu import program
 
     if args.section:
@@ -54,16 +56,21 @@ def main() -> int:
         return max(_run_here(name, args.out, dry=args.dry) for name in args.section.split(","))
     if not args.dry and not gpu_sections.has_gpu():
         parser.error("torch finds no CUDA GPU here: --dry runs all of this on the CPU")
-    names = [name for name in gpu_sections.LIMITS if name in (args.only or name).split(",")]
+    limits = gpu_sections.LIMITS | gpu_sections.LIMITS_ALONE
+    asked = args.only.split(",") if args.only else list(gpu_sections.LIMITS)
+    if "probes" in asked:
+        asked.extend(gpu_probes.LIMITS)
+    names = [name for name in limits if name in asked]
     if not names:
-        parser.error(f"--only {args.only}: there are {', '.join(gpu_sections.LIMITS)}")
+        parser.error(f"--only {args.only}: there are {', '.join(limits)}, probes")
     return _run_all(names, args.out, args.minutes * 60, dry=args.dry)
 
 
 def _run_all(names: list[str], out: Path, seconds: float, *, dry: bool) -> int:
     from bench.gpu_run import read_results
-    from bench.gpu_sections import LIMITS
+    from bench.gpu_sections import LIMITS, LIMITS_ALONE
 
+    limits = LIMITS | LIMITS_ALONE
     until = time.monotonic() + seconds - _GRACE_S
     ended = _ended(read_results(out))
     todo = [name for name in names if ended.get(name) != "ok"]
@@ -79,7 +86,7 @@ def _run_all(names: list[str], out: Path, seconds: float, *, dry: bool) -> int:
             continue
         began = time.monotonic()
         before = len(read_results(out))
-        how = _run_child(what, out, min(sum(LIMITS[name] for name in group), left), dry=dry)
+        how = _run_child(what, out, min(sum(limits[name] for name in group), left), dry=dry)
         seconds = round(time.monotonic() - began, 1)
         reported = _ended(read_results(out)[before:])  # sections that reached their end
         for name in group:

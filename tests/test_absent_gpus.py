@@ -9,12 +9,16 @@ from torch import Tensor
 
 from helpers.absent_device import AbsentDevice, absent_gpu, refuse_float64
 from llama import Llama, Transformer
+from llama.checkpoint.find import find
 from llama.engine.core import EngineCore
 from llama.engine.recorder import Outputs
 from llama.gpu import selection
 from llama.gpu.job import CheckResult
+from llama.loading import Files, estimate_memory
 from llama.ops.cpu import native
 from llama.ops.triton.kernels import GRAPH
+from llama.ranks.placement import Placement
+from llama.sizes import Memory
 
 PROMPTS = [[256, 70, 71], [256, 77], [256, *range(65, 90)]]
 
@@ -51,6 +55,21 @@ def test_a_mac_gives_the_ids_of_the_cpu(mac, checkpoint_dir):
         assert ours[0] == theirs[0], settings
         for a, b in zip(ours[1] or [], theirs[1] or [], strict=True):
             assert a == pytest.approx(b, abs=1e-4)
+
+
+def test_a_mac_s_kv_cache_stays_below_its_limit(checkpoint_dir):
+    """The KV cache on a Mac has less than 4 GiB, beyond which its GPU fails with a tensor."""
+    found = find(checkpoint_dir[0])
+    tokens = {}
+    for device in ("mps", "cpu"):
+        files = Files(found, torch.bfloat16, None, Placement(), torch.device(device))
+        memory = estimate_memory(files, 64 << 30, 32)
+        both = Memory.of_all([memory, memory])  # with a draft model there are two
+        tokens[device] = memory.kv_tokens
+        assert both.kv_tokens <= memory.kv_tokens
+        if device == "mps":
+            assert memory.per_token * both.kv_tokens < 1 << 32
+    assert tokens["mps"] * memory.per_token < 1 << 32 < tokens["cpu"] * memory.per_token
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5)], ids=["V100", "T4"])

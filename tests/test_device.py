@@ -408,6 +408,9 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
     }.items():
         monkeypatch.setattr(groups.fs_init, name, value)
     monkeypatch.setattr(groups.SharedMemory, "join", lambda *args: None)
+    for name in ("_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_PIPELINE_PARALLEL_GROUP"):
+        monkeypatch.setattr(groups.fs_init, name, None)  # restored at the end of the test
+    monkeypatch.setattr(groups.fs_init, "_PIPELINE_PARALLEL_RANKS", None)
     rows = [b"this machine", b"another machine"]
     monkeypatch.setattr(groups, "exchange", lambda group, own, max_bytes: rows)
     monkeypatch.setattr(groups, "_first_sum", lambda group, device: done.append(device))

@@ -7,6 +7,7 @@ Triton's interpreter: what is shown is that every line of this runs.
 
 import functools
 import itertools
+import json
 import os
 import random
 import statistics
@@ -15,17 +16,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import torch
 
-from bench import machine
+from bench import gpu_probes, machine
 from bench.gpu_run import DRY_KERNELS, MODES, Again, Section, read_results
 from bench.machine import NO_TRITON, has_triton
 from bench.shapes import (
@@ -44,12 +45,16 @@ from llama.ops.triton.kernels import GRAPH
 from llama.requests.llm_engine import LLMEngine
 
 LIMITS = {  # seconds of each section, in the order in which they run: 9.5 minutes in all
-    "facts": 35, "checks": 120, "decode": 110, "profile": 40, "throughput": 110, "load": 40,
-    "peers": 40, "sweeps": 20, "tests": 50,
+    "facts": 35, "checks": 150, "decode": 110, "profile": 45, "throughput": 110, "load": 40,
+    "peers": 40, "sweeps": 30,
 }  # fmt: skip
+# Seconds of sections that run only if --only names them, in a run of their own.
+LIMITS_ALONE = {"tests": 560, **gpu_probes.LIMITS}
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
 _SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True, max_tokens=None)
 _COUNTED = ("tests", "failures", "errors", "skipped")
+_GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
+_CPU_EVENTS = ("cpu_op",)
 _COLD_BYTES = 256 << 20  # more than a GPU's cache holds
 
 
@@ -268,10 +273,37 @@ def profile(at: Section) -> None:
                 for _ in range(count):
                     engine.core.step()
                 machine.wait_for(at.device)
-        rows = sorted(seen.key_averages(), key=_device_us, reverse=True)[:12]
-        for row in rows:
-            us = _device_us(row) / count
-            at.say(f"batch {n}: {row.key[:80]}", us, "us/step", calls=row.count / count)
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch, "trace.json")
+            seen.export_chrome_trace(str(path))
+            trace = json.loads(path.read_text())
+        for row in kernel_times(trace, _CPU_EVENTS if at.dry else _GPU_EVENTS)[:20]:
+            what = f"batch {n}: {row.name[:60]} {row.grid}".rstrip()
+            at.say(what, row.us / count, "us/step", calls=row.launches / count)
+
+
+class KernelTime(NamedTuple):
+    """The time of all launches of one kernel with the same grid."""
+
+    name: str
+    grid: str
+    us: float
+    launches: int
+
+
+def kernel_times(trace: dict[str, Any], categories: Container[str]) -> list[KernelTime]:
+    """Return the times of a profiler's trace by kernel and grid, the longest first.
+
+    The grid tells the products apart, which are one kernel. Times of the host, such as its waits,
+    are events of other categories.
+    """
+    times: dict[tuple[str, str], list[float]] = {}
+    for event in trace["traceEvents"]:
+        if event.get("cat") in categories and "dur" in event:
+            grid = "x".join(map(str, event.get("args", {}).get("grid", ())))
+            times.setdefault((event["name"], grid), []).append(event["dur"])
+    rows = [KernelTime(*key, sum(values), len(values)) for key, values in times.items()]
+    return sorted(rows, key=lambda row: row.us, reverse=True)
 
 
 def load(at: Section) -> None:
@@ -401,11 +433,7 @@ def _answer(engine: LLMEngine, lengths: list[tuple[int, int]]) -> None:
     engine.run(requests)
 
 
-def _device_us(row: Any) -> float:
-    return row.device_time_total or row.cpu_time_total
-
-
 _SECTIONS: dict[str, Callable[[Section], None]] = {
     section.__name__: section
     for section in (facts, checks, decode, profile, throughput, load, peers, sweeps, tests)
-}
+} | gpu_probes.PROBES

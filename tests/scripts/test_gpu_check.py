@@ -19,9 +19,9 @@ pytest.importorskip("triton", reason="its kernels need Triton")
 
 import gpu_check
 
-from bench import gpu_sections
+from bench import gpu_probes, gpu_sections
 from bench.gpu_run import BARS, H200, MODES, Section, read_results
-from bench.gpu_sections import LIMITS
+from bench.gpu_sections import LIMITS, LIMITS_ALONE, kernel_times
 from helpers import warm
 from helpers.launch import REPO, environment
 from llama.gpu import program, selection, selfcheck_cache
@@ -38,7 +38,7 @@ def dry_run(tmp_path_factory) -> tuple[list[str], Path, subprocess.CompletedProc
     if native.kernels() is not None:
         shutil.copytree(native.cache_folder(), out / "cache" / "llama")
     command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--dry", "--minutes", "9"]
-    command += ["--out", str(out)]
+    command += ["--out", str(out), "--only", ",".join([*LIMITS, "tests", "probes"])]
     return command, out, warm.run(command, env=environment(WARM_CHILDREN="1"), timeout=400)
 
 
@@ -54,7 +54,7 @@ def test_all_sections_run_dry_and_only_once(dry_run, monkeypatch, capsys):
     assert done.returncode == 0, done.stdout + done.stderr + logs
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert {row["section"]: row["ended"] for row in rows if "ended" in row} == dict.fromkeys(
-        LIMITS, "ok"
+        LIMITS | LIMITS_ALONE, "ok"
     )
     found = {(row["what"], row.get("mode")) for row in rows if "what" in row}
     for what in BARS:
@@ -65,11 +65,14 @@ def test_all_sections_run_dry_and_only_once(dry_run, monkeypatch, capsys):
     assert checked["8b graphs"] == checked["8b sample"] == "passed"
     assert "8b batch 1" in (out / "summary.txt").read_text()
     assert ("8b batch 1, T 0.8, top_p 0.95", MODES[0]) in found
+    assert {checked[name] for name in gpu_probes.LIMITS} == {
+        "ok", "needs a GPU", "needs a GPU and CUDA's compute-sanitizer",
+    }  # fmt: skip
     assert checked["tests: errors"] == checked["tests: failures"] == 0 < checked["tests: skipped"]
     assert {x.name for x in out.iterdir()} == {"results.jsonl", "summary.txt", "log.txt", "cache"}
     monkeypatch.setattr(sys, "argv", command[1:])
     assert gpu_check.main() == 0
-    assert capsys.readouterr().out.count("done before") == len(LIMITS)
+    assert capsys.readouterr().out.count("done before") == len(LIMITS | LIMITS_ALONE)
 
 
 def test_a_section_that_hangs_or_fails_costs_its_own_time_alone(tmp_path, monkeypatch):
@@ -156,6 +159,32 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
 def test_the_sections_fit_into_the_time_of_a_run_the_most_telling_first():
     assert list(LIMITS)[:5] == ["facts", "checks", "decode", "profile", "throughput"]
     assert sum(LIMITS.values()) <= 9.5 * 60 - gpu_check._GRACE_S
+    # pytest takes minutes, and a run that is stopped has no counts: it has a run of its own.
+    assert 300 < LIMITS_ALONE["tests"] <= 9.5 * 60 - gpu_check._GRACE_S
+    assert LIMITS.keys().isdisjoint(LIMITS_ALONE)
+
+
+def test_a_profile_counts_the_device_alone_and_tells_products_apart():
+    """A profile counts kernels by name and grid; waits of the host and parents are no kernels.
+
+    A past fault: a wait for an event was the longest "kernel", and all products were one row.
+    """
+
+    def event(name: str, us: float, grid: list[int] | None, cat: str = "kernel") -> dict:
+        return {"name": name, "cat": cat, "dur": us, "args": {"grid": grid} if grid else {}}
+
+    trace = {"traceEvents": [
+        event("product_kernel", 5.0, [128, 1, 1]), event("product_kernel", 9.0, [448, 1, 1]),
+        event("product_kernel", 6.0, [128, 1, 1]), event("cudaEventSynchronize", 99.0, None,
+        "cuda_runtime"), event("aten::mm", 50.0, None, "cpu_op"),
+        event("Memcpy HtoD", 1.0, None, "gpu_memcpy"), {"name": "no time", "cat": "kernel"},
+    ]}  # fmt: skip
+    found = kernel_times(trace, gpu_sections._GPU_EVENTS)
+    assert [(x.name, x.grid, x.us, x.launches) for x in found] == [
+        ("product_kernel", "128x1x1", 11.0, 2),
+        ("product_kernel", "448x1x1", 9.0, 1),
+        ("Memcpy HtoD", "", 1.0, 1),
+    ]
 
 
 def test_one_section_that_fails_is_not_all(tmp_path, monkeypatch):
