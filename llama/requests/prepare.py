@@ -58,6 +58,7 @@ class Preparer:
         *,
         index: int | None = None,
         must_fit: bool = False,
+        max_context: int | None = None,
         tenant: bytes = b"",
     ) -> Request:
         """Check a request and create its sequences without queueing them.
@@ -72,6 +73,7 @@ class Preparer:
             index: The position of the prompt in the caller's list, if there is a list.
             must_fit: Whether `max_tokens` beyond the context length is an error. If not, the
                 answer ends at the context length.
+            max_context: A context length for this request, if it is less than the model's.
             tenant: The prefix root of whoever sends the request. Nothing is reused between
                 requests of different tenants.
 
@@ -87,19 +89,20 @@ class Preparer:
         text = prompt if isinstance(prompt, str) else None
         ids = prompt if text is None else self.tokenizer.encode(text, bos=True, eos=False)
         name = "the prompt" if index is None else f"prompt {index}"
-        ids = _token_ids(name, ids, self.max_seq_len, self.tokenizer.n_words)
+        context = min(max_context or self.max_seq_len, self.max_seq_len)
+        ids = _token_ids(name, ids, context, self.tokenizer.n_words)
         params.check_vocab(self.tokenizer.n_words)
-        max_len = self.max_seq_len
+        max_len = context
         if params.max_tokens is not None:
             max_len = len(ids) + params.max_tokens
-        if must_fit and max_len > self.max_seq_len:
+        if must_fit and max_len > context:
             message = (
                 f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} are more than the "
-                f"context of {self.max_seq_len} tokens: ask for fewer"
+                f"context of {context} tokens: ask for fewer"
             )
-            raise ContextLengthError("max_tokens", message, max_len, self.max_seq_len)
+            raise ContextLengthError("max_tokens", message, max_len, context)
         root = prefix_root(tenant, params.cache_salt)
-        answers = self._answers(ids, params, min(max_len, self.max_seq_len), root)
+        answers = self._answers(ids, params, min(max_len, context), root)
         request = Request(request_id, text, params, answers, index or 0)
         if params.seed is not None:
             request.set_seed(derived_seed(params.seed, request.index))

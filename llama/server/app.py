@@ -27,6 +27,7 @@ from llama.server.auth import ApiKeys, AuthAndLimits
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, first_name, log_refusal
 from llama.server.exchange import IGNORED, BodyMemory
+from llama.server.ollama import routes as ollama
 from llama.server.service import Service, State
 
 log = logging.getLogger("llama.server")
@@ -60,7 +61,8 @@ def make_app(
     limits = service.limits
     app.state.bodies = BodyMemory(limits.max_body_bytes, limits.max_bodies_bytes)
     host = host_routes or APIRouter()
-    for router in (routes.routes(service), tokens.routes(service), _server_routes(service), host):
+    apis = (routes.routes(service), tokens.routes(service), ollama.routes(service))
+    for router in (*apis, _server_routes(service), host):
         app.include_router(router)
     for kind in (ApiError, FieldError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _error_response)
@@ -84,6 +86,7 @@ def _server_routes(service: Service) -> APIRouter:
     router = APIRouter()
     page = _page()
 
+    @router.head("/", include_in_schema=False)  # Ollama's command looks for a server by it.
     @router.get("/", include_in_schema=False)
     async def index() -> Response:
         return page()

@@ -14,6 +14,7 @@ from pydantic_core import from_json
 
 from llama.prompts.answer import AnswerDeltas
 from llama.requests.request import CompletionOutput, RequestOutput
+from llama.server.encoding import SERVER_SENT_EVENTS, StreamFormat
 from llama.server.endings import ending_of
 from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
@@ -62,14 +63,14 @@ class BlockAnswer(ABC):
 
     Attributes:
         end: bytes that follow the last event of a stream.
-        idle_event: event that is sent while nothing else comes; None for a comment.
+        stream_format: how the events of a stream are written.
         blocks: the blocks so far.
         output: the latest output of the engine.
         has_begun: whether there was an output.
     """
 
     end = b""
-    idle_event: ClassVar[dict[str, Any] | None] = None
+    stream_format: ClassVar[StreamFormat] = SERVER_SENT_EVENTS
     output: RequestOutput
     _deltas: AnswerDeltas
 
@@ -107,6 +108,11 @@ class BlockAnswer(ABC):
     @abstractmethod
     def block_stop(self, block: Block) -> Events:
         """Yield the events that close a block."""
+
+    @property
+    def idle_event(self) -> dict[str, Any] | None:
+        """The event that is sent while nothing else comes; None for a comment."""
+        return None
 
     def response(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Return the body of the response to a request, from its last output."""

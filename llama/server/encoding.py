@@ -1,4 +1,4 @@
-"""Encode answers for HTTP: as JSON, or as server-sent events as they come.
+"""Encode answers for HTTP: as JSON, or as events as they come.
 
 In: objects, or an async generator of events. Out: ASGI responses. A stream sends a comment when
 nothing else has come for 15 seconds, so that proxies keep the connection open. Work for a client
@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -50,6 +50,27 @@ def event(content: dict[str, Any]) -> bytes:
     return head + b"data: " + to_json(content) + b"\n\n"
 
 
+def json_line(content: dict[str, Any]) -> bytes:
+    """Return an object as a line of JSON."""
+    return to_json(content) + b"\n"
+
+
+class StreamFormat(NamedTuple):
+    """How the events of a stream are written.
+
+    Attributes:
+        media_type: the media type of the response.
+        encode: returns the bytes of an event.
+    """
+
+    media_type: str
+    encode: Callable[[dict[str, Any]], bytes]
+
+
+SERVER_SENT_EVENTS = StreamFormat("text/event-stream", event)
+JSON_LINES = StreamFormat("application/x-ndjson", json_line)
+
+
 async def unless_client_leaves(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
     """Return the result of `work`, which is cancelled when the client leaves.
 
@@ -76,15 +97,14 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A response of server-sent events, which are sent as they come."""
-
-    media_type = "text/event-stream"
+    """A response of events, which are sent as they come."""
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         error_events: Callable[[ApiError], bytes],
         keep_alive: bytes = COMMENT,
+        media_type: str = SERVER_SENT_EVENTS.media_type,
     ) -> None:
         """Make a response of events.
 
@@ -93,8 +113,10 @@ class EventStream(Response):
             error_events: makes the last events of an ApiError that is raised after the status was
                 sent. One that is raised before becomes an ordinary response.
             keep_alive: what is sent while no event comes.
+            media_type: the media type of the events.
         """
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]  # It is not known yet.
         self._events = events
         self._error_events = error_events

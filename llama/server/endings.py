@@ -15,10 +15,12 @@ class Ending(NamedTuple):
         stop_reason: Anthropic's stop_reason.
         incomplete: The reason in the incomplete_details of a response; None if the response is
             completed.
+        done_reason: Ollama's done_reason.
     """
 
     stop_reason: str
     incomplete: str | None = None
+    done_reason: str = "stop"
 
 
 # Requests that were aborted or failed are answered with an error. The rows for them serve the
@@ -26,7 +28,7 @@ class Ending(NamedTuple):
 ENDINGS = {
     "stop": Ending("end_turn"),
     "tool_calls": Ending("tool_use"),
-    "length": Ending("max_tokens", incomplete="max_output_tokens"),
+    "length": Ending("max_tokens", incomplete="max_output_tokens", done_reason="length"),
     "abort": Ending("end_turn"),
     "error": Ending("end_turn"),
 }

@@ -28,6 +28,7 @@ _ERROR_TYPES = {
 _RETRY_S = 5  # value of Retry-After with status 503
 MAX_HEADER_BYTES = 64 * 1024
 _ANTHROPIC_PATH = "/v1/messages"
+_OLLAMA_PREFIX = "/api/"
 _MESSAGE_FIELD = re.compile(r"messages\[(\d+)\]")
 
 
@@ -70,6 +71,8 @@ class ApiError(Exception):
 
     def body_for(self, path: str) -> dict[str, Any]:
         """Return the error object of the API that a path belongs to."""
+        if path.startswith(_OLLAMA_PREFIX):
+            return self.ollama_body()
         is_anthropic = path == _ANTHROPIC_PATH or path.startswith(_ANTHROPIC_PATH + "/")
         return self.anthropic_body() if is_anthropic else self.body()
 
@@ -81,6 +84,10 @@ class ApiError(Exception):
             # With these details Anthropic's clients send the whole dialog instead.
             error["details"] = {"error_code": "thread_unsupported_request", "unsupported": []}
         return {"type": "error", "error": error}
+
+    def ollama_body(self) -> dict[str, Any]:
+        """Return Ollama's error object."""
+        return {"error": self.message}
 
     def headers(self) -> dict[str, str]:
         """Return the headers that belong to the status."""

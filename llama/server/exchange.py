@@ -24,7 +24,7 @@ from llama.prompts.fields import read_as
 from llama.requests.request import Request as EngineRequest
 from llama.requests.request import RequestOutput
 from llama.server.blocks import BlockAnswer
-from llama.server.encoding import COMMENT, EventStream, JsonResponse, event, unless_client_leaves
+from llama.server.encoding import COMMENT, EventStream, JsonResponse, unless_client_leaves
 from llama.server.errors import ApiError
 from llama.server.openai.answers import Completion, ResponseMeta
 from llama.server.openai.request import OpenAIRequest
@@ -40,6 +40,7 @@ _SMALL_BODY = 16 * 1024  # bytes of a body that is read in the event loop, and n
 _MAX_CHARACTERS = {b"[": 100_000, b"{": 100_000, b":": 100_000, b",": 1_000_000}
 # The end of an error for a body that a lenient server would read.
 _LENIENT_HINT = "; a server that is started with --lenient ignores such fields"
+_BROWSER_HEADERS = frozenset({"origin", "referer", "sec-fetch-site"})
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "a field is wrong, or the body is too large"},
     503: {"description": "the server cannot take the request now"},
@@ -61,7 +62,7 @@ class BodyRoute(APIRoute):
         adapter: TypeAdapter[Any] = TypeAdapter(body_type)
 
         async def answer(http: Request) -> Response:
-            _check_content_type(http)
+            self.check_content_type(http)
             ignored: list[str] | None = [] if http.app.state.lenient else None
             body = await _read_body(http, adapter, ignored)
             response: Response = await self.endpoint(body, http)
@@ -71,13 +72,23 @@ class BodyRoute(APIRoute):
 
         return answer
 
+    def check_content_type(self, http: Request) -> None:
+        """Raise an ApiError 400 for a body that is not declared as JSON."""
+        # A browser sends bodies of other types to this machine for any page that is open, without
+        # asking the server first (https://fetch.spec.whatwg.org, simple requests).
+        content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise ApiError(400, "the Content-Type header must be application/json")
 
-def _check_content_type(http: Request) -> None:
-    # A browser sends bodies of other types to this machine for any page that is open, without
-    # asking the server first (https://fetch.spec.whatwg.org, simple requests).
-    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise ApiError(400, "the Content-Type header must be application/json")
+
+class UndeclaredBodyRoute(BodyRoute):
+    """A route of an API whose clients do not declare JSON, such as litellm's for Ollama."""
+
+    def check_content_type(self, http: Request) -> None:
+        """Raise an ApiError 400 for a body that a browser sends and does not declare as JSON."""
+        # A browser names the origin of a page in each POST.
+        if not _BROWSER_HEADERS.isdisjoint(http.headers.keys()):
+            super().check_content_type(http)
 
 
 async def _read_body(http: Request, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:
@@ -103,9 +114,9 @@ def _name_ignored(http: Request, response: Response, ignored: list[str]) -> None
     log.info("%s: %s: %s", http.state.request_id, IGNORED, response.headers[IGNORED])
 
 
-def body_router(lifespan: Any = None) -> APIRouter:
+def body_router(lifespan: Any = None, route_class: type[BodyRoute] = BodyRoute) -> APIRouter:
     """Return a router whose routes read bodies; `lifespan` is FastAPI's."""
-    return APIRouter(route_class=BodyRoute, responses=_RESPONSES, lifespan=lifespan)
+    return APIRouter(route_class=route_class, responses=_RESPONSES, lifespan=lifespan)
 
 
 @dataclass
@@ -239,8 +250,14 @@ async def prepare_chat(
         params = chat.chat_params(service.tool_format)
     except (TypeError, ValueError) as error:
         raise chat.fields.refusal(error) from None
-    tenant = http.state.tenant
-    return await service.prepare(ids, params, chat.fields, tenant=tenant, must_fit=must_fit)
+    return await service.prepare(
+        ids,
+        params,
+        chat.fields,
+        tenant=http.state.tenant,
+        must_fit=must_fit,
+        max_context=chat.max_context,
+    )
 
 
 async def respond(
@@ -264,12 +281,13 @@ async def respond(
     answer = make_answer(request, service.loaded().tokenizer, meta)
     outputs = service.outputs(prepared, meta.id, request.fields)
     if request.stream:
-        keep_alive = COMMENT if answer.idle_event is None else event(answer.idle_event)
+        media_type, encode = answer.stream_format
+        keep_alive = COMMENT if answer.idle_event is None else encode(answer.idle_event)
 
         def error_events(error: ApiError) -> bytes:
-            return event(answer.error_event(error)) + answer.end
+            return encode(answer.error_event(error)) + answer.end
 
-        return EventStream(_encoded(outputs, answer), error_events, keep_alive)
+        return EventStream(_encoded(outputs, answer), error_events, keep_alive, media_type)
     last = await unless_client_leaves(_last_outputs(outputs), http.receive)
     # In a thread: looking for calls takes 7 us for each character of an answer, and a grammar can
     # make that a million characters.
@@ -289,8 +307,9 @@ async def _encoded(
     outputs: AsyncGenerator[RequestOutput, None], answer: Completion | BlockAnswer
 ) -> AsyncGenerator[bytes, None]:
     """Yield the bytes of a stream: those of each output that has any, then the last ones."""
+    encode = answer.stream_format.encode
     async with contextlib.aclosing(outputs):
         async for output in outputs:
-            if part := b"".join(map(event, answer.events(output))):
+            if part := b"".join(map(encode, answer.events(output))):
                 yield part
-    yield b"".join(map(event, answer.last_events())) + answer.end
+    yield b"".join(map(encode, answer.last_events())) + answer.end

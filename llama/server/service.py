@@ -169,6 +169,7 @@ class Service:
         tenant: bytes,
         index: int = 0,
         must_fit: bool = True,
+        max_context: int | None = None,
     ) -> Request:
         """Return a checked request for the engine.
 
@@ -179,6 +180,7 @@ class Service:
             tenant: prefix root of whoever sends the request. See `ApiKeys`.
             index: position of the prompt in the body.
             must_fit: whether `max_tokens` beyond the context is an error.
+            max_context: number of tokens of prompt and answer together, if less than the context.
 
         Raises:
             ApiError: 400 names the field of the body that is at fault, or that takes too long to
@@ -190,8 +192,14 @@ class Service:
             names = {token: name for name, token in tokenizer.special_tokens.items()}
             prompt = prompt.removeprefix(names[tokenizer.bos_id])
         try:
-            options = {"tenant": tenant, "index": index, "must_fit": must_fit}
-            return await self._prepare(prompt, params, **options)
+            return await self._prepare(
+                prompt,
+                params,
+                tenant=tenant,
+                index=index,
+                must_fit=must_fit,
+                max_context=max_context,
+            )
         except ContextLengthError as error:
             raise _context_error(error, fields) from None
         except (TypeError, ValueError) as error:

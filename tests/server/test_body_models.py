@@ -20,11 +20,12 @@ from llama.server.accepted import AcceptedFields, LabelFields
 from llama.server.anthropic.models import CountBody, MessagesBody
 from llama.server.app import make_app
 from llama.server.exchange import BodyRoute
+from llama.server.ollama import routes as ollama
 from llama.server.openai.models import ChatBody, CompletionBody
 from llama.server.responses.models import ResponsesBody
 from llama.server.service import Limits, Service
 
-APIS = (routes, tokens)
+APIS = (routes, tokens, ollama)
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 ASKED: Any = {"role": "user", "content": "Hi"}
@@ -76,6 +77,13 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "x", "add_special_tokens": False}),
     ("/tokenize", {"messages": [ASKED], "tools": [{"type": "function", "function": NAMED}]}),
     ("/detokenize", {"tokens": [1, 2]}),
+    ("/api/chat", {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "a", "function": {"index": 0, "name": "f", "arguments": {"b": 1}}}]},
+        {"role": "tool", "tool_name": "f", "content": "1"}], "tools": [], "keep_alive": -1,
+        "format": SCHEMA, "options": {"num_ctx": 4096, "stop": ["a"], "use_mmap": None}}),
+    ("/api/generate", {"prompt": "x", "suffix": "", "system": "", "context": [], "images": [],
+                       "format": "", "think": False, "options": {}, "raw": False}),
+    ("/api/show", {"model": "demo", "name": "", "verbose": False, "system": ""}),
 ]  # fmt: skip
 
 
@@ -124,7 +132,7 @@ def test_the_schema_of_each_route_is_that_of_its_parameter(document):
     service = Service("demo", Limits())
     made = [route for api in APIS for route in api.routes(service).routes]
     posts = [each for each in made if isinstance(each, BodyRoute) and each.methods == {"POST"}]
-    assert len(posts) == sum("post" in each for each in document["paths"].values()) == 8
+    assert len(posts) == sum("post" in each for each in document["paths"].values()) == 11
     for route in posts:
         own = TypeAdapter(route.endpoint.__annotations__["body"]).json_schema()
         published = schema_of(document, route.path)

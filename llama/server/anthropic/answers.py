@@ -3,7 +3,7 @@
 This file knows no network and runs no model.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 from llama.server.blocks import Block, BlockAnswer, Events
 from llama.server.endings import ending_of
@@ -13,7 +13,10 @@ from llama.server.errors import ApiError
 class MessageAnswer(BlockAnswer):
     """A message, or its events, each named by its type."""
 
-    idle_event: ClassVar[dict[str, Any] | None] = {"type": "ping"}
+    @property
+    def idle_event(self) -> dict[str, Any]:
+        """The event that is sent while nothing else comes."""
+        return {"type": "ping"}
 
     def body(self) -> dict[str, Any]:
         """Return the message of a finished request."""

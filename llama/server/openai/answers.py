@@ -10,7 +10,7 @@ from typing import Any
 from llama.prompts.answer import AnswerDeltas
 from llama.requests.detokenizer import Detokenizer
 from llama.requests.request import CompletionOutput, RequestOutput
-from llama.server.encoding import DONE
+from llama.server.encoding import DONE, SERVER_SENT_EVENTS
 from llama.server.errors import ApiError
 from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
@@ -67,10 +67,12 @@ class Completion:
     Attributes:
         end: bytes that follow the last event of a stream.
         idle_event: event that is sent while nothing else comes; None for a comment.
+        stream_format: how the events of a stream are written.
     """
 
     end = DONE
     idle_event = None
+    stream_format = SERVER_SENT_EVENTS
 
     def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta) -> None:
         self._request = request

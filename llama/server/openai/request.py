@@ -34,6 +34,7 @@ class OpenAIRequest:
         tools: tools of a chat.
         add_generation_prompt: see `encode_chat`.
         continue_final_message: see `encode_chat`.
+        max_context: number of tokens of prompt and answer together; None for the whole context.
         fields: names of the body, for errors.
     """
 
@@ -47,6 +48,7 @@ class OpenAIRequest:
     tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    max_context: int | None = None
     fields: ErrorFields = field(default_factory=ErrorFields)
 
     @property

@@ -1,0 +1,129 @@
+"""The routes of Ollama's API.
+
+In: bodies. Out: JSON objects, or lines of them. What a body may contain is known to the models
+alone; what changes the models of a server is refused with status 501.
+"""
+
+import asyncio
+import time
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from llama.checks import FieldError, brief
+from llama.requests.request import Request as EngineRequest
+from llama.server.encoding import JsonResponse
+from llama.server.errors import ApiError
+from llama.server.exchange import UndeclaredBodyRoute, body_router, prepare_chat, respond
+from llama.server.ollama import catalog
+from llama.server.ollama.answers import ChatAnswer, GenerateAnswer
+from llama.server.ollama.models import (
+    CHAT_URL,
+    DEFAULTS,
+    GENERATE_URL,
+    SHOW_URL,
+    ChatBody,
+    GenerateBody,
+    ShowBody,
+)
+from llama.server.openai.answers import ResponseMeta
+from llama.server.openai.request import OpenAIRequest
+from llama.server.service import Service
+
+# The version of Ollama whose API these routes have. Clients compare it with the version that they
+# need; this program's own version is at /version.
+API_VERSION = "0.12.0"
+_ONE_MODEL = "this server has the one model that it was started with: start it with another one"
+_NO_EMBEDDINGS = "this server has no embeddings: use a server of an embedding model"
+_UNSUPPORTED = {
+    "/api/embed": (["POST"], _NO_EMBEDDINGS),
+    "/api/embeddings": (["POST"], _NO_EMBEDDINGS),
+    "/api/pull": (["POST"], f"{_ONE_MODEL}, which `llama download` fetches"),
+    "/api/push": (["POST"], f"models cannot be published from here: {_ONE_MODEL}"),
+    "/api/create": (["POST"], _ONE_MODEL),
+    "/api/copy": (["POST"], f"{_ONE_MODEL}, or under another name with --served_model_name"),
+    "/api/delete": (["DELETE"], f"models cannot be deleted from here: {_ONE_MODEL}"),
+    "/api/blobs/{digest}": (["HEAD", "POST"], _ONE_MODEL),
+}
+
+
+def routes(service: Service) -> APIRouter:
+    """Return the routes of Ollama's API (https://docs.ollama.com/api)."""
+    router = body_router(route_class=UndeclaredBodyRoute)
+
+    async def answer(
+        body: ChatBody | GenerateBody,
+        http: Request,
+        make_answer: type[ChatAnswer | GenerateAnswer],
+    ) -> Response:
+        if body.only_loads:
+            meta = ResponseMeta("", body.model or service.model_name, int(time.time()))
+            nothing = make_answer(OpenAIRequest(DEFAULTS), service.loaded().tokenizer, meta)
+            return JsonResponse(nothing.loaded_body(unloads=body.unloads))
+        request = await asyncio.to_thread(body.request)
+        prepared = await _prepare(service, http, request)
+        return await respond(service, http, request, [prepared], make_answer)
+
+    @router.get("/api/version")
+    async def version() -> Response:
+        """Return the version of Ollama's API that the routes follow."""
+        return JsonResponse({"version": API_VERSION})
+
+    @router.get("/api/tags")
+    async def tags() -> Response:
+        """List the one model."""
+        return JsonResponse({"models": [catalog.listed(service)]})
+
+    @router.get("/api/ps")
+    async def ps() -> Response:
+        """List the one model, which is always loaded."""
+        return JsonResponse({"models": [catalog.running(service)]})
+
+    @router.post(SHOW_URL)
+    async def show(body: ShowBody, http: Request) -> Response:
+        """Describe the model."""
+        name = body.model or body.name
+        if not name:
+            raise FieldError.of("model", " is needed")
+        if catalog.tagged(name) != catalog.tagged(service.model_name):
+            message = f"model {brief(name)} not found: this server has {service.model_name!r}"
+            raise ApiError(404, message, param="model")
+        return JsonResponse(catalog.shown(service))
+
+    @router.post(CHAT_URL)
+    async def chat(body: ChatBody, http: Request) -> Response:
+        """Answer a dialog."""
+        return await answer(body, http, ChatAnswer)
+
+    @router.post(GENERATE_URL)
+    async def generate(body: GenerateBody, http: Request) -> Response:
+        """Answer a question, or continue a text."""
+        return await answer(body, http, GenerateAnswer)
+
+    for path, (methods, message) in _UNSUPPORTED.items():
+        _refuse(router, path, methods, message)
+    return router
+
+
+def _refuse(router: APIRouter, path: str, methods: list[str], message: str) -> None:
+    """Add a route that is refused with a message."""
+
+    async def refuse(http: Request) -> Response:
+        raise ApiError(501, message)
+
+    router.add_route(path, refuse, methods=methods, include_in_schema=False)
+
+
+async def _prepare(service: Service, http: Request, request: OpenAIRequest) -> EngineRequest:
+    """Return the engine's request; the answer may end with the context, before its limit."""
+    if request.chat:
+        return await prepare_chat(service, http, request, must_fit=False)
+    service.check_capacity(request.num_answers)
+    return await service.prepare(
+        request.prompts[0],
+        request.params,
+        request.fields,
+        tenant=http.state.tenant,
+        must_fit=False,
+        max_context=request.max_context,
+    )
