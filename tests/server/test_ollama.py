@@ -181,6 +181,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/api/generate", {"prompt": "x", "context": [1, 2]}, "send the dialog to /api/chat"),
     ("/api/generate", {"prompt": "x", "template": "{{ .System }}"}, "template: the model's own"),
     ("/api/generate", {"prompt": "x", "raw": True, "system": "y"}, "system cannot be used with"),
+    ("/api/chat", {"model": "m" * 1025, "messages": STORY}, "model must have at most 1024"),
     ("/api/generate", {"prompt": 7}, "prompt must be a string"),
     ("/api/show", {"model": None}, "model is needed"),
 ]  # fmt: skip
