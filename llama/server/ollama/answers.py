@@ -43,7 +43,7 @@ class OllamaAnswer(BlockAnswer):
         return self._line("")
 
     @abstractmethod
-    def content(self, text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def line_content(self, text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the fields of a line for text, or for calls."""
 
     def body(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class OllamaAnswer(BlockAnswer):
     def _line(self, text: str, calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         created_at = timestamp(time.time())
         head = {"model": self.meta.model, "created_at": created_at}
-        return {**head, **self.content(text, calls), "done": False}
+        return {**head, **self.line_content(text, calls), "done": False}
 
     def _end(self) -> dict[str, Any]:
         """Return the fields of the last line; durations are in nanoseconds.
@@ -113,7 +113,7 @@ class OllamaAnswer(BlockAnswer):
 class ChatAnswer(OllamaAnswer):
     """The answer of /api/chat, which is a message."""
 
-    def content(self, text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def line_content(self, text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the message."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
@@ -124,7 +124,7 @@ class ChatAnswer(OllamaAnswer):
 class GenerateAnswer(OllamaAnswer):
     """The answer of /api/generate, which is a text."""
 
-    def content(self, text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def line_content(self, text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the text; there are no calls."""
         return {"response": text}
 
