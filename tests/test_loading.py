@@ -136,8 +136,13 @@ def test_the_arguments_of_a_build_are_a_table(checkpoint_dir):
     assert {"mute_ranks", "verbose"} == parameters.keys() - BUILD_FLAGS.keys()
     flags = {**BUILD_FLAGS, "ckpt_dir": inspect.Parameter.empty}
     assert all(parameters[name].default == default for name, default in flags.items())
-    kinds = {name: FLAGS[name].kind for name in ("seed", "timeout_s", "verify", "dtype")}
-    assert kinds == {"seed": int, "timeout_s": float, "verify": bool, "dtype": str}
+    kinds = {name: FLAGS[name].kind for name in ("timeout_s", "verify", "dtype")}
+    assert kinds == {"timeout_s": float, "verify": bool, "dtype": str}
+    read_seed = FLAGS["seed"].kind
+    assert read_seed("7") == 7
+    for text in ("-1", "1.5", str(2**63)):
+        with pytest.raises(ValueError, match=r"9223372036854775807|whole number"):
+            read_seed(text)
     folder = str(checkpoint_dir[0])
     for bad in (
         {"max_seq_len": 0},
