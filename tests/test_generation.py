@@ -522,7 +522,8 @@ def test_int8_is_the_model_of_the_rounded_weights(make_checkpoint, tied):
     assert sizes.keys() == {torch.int8} | (set() if tied else {torch.bfloat16})
     tokens = torch.tensor(prompts_of([20, 20], seed=22))
     ours, theirs = (model(tokens, 0).softmax(-1) for model in models)
-    assert ((ours - theirs).abs().sum(-1) / 2).max() < 0.03  # the loss of bf16 activations
+    # The loss of bf16 activations: the kernels sum in float32, PyTorch rounds more often.
+    assert ((ours - theirs).abs().sum(-1) / 2).max() < (0.03 if KERNELS_RUN else 0.04)
 
 
 def test_a_matrix_stored_once_is_held_once(make_checkpoint):

@@ -16,13 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.kernels import HAS_KERNELS, SUPPORTED
+from helpers.kernels import HAS_KERNELS, KERNELS_RUN, SUPPORTED
 from llama import device
 from llama.ops.cpu import build, constants, native
 from llama.weights import PlainWeight, packed
 from llama.weights.blocks import BlockedWeight
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+needs_running_kernels = pytest.mark.skipif(
+    not KERNELS_RUN, reason=f"needs AVX2, g++, and {native.VARIABLE} other than none"
+)
 AVX2 = build.INSTRUCTION_SETS[-1]
 STUB = 'extern "C" void nothing() {}\n'
 
@@ -284,7 +287,7 @@ def test_a_library_with_other_constants_is_refused(tmp_path, swapped, name):
         native.checked(ctypes.CDLL(str(library)))
 
 
-@needs_kernels
+@needs_running_kernels
 def test_every_constant_of_the_sources_is_compared():
     """Every constant of the sources is compared.
 
@@ -300,13 +303,13 @@ def test_every_constant_of_the_sources_is_compared():
         assert native.call("constant_value", name) == value
 
 
-@needs_kernels
+@needs_running_kernels
 def test_types_of_gguf_are_known_by_name():
     assert native.call("gguf_type", "Q4_K") >= 0
     assert native.call("gguf_type", "Q9_9") == -1
 
 
-@needs_kernels
+@needs_running_kernels
 def test_threads_come_from_torchs_own_runtime():
     assert native.kernels() is not None
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -314,7 +317,7 @@ def test_threads_come_from_torchs_own_runtime():
     assert len(runtimes) == 1, runtimes
 
 
-@needs_kernels
+@needs_running_kernels
 @pytest.mark.parametrize(
     "change",
     [
