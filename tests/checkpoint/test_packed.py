@@ -256,13 +256,14 @@ def test_the_command_writes_all_or_nothing(made, tmp_path, capsys, monkeypatch):
     assert sorted(x.name for x in tmp_path.iterdir()) == ["meta", "packed", "two"]
 
 
-def test_a_slow_load_names_the_command(made, tmp_path, capsys, monkeypatch):
+def test_a_slow_load_names_the_command(made, tmp_path, caplog, monkeypatch):
     """A slow load of plain weights suggests the packing command; one of packed weights does not."""
     monkeypatch.setattr(generation, "_SLOW_LOAD_S", 0.0)
     monkeypatch.setattr(loading, "_LARGE", 0)
     source = tmp_path / "meta"
     Llama.build(str(source), None, 64, 1, device="cpu", quantize="int8").close()
     wanted = f"llama convert {source} OUT --packed --quantize int8"
-    assert wanted in capsys.readouterr().out
+    assert wanted in caplog.text
+    caplog.clear()
     Llama.build(str(made), None, 64, 1, device="cpu").close()
-    assert "convert" not in capsys.readouterr().out
+    assert "convert" not in caplog.text
