@@ -8,7 +8,9 @@ import contextlib
 import functools
 import json
 import re
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -21,7 +23,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
+_T = TypeVar("_T")
 _CACHE_SIZE = 256  # compiled grammars
+# llguidance follows references between rules by recursion, with about 3 KB of stack for each. The
+# longest texts that `StructuredOutput` allows have chains of 12,000 rules, which would overflow an
+# ordinary stack and end the process. Only the pages of a stack that are used take memory.
+_STACK_BYTES = 256 * 2**20
 # These limits are far beyond what schemas need. With llguidance's defaults, (a{1000}){1000} took a
 # second of a step.
 _COMPILE_FUEL = 200_000
@@ -96,6 +103,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._compiled = functools.lru_cache(_CACHE_SIZE)(self._compile_for)
+        self._starting = threading.Lock()
 
     def matcher(self, response_format: StructuredOutput, root: bytes = b"") -> Matcher:
         """Return a matcher at the beginning of a format.
@@ -117,7 +125,30 @@ class GrammarCompiler:
 
     def _compile_for(self, _root: bytes, response_format: StructuredOutput) -> "LLMatcher":
         """Compile a format; the root distinguishes the entries of the cache."""
-        return self._compile(response_format)
+        return self._with_large_stack(lambda: self._compile(response_format))
+
+    def _with_large_stack(self, work: Callable[[], _T]) -> _T:
+        """Return what `work` returns, or raise what it raises; it runs in a thread of its own."""
+        results: list[_T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="llama-compile", daemon=True)
+        with self._starting:  # The stack size belongs to the process.
+            usual_size = threading.stack_size(_STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(usual_size)
+        thread.join()
+        if errors:
+            raise errors.pop()
+        return results.pop()
 
     def _compile(self, response_format: StructuredOutput) -> "LLMatcher":
         try:

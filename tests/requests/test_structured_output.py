@@ -7,6 +7,8 @@ here.
 import json
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 from llama_models.llama3 import tokenizer as oracle_module
 
+from helpers.launch import DEMO, environment
 from llama import SamplingParams
 from llama.requests.grammar import GrammarCompiler
 from llama.sampling_params import StructuredOutput
@@ -267,3 +270,34 @@ def test_rules_with_an_end_of_their_own(demo, rule):
     params = SamplingParams(max_tokens=8, temperature=0, structured_output=form)
     (output,) = engine.run([engine.prepare("", "Once upon a time", params)])
     assert output.error is None and output.outputs[0].text
+
+
+CHAINS = """
+import sys
+from itertools import product
+from llama.requests.grammar import GrammarCompiler
+from llama.sampling_params import StructuredOutput
+from llama.tokenizer import Tokenizer
+
+letters = "abcdefghijklmnopqrstuvwxyz"
+names = ["".join(part) for n in (1, 2, 3) for part in product(letters, repeat=n)]
+rules = "".join(f"{name}:{after}\\n" for name, after in zip(names[:12_500], names[1:]))
+grammar = f'start:a\\n{rules}{names[12_500]}:"e"'
+definitions = {names[2000]: {"type": "string"}}
+for name, after in zip(names[:2000], names[1:]):
+    definitions[name] = {"items": {"$ref": f"#/$defs/{after}"}}
+compiler = GrammarCompiler(Tokenizer(sys.argv[1]))
+compiler.matcher(StructuredOutput(grammar=grammar))
+compiler.matcher(StructuredOutput(json={"$ref": "#/$defs/a", "$defs": definitions}))
+print("compiled")
+"""
+
+
+def test_the_longest_chains_of_rules_do_not_end_the_process():
+    """Chains of rules as long as a request can have are compiled, in any thread.
+
+    llguidance follows them by recursion, so that an ordinary stack overflows and the process ends.
+    """
+    command = [sys.executable, "-c", CHAINS, str(next(DEMO.glob("tokenizer.*")))]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "compiled\n"), done.stderr
