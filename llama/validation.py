@@ -49,6 +49,7 @@ _MESSAGES = {  # the text after the path of the value, by pydantic's type of err
     "int_type": "={value} must be a whole number",
     "greater_than_equal": "={value} must be at least {ge}",
     "less_than_equal": "={value} must be at most {le}",
+    "string_too_long": " must have at most {max_length} characters",
     "too_short": " must be a list of at least one",
     "too_long": " has {size} entries: it must have at most {max_length}",
 }

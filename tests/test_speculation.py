@@ -369,7 +369,7 @@ def test_a_prediction_is_where_drafts_come_from(plain):
     assert found[0][0] == found[1][0] == found[2][0]
     assert found[2][1] < 25 < 45 < found[1][1], found
     # two tokens are wrong, and one ends the search
-    assert output.outputs[0].num_predicted() == (57, 3)
+    assert output.num_predicted() == (57, 3)
 
 
 @needs_kernels

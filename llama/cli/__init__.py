@@ -107,6 +107,7 @@ COMMANDS = {
             "served_model_name": None,
             "max_queue": 1024,
             "max_wait_s": 600.0,
+            "max_answer_mb": 512,
             "max_connections": 4096,
             "drain_s": 20.0,
             "tool_format": None,

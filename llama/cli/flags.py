@@ -204,6 +204,11 @@ FLAGS = {
     "max_queue": Flag(
         within(0, 2**31), "N", "Number of sequences that may wait; more are refused with status 503"
     ),
+    "max_answer_mb": Flag(
+        within(1, 2**20),
+        "MB",
+        "MiB that one answer may take; a request that could exceed it is refused",
+    ),
     "max_connections": Flag(
         within(1, 2**31), "N", "Number of connections at once; more are refused with status 503"
     ),

@@ -7,25 +7,29 @@ imports nothing of FastChat.
 
 import asyncio
 import contextlib
+import functools
 import http.client
 import json
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.compat.hosts import Pace, read_params, report_of
+from llama.compat.hosts import HostRequest, Pace, read_params, reports_of
 from llama.server.auth import ONE_TENANT
 from llama.server.encoding import JsonResponse, unless_client_leaves
 from llama.server.errors import ApiError, ErrorFields
-from llama.server.exchange import body_router
+from llama.server.exchange import beside_if_large, body_router
+from llama.server.openai.request import OpenAIRequest
+from llama.server.respond import MAX_IN_LOOP, check_answer_size, num_items
 from llama.server.service import Service, State, log
 from llama.tokenizer import Tokenizer
 
+_T = TypeVar("_T")
 _INTERVAL = 2  # tokens between two reports of a stream; FastChat's default
 
 # Codes of fastchat.constants.ErrorCode.
@@ -68,17 +72,18 @@ class FastChatWorker:
 
         @router.post("/worker_generate_stream")
         async def generate_stream(body: dict[str, Any], http: Request) -> Response:
-            reports = self.reports(body, http.state.request_id)
-            parts = (json.dumps(report).encode() + b"\0" async for report in reports)
-            return StreamingResponse(parts, media_type="application/octet-stream")
+            return StreamingResponse(self._parts(body, http), media_type="application/octet-stream")
 
         @router.post("/worker_generate")
         async def generate(body: dict[str, Any], http: Request) -> Response:
             async def last() -> dict[str, Any]:
-                reports = self.reports(body, http.state.request_id)
-                return [report async for report in reports][-1]
+                latest: dict[str, Any] = {}
+                async for report in self.reports(body, http):
+                    latest = report
+                return latest
 
-            return JsonResponse(await unless_client_leaves(last(), http.receive))
+            report = await unless_client_leaves(last(), http.receive)
+            return await _beside_if_large(report, JsonResponse)
 
         @router.post("/count_token")
         async def count_token(body: dict[str, Any], http: Request) -> Response:
@@ -86,8 +91,7 @@ class FastChatWorker:
             if not isinstance(prompt, str):
                 return JsonResponse(_error(WRONG_TYPE, "the body has no 'prompt' that is a string"))
             count = ClientTokenizer(self.service.loaded().tokenizer).num_tokens
-            # This runs in a thread because encoding a long text takes long.
-            num_tokens = await asyncio.to_thread(count, as_trained(prompt))
+            num_tokens = await beside_if_large(http, lambda: count(as_trained(prompt)))
             return JsonResponse({"count": num_tokens, "error_code": 0})
 
         @router.post("/worker_get_embeddings")
@@ -117,34 +121,53 @@ class FastChatWorker:
             "queue_length": self.service.num_unfinished(),
         }
 
+    async def _parts(self, params: dict[str, Any], http: Request) -> AsyncGenerator[bytes, None]:
+        """Yield the reports of one request as FastChat reads them."""
+        async with contextlib.aclosing(self.reports(params, http)) as reports:
+            async for report in reports:
+                yield await _beside_if_large(report, _encoded)
+
     async def reports(
-        self, params: dict[str, Any], request_id: str
+        self, params: dict[str, Any], http: Request
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield FastChat's reports of one request.
 
         A report with an error_code other than 0 is the last.
         """
-        if isinstance(params.get("prompt"), str):
-            params = {**params, "prompt": as_trained(params["prompt"])}
         try:
-            llama = self.service.loaded()
-            tokenizer = llama.tokenizer
+            tokenizer = self.service.loaded().tokenizer
             pace = Pace(_INTERVAL)
-            max_seq_len = llama.llm_engine.max_seq_len
-            request = read_params(params, None, tokenizer, max_seq_len, has_raw_echo=True)
+            request = await beside_if_large(http, self._request, params)
             fields = ErrorFields()
             prepared = await self.service.prepare(
                 request.prompt, request.sampling, fields, tenant=ONE_TENANT
             )
-            outputs = self.service.outputs([prepared], request_id, fields)
+            has_echo = bool(request.echo)
+            size = OpenAIRequest(request.sampling, prompts=(request.prompt,), echo=has_echo)
+            check_answer_size(size, [prepared], self.service.limits.max_answer_mb)
+            outputs = self.service.outputs([prepared], http.state.request_id, fields)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    for report in pace.select(report_of(request, output, tokenizer)):
+                    if not pace.is_due(output):
+                        continue
+                    # Each report has the text, and the logprobs, of all tokens so far.
+                    is_small = num_items(size, output) <= MAX_IN_LOOP
+                    make = functools.partial(reports_of, request, output, tokenizer)
+                    latest = make() if is_small else await asyncio.to_thread(make)
+                    for report in latest:
                         yield report
         except ValueError as e:
             yield _error(OUT_OF_RANGE, str(e))
         except ApiError as e:
             yield _error(OUT_OF_RANGE if e.status == 400 else INTERNAL, e.message)
+
+    def _request(self, params: dict[str, Any]) -> HostRequest:
+        """Read the request of FastChat; raise a ValueError that names a wrong key."""
+        llama = self.service.loaded()
+        if isinstance(params.get("prompt"), str):
+            params = {**params, "prompt": as_trained(params["prompt"])}
+        max_seq_len = llama.llm_engine.max_seq_len
+        return read_params(params, None, llama.tokenizer, max_seq_len, has_raw_echo=True)
 
     @contextlib.asynccontextmanager
     async def _registered(self, _app: FastAPI) -> AsyncIterator[None]:
@@ -255,3 +278,16 @@ def as_trained(prompt: str) -> str:
 def _error(code: int, message: str) -> dict[str, Any]:
     """Return an error. FastChat reads text and error_code, and OpenAI's client `error`."""
     return {"text": message, "error_code": code, "error": {"message": message, "code": code}}
+
+
+def _encoded(report: dict[str, Any]) -> bytes:
+    """Return a report as FastChat reads it."""
+    return json.dumps(report).encode() + b"\0"
+
+
+async def _beside_if_large(report: dict[str, Any], work: Callable[[dict[str, Any]], _T]) -> _T:
+    """Call a function of a report in the event loop or, if the report is large, in a thread."""
+    usage = report.get("usage", {})
+    if report.get("logprobs") or usage.get("total_tokens", 0) > MAX_IN_LOOP:
+        return await asyncio.to_thread(work, report)
+    return work(report)

@@ -78,10 +78,9 @@ class HostRequest:
 
 
 class Pace:
-    """The choice of the reports that a host gets.
+    """The choice of the outputs that a host gets reports of.
 
-    These are the reports of the first token, of every `interval` tokens, and of the end. The last
-    one is sent twice, because some clients read no text that comes with a finish_reason.
+    These are the outputs with the first token, with every `interval` tokens, and the last one.
     """
 
     def __init__(self, interval: int) -> None:
@@ -89,15 +88,13 @@ class Pace:
         self._interval = interval
         self._num_reported = 1 - interval  # tokens
 
-    def select(self, report: _Report) -> list[_Report]:
-        """Return the reports to send in place of one that the engine makes."""
-        if _has_ended(report):
-            return [{**report, "finish_reason": None}, report]
-        count = report["usage"]["completion_tokens"]
-        if count - self._num_reported < self._interval:
-            return []
-        self._num_reported = count
-        return [report]
+    def is_due(self, output: RequestOutput) -> bool:
+        """Return whether to report an output, which then counts as reported."""
+        count = output.usage.completion_tokens
+        is_due = output.finished or count - self._num_reported >= self._interval
+        if is_due:
+            self._num_reported = count
+        return is_due
 
 
 def generate_stream(
@@ -152,7 +149,8 @@ def generate_stream(
     def reports() -> Iterator[_Report]:
         with contextlib.closing(outputs):
             for output in outputs:
-                yield from pace.select(report_of(checked[0], output, engine.tokenizer))
+                if pace.is_due(output):
+                    yield from reports_of(checked[0], output, engine.tokenizer)
 
     return reports()
 
@@ -200,14 +198,9 @@ def _texts(reports: Iterator[_Report]) -> Iterator[str]:
     """Yield the texts of reports, the last one only once."""
     with contextlib.closing(reports):  # type: ignore[type-var]  # It is a generator.
         for report in reports:
-            if not _has_ended(report):
+            reasons = report["finish_reason"]
+            if None in (reasons if isinstance(reasons, list) else [reasons]):
                 yield report["text"]
-
-
-def _has_ended(report: _Report) -> bool:
-    """Return whether each answer of the report has its finish_reason."""
-    reasons = report["finish_reason"]
-    return None not in (reasons if isinstance(reasons, list) else [reasons])
 
 
 async def async_generate_stream(
@@ -252,6 +245,13 @@ async def async_generate_stream(
     async with contextlib.aclosing(model.stream([prepared])) as outputs:
         async for output in outputs:
             yield report_of(request, output, engine.tokenizer)
+
+
+def reports_of(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer) -> list[_Report]:
+    """Return the report of an output, or two of the last one, for the clients of FastChat."""
+    report = report_of(request, output, tokenizer)
+    # Some clients read no text that comes with a finish_reason.
+    return [{**report, "finish_reason": None}, report] if output.finished else [report]
 
 
 def report_of(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer) -> _Report:

@@ -5,10 +5,12 @@ Oliaro et al., 2024, suffix decoding, for the texts of other requests). The toke
 forces are drafts as well.
 """
 
+import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from llama.engine.request import SequenceSpec
 from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, DraftState
 from llama.ranks.collectives import ModelParallel
@@ -42,9 +44,13 @@ class Text:
     def append(self, token: int) -> None:
         """Append a token, and index the run that ends with it."""
         self.ids.append(token)
-        run = hash(tuple(self.ids[-self._run :]))
+        run = self._last_run(self.ids)
         self._before.append(self._last.get(run, -1))
         self._last[run] = len(self.ids) - 1
+
+    def _last_run(self, text: list[int]) -> int:
+        """Return the key of the run that a text ends with."""
+        return text[-1] if self._run == 1 else hash(tuple(text[-self._run :]))
 
     def find(self, text: list[int]) -> tuple[int, int]:
         """Find the longest match with the end of a text, which may be `ids` itself.
@@ -57,8 +63,7 @@ class Text:
         ids = self.ids
         source = -1
         match_length = 0
-        run = hash(tuple(text[-self._run :]))
-        end = self._before[-1] if text is ids else self._last.get(run, -1)
+        end = self._before[-1] if text is ids else self._last.get(self._last_run(text), -1)
         for _ in range(_MAX_CANDIDATES):
             if end < 0 or match_length == _MAX_MATCH:
                 break
@@ -94,11 +99,30 @@ class Lookup(Text):
         self.source = -1
         self._source_ids = self.ids  # the ids of the text that `source` is a position of
         self._others = others
-        self.extend([*prompt, *prediction])
+        self._index([*prompt, *prediction])
+        self._search()
         if prediction:
             self._source_ids = self.ids
             self.source = len(prompt)
             self.length = _PREDICTION_MATCH
+
+    def _index(self, tokens: list[int]) -> None:
+        """Append all tokens, in a fifth of the time that `append` would take for each of them."""
+        last = self._last
+        for position, token in enumerate(tokens, len(self.ids)):
+            self._before.append(last.get(token, -1))
+            last[token] = position
+        self.ids += tokens
+
+    def fork(self) -> "Lookup":
+        """Return a copy that can be extended independently; that is faster than another index."""
+        twin = copy.copy(self)
+        twin.ids = self.ids.copy()
+        twin._last = self._last.copy()
+        twin._before = self._before.copy()
+        if self._source_ids is self.ids:
+            twin._source_ids = twin.ids
+        return twin
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens, and find an occurrence of their end if they were not the expected ones."""
@@ -110,6 +134,10 @@ class Lookup(Text):
                 self.source = -1
                 self.length = 0
             self.append(token)
+        self._search()
+
+    def _search(self) -> None:
+        """Find an occurrence of the end of the text, unless one is known."""
         if self.source >= 0 or not self.ids:
             return
         for text in (self, *self._others):
@@ -134,16 +162,30 @@ class Lookup(Text):
         return draft
 
 
-def count_predicted(prediction: Sequence[int], output: list[int]) -> tuple[int, int]:
-    """Count the tokens of a prediction that look-up expected and the output had, and the others."""
-    lookup = Lookup(prediction=prediction)
-    predicted = set[int]()
-    for token in output:
-        source = lookup.source
-        if 0 <= source < len(prediction) and lookup.ids[source] == token:
-            predicted.add(source)
-        lookup.extend([token])
-    return len(predicted), len(prediction) - len(predicted)
+def count_predicted(prediction: Sequence[int], outputs: Iterable[list[int]]) -> tuple[int, int]:
+    """Count the tokens of a prediction that look-up expected and an output had, and the others.
+
+    Args:
+        prediction: The prediction, which is indexed once.
+        outputs: The outputs that have this prediction.
+
+    Returns:
+        The two numbers, each summed over all outputs.
+    """
+    indexed = Lookup(prediction=prediction)
+    num_accepted = 0
+    num_rejected = 0
+    for output in outputs:
+        lookup = indexed.fork()
+        predicted = set[int]()
+        for token in output:
+            source = lookup.source
+            if 0 <= source < len(prediction) and lookup.ids[source] == token:
+                predicted.add(source)
+            lookup.extend([token])
+        num_accepted += len(predicted)
+        num_rejected += len(prediction) - len(predicted)
+    return num_accepted, num_rejected
 
 
 class EndedTexts:
@@ -203,6 +245,9 @@ class Speculator(Drafter):
     def __init__(self, max_drafts: int, parallel: ModelParallel, is_shared: bool = False) -> None:
         super().__init__(max_drafts, parallel, _FIRST_RATES)
         self._ended_texts = EndedTexts() if is_shared else None
+        # The last text that was indexed, and the request that it belongs to. The answers of a
+        # request have the same prompt and prediction, which are indexed once for all of them.
+        self._indexed: tuple[SequenceSpec, Lookup] | None = None
 
     def _draft(self, states: list[_LookupState], seconds: float) -> list[list[int]]:
         drafts = list[list[int]]()
@@ -223,6 +268,18 @@ class Speculator(Drafter):
         self._states[seq] = state
         return state
 
+    def _lookup_of(self, spec: SequenceSpec) -> Lookup:
+        """Return the text of a sequence at its beginning: its prompt and its prediction."""
+        if self._indexed is not None:
+            indexed, lookup = self._indexed
+            if indexed.tokens is spec.tokens and indexed.prediction is spec.prediction:
+                return lookup.fork()
+        ended = self._ended_texts
+        others = [] if ended is None else ended.of(spec.prefix_root)
+        lookup = Lookup(spec.tokens, spec.prediction, others)
+        self._indexed = spec, lookup
+        return lookup.fork()
+
     def _look_up(self, state: _LookupState) -> list[float]:
         """Set the draft of a sequence, and return the rate of each of its tokens.
 
@@ -235,10 +292,7 @@ class Speculator(Drafter):
             return []
         lookup = state.lookup
         if lookup is None:
-            prompt = seq.tokens[: seq.num_prompt]
-            ended = self._ended_texts
-            others = [] if ended is None else ended.of(seq.spec.prefix_root)
-            lookup = Lookup(prompt, seq.spec.prediction, others)
+            lookup = self._lookup_of(seq.spec)
             state.lookup = lookup
         self.note(state)
         lookup.extend(new_tokens)

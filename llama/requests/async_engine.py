@@ -15,7 +15,8 @@ from llama.requests.llm_engine import LLMEngine
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 
-_LONG_PROMPT = 10_000  # characters; encoding more of them would block the event loop
+# Characters and token ids of one request; preparing more of them would block the event loop.
+_MAX_IN_LOOP = 10_000
 
 
 class AsyncLLMEngine:
@@ -57,13 +58,13 @@ class AsyncLLMEngine:
     ) -> Request:
         """Return a checked request for `stream`; see `Preparer`.
 
-        Long prompts and structured output are prepared in a thread.
+        Large requests, and those with structured output, are prepared in a thread.
         """
         if self._is_closed:
             raise RuntimeError("this AsyncLLMEngine is closed: make another one")
         prepare = functools.partial(self.engine.prepare, request_id, prompt, params, **more)
-        is_long = isinstance(prompt, str) and len(prompt) > _LONG_PROMPT
-        if is_long or params.structured_output is not None:
+        is_large = _num_prepared(prompt, params) > _MAX_IN_LOOP
+        if is_large or params.structured_output is not None:
             return await asyncio.to_thread(prepare)
         return prepare()
 
@@ -120,3 +121,10 @@ class AsyncLLMEngine:
         for request in list(self._open):
             self.engine.abort(request)
         self._thread.shutdown()
+
+
+def _num_prepared(prompt: object, params: SamplingParams) -> int:
+    """Return how many characters and token ids the preparation of a request reads or copies."""
+    num_prompt = len(prompt) if isinstance(prompt, str | list | tuple) else 0
+    num_texts = len(params.prediction) + sum(map(len, params.bad_words))
+    return num_prompt * (params.best_of or params.n) + num_texts

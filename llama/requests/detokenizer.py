@@ -4,6 +4,7 @@ In: the ids of one answer, in any portions. Out: pieces of text that, joined, ar
 """
 
 import codecs
+import copy
 from collections.abc import Sequence
 
 from llama.tokenizer import Tokenizer
@@ -16,6 +17,12 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def fork(self) -> "Detokenizer":
+        """Return a copy, for one of several texts that continue this one."""
+        twin = copy.copy(self)
+        twin._decoder = copy.copy(self._decoder)
+        return twin
 
     def push(self, ids: Sequence[int]) -> str:
         """Take more ids and return all whole characters; up to three bytes are kept."""

@@ -19,7 +19,7 @@ from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.request import Answer, Request, derived_seed
 from llama.sampling_params import SamplingParams
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import MAX_ENCODE_CHARS, Tokenizer
 
 _SPEC_FIELDS = {field.name for field in fields(SequenceSpec)}
 _PARAMS_FIELDS = {field.name for field in fields(SamplingParams)}
@@ -142,17 +142,30 @@ class Preparer:
         if params.best_of is not None and params.logprobs is None:
             shared["logprobs"] = 0  # the best answers are selected by their log-probabilities
         model_stops = () if params.ignore_eos else self.tokenizer.stop_tokens
-        prediction = self.tokenizer.encode(params.prediction, bos=False, eos=False)
         return SequenceSpec(
             tokens=tuple(ids),
             max_len=max_len,
             stop_ids=frozenset(params.stop_token_ids) | frozenset(model_stops),
             prefix_root=root,
             is_constrained=params.structured_output is not None,
-            prediction=tuple(prediction),
+            prediction=self._prediction(params.prediction),
             bad_words=tuple(banned),
             **shared,
         )
+
+    def _prediction(self, text: str) -> tuple[int, ...]:
+        """Return the leading ids of a prediction, as many as the context can hold.
+
+        The rest of the text is not even encoded. The tokenizer cuts long texts at the same places,
+        so the ids are those of the whole text.
+        """
+        ids: list[int] = []
+        for start in range(0, len(text), MAX_ENCODE_CHARS):
+            part = text[start : start + MAX_ENCODE_CHARS]
+            ids += self.tokenizer.encode(part, bos=False, eos=False)
+            if len(ids) >= self.max_seq_len:
+                break
+        return tuple(ids[: self.max_seq_len])
 
 
 def prefix_root(tenant: bytes, cache_salt: str | None) -> bytes:

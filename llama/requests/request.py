@@ -137,13 +137,6 @@ class CompletionOutput:
         seq = self._answer.sequence
         return seq.tokens[seq.num_prompt : seq.num_prompt + self._num_tokens]
 
-    def num_predicted(self) -> tuple[int, int]:
-        """Return how many tokens of the request's prediction were accepted and rejected."""
-        # Imported here because the module imports torch, which clients of a server do not need.
-        from llama.engine.lookup import count_predicted
-
-        return count_predicted(self._answer.sequence.spec.prediction, self.token_ids)
-
     @property
     def logprobs(self) -> list[dict[int, float]] | None:
         """Return one dict per token, from ids to log-probabilities; None if not requested.
@@ -151,6 +144,17 @@ class CompletionOutput:
         Each dict has the token itself first, followed by the likeliest tokens.
         """
         return self.logprobs_of(self.token_ids)
+
+    def new_scores(self, first: int) -> list[tuple[int, dict[int, float]]]:
+        """Return the tokens from index `first` on, each with its entry of `logprobs`.
+
+        The cost does not grow with the tokens before them.
+        """
+        seq = self._answer.sequence
+        start = seq.num_prompt
+        new = slice(first, self._num_tokens)
+        ids = seq.tokens[start + first : start + self._num_tokens]
+        return list(zip(ids, _dicts(ids, seq.logprobs[new], seq.top_logprobs[new]), strict=True))
 
     def logprobs_of(self, ids: list[int]) -> list[dict[int, float]] | None:
         """Return `logprobs` for `ids`: its `token_ids`, with or without the stop token."""
@@ -206,6 +210,14 @@ class RequestOutput:
             draft_tokens=sum(answer.sequence.num_drafted for answer in request.answers),
             accepted_tokens=sum(answer.sequence.num_accepted for answer in request.answers),
         )
+
+    def num_predicted(self) -> tuple[int, int]:
+        """Return how many tokens of the request's prediction its answers had, and how many not."""
+        # Imported here because the module imports torch, which clients of a server do not need.
+        from llama.engine.lookup import count_predicted
+
+        prediction = self._first.spec.prediction
+        return count_predicted(prediction, (answer.token_ids for answer in self.outputs))
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -20,6 +20,7 @@ _NOT_STORED = with_message(" must be false: there is no stored state")
 _IS_ONE = Field(ge=1, le=1)
 
 _Text = Annotated[str | None, UNUSED]
+ModelName = Annotated[str, Field(max_length=1024)]  # every event of a stream repeats it
 _Object = Annotated[dict[str, Any] | None, UNUSED]
 _Flag = Annotated[bool | None, UNUSED]
 FalseOnly = Annotated[Literal[False], _NO_NUMBER]
@@ -35,7 +36,7 @@ _Modalities = Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)
 class LabelFields(Fields):
     """Labels for the client's own records, and hints: any value of the type is accepted."""
 
-    model: _Text = None
+    model: Annotated[ModelName | None, UNUSED] = None
     user: _Text = None
     safety_identifier: _Text = None
     prompt_cache_key: _Text = None

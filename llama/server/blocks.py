@@ -114,7 +114,7 @@ class BlockAnswer(ABC):
         """The event that is sent while nothing else comes; None for a comment."""
         return None
 
-    def response(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    def content(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Return the body of the response to a request, from its last output."""
         answer = self._take(outputs[0])
         for _ in self._block_events(answer, self._deltas.push(answer, whole=True)):

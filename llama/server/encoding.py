@@ -2,14 +2,16 @@
 
 In: objects, or an async generator of events. Out: ASGI responses. A stream sends a comment when
 nothing else has come for 15 seconds, so that proxies keep the connection open. Work for a client
-is cancelled when the client leaves. This file knows no API.
+is cancelled when the client leaves. Large objects are encoded in pieces, outside of the event loop.
+This file knows no API.
 """
 
 import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -21,6 +23,8 @@ from llama.server.errors import ApiError
 _T = TypeVar("_T")
 KEEP_ALIVE_S = 15.0
 FIRST_S = 10.0  # time to wait for a first event, or an error, before the status is sent
+_PART_ITEMS = 64  # items of a list that are encoded at a time; Python's lock is held meanwhile
+PIECE_BYTES = 256 * 1024  # bytes of a large answer that are sent at a time
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": the answer is not ready yet\n\n"
 
@@ -34,6 +38,97 @@ def to_json(content: Any) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
+class SharedItems:
+    """The first items of several lists, which are encoded once for all of them."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The items as JSON, separated by commas."""
+        return b",".join(_item_parts(self.items))
+
+
+class ContinuedList(list[Any]):
+    """A list that begins with shared items.
+
+    Attributes:
+        start: the shared items.
+    """
+
+    def __init__(self, start: SharedItems, rest: list[Any]) -> None:
+        super().__init__([*start.items, *rest])
+        self.start = start
+
+
+def _item_parts(items: list[Any]) -> Iterator[bytes]:
+    """Yield the JSON of a few items at a time, without the brackets of their list."""
+    for first in range(0, len(items), _PART_ITEMS):
+        yield to_json(items[first : first + _PART_ITEMS])[1:-1]
+
+
+def _json_parts(content: Any) -> Iterator[bytes]:
+    """Yield the bytes of `to_json` in many parts; an iterator is encoded as a list."""
+    if isinstance(content, dict):
+        separator = b"{"
+        for name, value in content.items():
+            yield separator + to_json(name) + b":"
+            yield from _json_parts(value)
+            separator = b","
+        yield b"}" if content else b"{}"
+    elif isinstance(content, Iterator):
+        separator = b"["
+        for item in content:
+            yield separator
+            yield from _json_parts(item)
+            separator = b","
+        yield b"]" if separator == b"," else b"[]"
+    elif isinstance(content, list) and len(content) > _PART_ITEMS:
+        yield from _list_parts(content)
+    elif isinstance(content, list):
+        yield from _json_parts(iter(content))
+    else:
+        yield to_json(content)
+
+
+def _list_parts(content: list[Any]) -> Iterator[bytes]:
+    """Yield the JSON of a long list, whose shared items have been encoded before."""
+    start = content.start if isinstance(content, ContinuedList) else SharedItems([])
+    separator = b"["
+    if start.items:
+        yield b"[" + start.encoded
+        separator = b","
+    for part in _item_parts(content[len(start.items) :]):
+        yield separator + part
+        separator = b","
+    yield b"]"
+
+
+def json_pieces(content: Any) -> Iterator[bytes]:
+    """Yield the bytes of `to_json` in pieces of about `PIECE_BYTES`, the last of which is smaller.
+
+    An iterator in `content` is encoded as a list, and each of its items is made when it is needed.
+    """
+    return _joined(_json_parts(content))
+
+
+def _joined(parts: Iterator[bytes]) -> Iterator[bytes]:
+    piece = bytearray()
+    for part in parts:
+        piece += part
+        if len(piece) >= PIECE_BYTES:
+            yield bytes(piece)
+            piece.clear()
+    yield bytes(piece)
+
+
+async def beside_loop(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """Yield pieces, each of which is made in a thread."""
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
+
+
 class JsonResponse(Response):
     """A response whose body is an object as JSON."""
 
@@ -44,15 +139,10 @@ class JsonResponse(Response):
         return to_json(content)
 
 
-def event(content: dict[str, Any]) -> bytes:
-    """Return a server-sent event (WHATWG HTML, section 9.2); its type, if any, is its name."""
-    head = f"event: {content['type']}\n".encode() if "type" in content else b""
-    return head + b"data: " + to_json(content) + b"\n\n"
-
-
-def json_line(content: dict[str, Any]) -> bytes:
-    """Return an object as a line of JSON."""
-    return to_json(content) + b"\n"
+def _event_head(content: dict[str, Any]) -> bytes:
+    """Return what comes before the data of a server-sent event: its name, if it has a type."""
+    name = f"event: {content['type']}\n".encode() if "type" in content else b""
+    return name + b"data: "
 
 
 class StreamFormat(NamedTuple):
@@ -60,15 +150,32 @@ class StreamFormat(NamedTuple):
 
     Attributes:
         media_type: the media type of the response.
-        encode: returns the bytes of an event.
+        head: returns the bytes before the JSON of an event.
+        end: the bytes after it.
     """
 
     media_type: str
-    encode: Callable[[dict[str, Any]], bytes]
+    head: Callable[[dict[str, Any]], bytes]
+    end: bytes
+
+    def encode(self, content: dict[str, Any]) -> bytes:
+        """Return the bytes of an event."""
+        return self.head(content) + to_json(content) + self.end
+
+    def pieces(self, contents: Iterator[dict[str, Any]]) -> Iterator[bytes]:
+        """Yield the bytes of several events in pieces; see `json_pieces`."""
+        return _joined(self._parts(contents))
+
+    def _parts(self, contents: Iterator[dict[str, Any]]) -> Iterator[bytes]:
+        for content in contents:
+            yield self.head(content)
+            yield from _json_parts(content)
+            yield self.end
 
 
-SERVER_SENT_EVENTS = StreamFormat("text/event-stream", event)
-JSON_LINES = StreamFormat("application/x-ndjson", json_line)
+# WHATWG HTML, section 9.2.
+SERVER_SENT_EVENTS = StreamFormat("text/event-stream", _event_head, b"\n\n")
+JSON_LINES = StreamFormat("application/x-ndjson", lambda _: b"", b"\n")
 
 
 async def unless_client_leaves(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
@@ -94,6 +201,32 @@ async def unless_client_leaves(work: Coroutine[Any, Any, _T], receive: Receive) 
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class PieceResponse(Response):
+    """A JSON response that is sent in pieces, of which few are in memory at a time."""
+
+    media_type = "application/json"
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        """Make a response of its first piece, and of a generator of the others."""
+        super().__init__()
+        del self.headers["content-length"]  # It is not known yet.
+        self._first = first
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the pieces until they end or the client leaves."""
+        with contextlib.suppress(ClientDisconnect):
+            await unless_client_leaves(self._send(send), receive)
+
+    async def _send(self, send: Send) -> None:
+        async with contextlib.aclosing(self._rest) as rest:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for piece in rest:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 class EventStream(Response):

@@ -1,7 +1,7 @@
-"""One request and its answer: what every route with a body does between HTTP and the engine.
+"""One request on its way in: what every route with a body does before its answer.
 
 In: the body of a request, and the model of its route that reads it. Out: a request for the engine,
-and then the response, or an `ApiError` that names the body's own field. It knows no fields itself.
+or an `ApiError` that names the body's own field. It knows no fields itself.
 """
 
 import asyncio
@@ -9,10 +9,9 @@ import contextlib
 import inspect
 import json
 import logging
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
@@ -22,15 +21,11 @@ from starlette.responses import Response
 from llama.checks import FieldError
 from llama.prompts.fields import read_as
 from llama.requests.request import Request as EngineRequest
-from llama.requests.request import RequestOutput
-from llama.server.blocks import BlockAnswer
-from llama.server.encoding import COMMENT, EventStream, JsonResponse, unless_client_leaves
 from llama.server.errors import ApiError
-from llama.server.openai.answers import Completion, ResponseMeta
 from llama.server.openai.request import OpenAIRequest
 from llama.server.service import Service
-from llama.tokenizer import Tokenizer
 
+_T = TypeVar("_T")
 log = logging.getLogger("llama.server")
 IGNORED = "X-Ignored-Fields"  # header of a response, in which a lenient server names dropped fields
 _MAX_IGNORED = 16  # fields that the header names
@@ -100,9 +95,19 @@ async def _read_body(http: Request, adapter: TypeAdapter[Any], ignored: list[str
     with memory.new_body() as data:
         async for part in http.stream():  # `BoundedProtocol` ends a request that is too slow.
             memory.add(data, part)
-        if len(data) <= _SMALL_BODY:
-            return _parse(data, adapter, ignored)
-        return await asyncio.to_thread(_parse, data, adapter, ignored)
+        http.state.has_large_body = len(data) > _SMALL_BODY
+        return await beside_if_large(http, _parse, data, adapter, ignored)
+
+
+async def beside_if_large(http: Request, work: Callable[..., _T], *args: Any) -> _T:
+    """Call a function in the event loop or, if the request's body is large, in a thread.
+
+    Its cost must not grow faster than the body. Small requests need no thread, so that they do not
+    wait while large ones occupy all of them.
+    """
+    if http.state.has_large_body:
+        return await asyncio.to_thread(work, *args)
+    return work(*args)
 
 
 def _name_ignored(http: Request, response: Response, ignored: list[str]) -> None:
@@ -217,7 +222,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"JSON has no {name}")
 
 
-async def chat_ids(service: Service, chat: OpenAIRequest) -> list[int]:
+async def chat_ids(service: Service, http: Request, chat: OpenAIRequest) -> list[int]:
     """Return the token ids of a dialog.
 
     Raises:
@@ -225,7 +230,7 @@ async def chat_ids(service: Service, chat: OpenAIRequest) -> list[int]:
     """
     tokenizer = service.loaded().tokenizer
     try:
-        return await asyncio.to_thread(chat.chat_ids, tokenizer, service.tool_format)
+        return await beside_if_large(http, chat.chat_ids, tokenizer, service.tool_format)
     except (TypeError, ValueError) as error:
         raise chat.fields.refusal(error) from None
 
@@ -245,9 +250,9 @@ async def prepare_chat(
         ApiError: 400 names a field of the body; 503 says that the server is busy.
     """
     service.check_capacity(chat.num_answers, chat.fields.names.get("n", "n"))
-    ids = await chat_ids(service, chat)
+    ids = await chat_ids(service, http, chat)
     try:
-        params = chat.chat_params(service.tool_format)
+        params = await beside_if_large(http, chat.chat_params, service.tool_format)
     except (TypeError, ValueError) as error:
         raise chat.fields.refusal(error) from None
     return await service.prepare(
@@ -258,58 +263,3 @@ async def prepare_chat(
         must_fit=must_fit,
         max_context=chat.max_context,
     )
-
-
-async def respond(
-    service: Service,
-    http: Request,
-    request: OpenAIRequest,
-    prepared: list[EngineRequest],
-    make_answer: Callable[[OpenAIRequest, Tokenizer, ResponseMeta], Completion | BlockAnswer],
-) -> Response:
-    """Return the response to a request, whole or as a stream.
-
-    Args:
-        service: the service that answers.
-        http: the request of HTTP.
-        request: what its body asks for.
-        prepared: the engine's request for each prompt.
-        make_answer: makes the answer of the API.
-    """
-    model = service.model_name if request.model is None else request.model
-    meta = ResponseMeta(http.state.request_id, model, int(time.time()))
-    answer = make_answer(request, service.loaded().tokenizer, meta)
-    outputs = service.outputs(prepared, meta.id, request.fields)
-    if request.stream:
-        media_type, encode = answer.stream_format
-        keep_alive = COMMENT if answer.idle_event is None else encode(answer.idle_event)
-
-        def error_events(error: ApiError) -> bytes:
-            return encode(answer.error_event(error)) + answer.end
-
-        return EventStream(_encoded(outputs, answer), error_events, keep_alive, media_type)
-    last = await unless_client_leaves(_last_outputs(outputs), http.receive)
-    # In a thread: looking for calls takes 7 us for each character of an answer, and a grammar can
-    # make that a million characters.
-    return JsonResponse(await asyncio.to_thread(answer.response, last))
-
-
-async def _last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:
-    """Return the last output of each prompt, in the order of the prompts."""
-    latest: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(outputs):
-        async for output in outputs:
-            latest[output.index] = output
-    return [latest[index] for index in sorted(latest)]
-
-
-async def _encoded(
-    outputs: AsyncGenerator[RequestOutput, None], answer: Completion | BlockAnswer
-) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes of a stream: those of each output that has any, then the last ones."""
-    encode = answer.stream_format.encode
-    async with contextlib.aclosing(outputs):
-        async for output in outputs:
-            if part := b"".join(map(encode, answer.events(output))):
-                yield part
-    yield b"".join(map(encode, answer.last_events())) + answer.end

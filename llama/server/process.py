@@ -10,6 +10,7 @@ import functools
 import gc
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,10 @@ from llama.server.connections import BoundedProtocol, Connections
 from llama.server.service import Service
 
 _POLL_S = 0.05
+# Seconds after which a thread that computes in Python lets another one run. The event loop asks for
+# Python's lock after every system call: with Python's default of 5 ms, a small request beside a
+# busy thread takes tens of milliseconds longer.
+_SWITCH_S = 0.0005
 _BROKEN_S = 1.0  # time for the last responses after a failed step, and for a load balancer to see
 _FLUSH_S = 2.0  # time for responses that are being sent when the server ends
 
@@ -84,12 +89,14 @@ class Server:
             timeout_graceful_shutdown=int(_FLUSH_S),
         )
         self._uvicorn = uvicorn.Server(config)
+        self._usual_switch_s = sys.getswitchinterval()
         self._thread = threading.Thread(
             target=self._uvicorn.run, args=([self._socket],), name="llama-http", daemon=True
         )
 
     def start(self) -> None:
         """Start the thread of the event loop; requests get 503 until `open`."""
+        sys.setswitchinterval(_SWITCH_S)
         self._thread.start()
 
     def open(self, llama: Llama) -> None:
@@ -160,6 +167,7 @@ class Server:
         self._uvicorn.should_exit = True
         if self._thread.is_alive():
             self._thread.join(2 * _FLUSH_S)
+        sys.setswitchinterval(self._usual_switch_s)
 
 
 def log_to_stderr() -> None:

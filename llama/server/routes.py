@@ -17,10 +17,11 @@ from llama.server.anthropic.answers import MessageAnswer
 from llama.server.anthropic.models import COUNT_URL, MESSAGES_URL, CountBody, MessagesBody
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError
-from llama.server.exchange import body_router, chat_ids, prepare_chat, respond
+from llama.server.exchange import beside_if_large, body_router, chat_ids, prepare_chat
 from llama.server.openai.answers import Completion
 from llama.server.openai.models import CHAT_URL, TEXT_URL, ChatBody, CompletionBody
 from llama.server.openai.request import OpenAIRequest
+from llama.server.respond import respond
 from llama.server.responses.answers import ResponseAnswer
 from llama.server.responses.models import RESPONSES_URL, ResponsesBody
 from llama.server.service import Service
@@ -34,14 +35,14 @@ def routes(service: Service) -> APIRouter:
     """Return the routes of all APIs."""
     router = body_router()
 
-    async def count(body: ResponsesBody | CountBody) -> int:
-        chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
-        return len(await chat_ids(service, chat))
+    async def count(body: ResponsesBody | CountBody, http: Request) -> int:
+        chat = await beside_if_large(http, body.request, _CHAT_DEFAULTS)
+        return len(await chat_ids(service, http, chat))
 
     async def answer(
         body: ChatBody | ResponsesBody | MessagesBody, http: Request, make_answer: Any
     ) -> Response:
-        chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
+        chat = await beside_if_large(http, body.request, _CHAT_DEFAULTS)
         # Agents ask for 32,000 tokens of any model. In the APIs that they use, an answer may
         # therefore end with the context, before its limit.
         must_fit = isinstance(body, ChatBody)
@@ -51,7 +52,7 @@ def routes(service: Service) -> APIRouter:
     @router.post(TEXT_URL)
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continue each prompt (https://platform.openai.com/docs/api-reference/completions)."""
-        request = await asyncio.to_thread(body.request, _TEXT_DEFAULTS)
+        request = await beside_if_large(http, body.request, _TEXT_DEFAULTS)
         prepared = await _prepare_prompts(service, http, request)
         return await respond(service, http, request, prepared, Completion)
 
@@ -68,7 +69,9 @@ def routes(service: Service) -> APIRouter:
     @router.post(f"{RESPONSES_URL}/input_tokens")
     async def input_tokens(body: ResponsesBody, http: Request) -> Response:
         """Count the tokens of the prompt that /v1/responses would make of the body."""
-        return JsonResponse({"object": "response.input_tokens", "input_tokens": await count(body)})
+        return JsonResponse(
+            {"object": "response.input_tokens", "input_tokens": await count(body, http)}
+        )
 
     @router.post(MESSAGES_URL)
     async def messages(body: MessagesBody, http: Request) -> Response:
@@ -78,7 +81,7 @@ def routes(service: Service) -> APIRouter:
     @router.post(COUNT_URL)
     async def count_tokens(body: CountBody, http: Request) -> Response:
         """Count the tokens of the prompt that /v1/messages would make of the body."""
-        return JsonResponse({"input_tokens": await count(body)})
+        return JsonResponse({"input_tokens": await count(body, http)})
 
     return router
 

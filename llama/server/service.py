@@ -55,6 +55,7 @@ class Limits:
         max_body_bytes: bytes of one body.
         max_bodies_bytes: bytes of all bodies that are being received. See `BodyMemory`.
         max_prompts: prompts of one body.
+        max_answer_mb: MiB that one answer may take. See `check_answer_size`.
         max_connections: open connections. See `Connections`.
         max_per_address: open connections of one address; None stands for three quarters of all.
     """
@@ -64,6 +65,7 @@ class Limits:
     max_body_bytes: int = 8 * 2**20
     max_bodies_bytes: int = 64 * 2**20
     max_prompts: int = 256
+    max_answer_mb: int = 512
     max_connections: int = 4096
     max_per_address: int | None = None
 

@@ -3,7 +3,6 @@
 In: texts, dialogs or token ids. Out: JSON objects. No model runs.
 """
 
-import asyncio
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -16,12 +15,12 @@ from llama.prompts.messages import Dialog
 from llama.prompts.tools import ToolFields
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError
-from llama.server.exchange import body_router
+from llama.server.exchange import beside_if_large, body_router
 from llama.server.sampling import TokenId
 from llama.server.service import Service
 from llama.tokenizer import Tokenizer
 
-# Characters of a text or ids of a dialog: the answer is made in the event loop, and delays others.
+# Characters of a text or ids of a dialog: the answer has up to ten times as many bytes.
 _MAX_LENGTH = 1_000_000
 
 
@@ -107,28 +106,27 @@ def routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeBody, http: Request) -> Response:
         """Return the ids of a text, or of a dialog as a chat request would encode it."""
         llama = service.loaded()
-        ids = await asyncio.to_thread(body.ids, llama.tokenizer, service.tool_format)
+        ids = await beside_if_large(http, body.ids, llama.tokenizer, service.tool_format)
         strings = None
         if body.return_token_strs:
-            strings = await asyncio.to_thread(_strings, llama.tokenizer, ids)
-        return JsonResponse(
-            {
-                "count": len(ids),
-                "max_model_len": llama.model.params.max_seq_len,
-                "tokens": ids,
-                "token_strs": strings,
-            }
-        )
+            strings = await beside_if_large(http, _strings, llama.tokenizer, ids)
+        content = {
+            "count": len(ids),
+            "max_model_len": llama.model.params.max_seq_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+        return await beside_if_large(http, JsonResponse, content)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody, http: Request) -> Response:
         """Return the text of ids, in which special tokens are their names."""
         tokenizer = service.loaded().tokenizer
         try:
-            text = await asyncio.to_thread(tokenizer.decode, body.tokens)
+            text = await beside_if_large(http, tokenizer.decode, body.tokens)
         except ValueError as error:
             raise ApiError(400, str(error), param="tokens") from None
-        return JsonResponse({"prompt": text})
+        return await beside_if_large(http, JsonResponse, {"prompt": text})
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:

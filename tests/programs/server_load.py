@@ -38,22 +38,29 @@ class Client:
         self._host, self._port = str(address.hostname), int(address.port or 80)
         self.draw = random.Random(seed)
 
-    async def send(
-        self, body: dict[str, Any], *, limit: int = 2**16
+    async def connect(
+        self, limit: int = 2**16
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection(self._host, self._port, limit=limit)
+        return await asyncio.open_connection(self._host, self._port, limit=limit)
+
+    async def send(
+        self, body: dict[str, Any], *, path: str = PATH, limit: int = 2**16
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await self.connect(limit)
         data = json.dumps(body).encode()
         head = (
-            f"POST {PATH} HTTP/1.1\r\nHost: {self._host}\r\nConnection: close\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         )
         writer.write(head.encode() + data)
         await writer.drain()
         return reader, writer
 
-    async def post(self, body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
+    async def post(
+        self, body: dict[str, Any], *, path: str = PATH
+    ) -> tuple[int, dict[str, str], bytes]:
         """Return the status, the headers by their lower-case names, and the body."""
-        reader, writer = await self.send(body)
+        reader, writer = await self.send(body, path=path)
         answer = await reader.read()
         writer.close()
         head, _, content = answer.partition(b"\r\n\r\n")

@@ -15,7 +15,7 @@ from llama.prompts.fields import UNUSED, Fields
 from llama.prompts.messages import FunctionCall
 from llama.prompts.tools import ToolList, Tools, tool_request
 from llama.sampling_params import MAX_COUNT, SamplingParams, StructuredOutput
-from llama.server.accepted import FalseOnly
+from llama.server.accepted import FalseOnly, ModelName
 from llama.server.errors import ErrorFields
 from llama.server.openai.request import OpenAIRequest
 from llama.server.sampling import CacheSalt, SamplingFields, sampling_fields
@@ -35,8 +35,6 @@ _TOO_LONG = (
 )
 _UNLOADED = (0, "0", "0s", "0m", "0h")  # values of keep_alive that unload a model in Ollama
 
-_TOO_LONG_NAME = with_message(" must have at most 1024 characters")
-_Name = Annotated[str, Field(max_length=1024), _TOO_LONG_NAME]  # each line of a stream repeats it
 _Count = Annotated[int | None, UNUSED]
 _Number = Annotated[float | None, UNUSED]
 _Flag = Annotated[bool | None, UNUSED]
@@ -138,7 +136,7 @@ class Options(_Sampling):  # type: ignore[misc, valid-type]
 class _Body(Fields):
     """The fields of a chat and of a text to generate."""
 
-    model: _Name | None = None
+    model: ModelName | None = None
     stream: bool | None = None
     options: Options | None = None
     format: _Format | None = None
@@ -308,8 +306,8 @@ class ShowBody(Fields):
 
     unknown_message: ClassVar[str] = "{names} cannot be used in /api/show: leave it out"
 
-    model: _Name | None = None
-    name: _Name | None = None
+    model: ModelName | None = None
+    name: ModelName | None = None
     verbose: _Flag = None
     system: Annotated[str | None, UNUSED] = None
     template: Annotated[str | None, UNUSED] = None

@@ -4,7 +4,6 @@ In: bodies. Out: JSON objects, or lines of them. What a body may contain is know
 alone; what changes the models of a server is refused with status 501.
 """
 
-import asyncio
 import time
 
 from fastapi import APIRouter, Request
@@ -14,7 +13,12 @@ from llama.checks import FieldError, brief
 from llama.requests.request import Request as EngineRequest
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError
-from llama.server.exchange import UndeclaredBodyRoute, body_router, prepare_chat, respond
+from llama.server.exchange import (
+    UndeclaredBodyRoute,
+    beside_if_large,
+    body_router,
+    prepare_chat,
+)
 from llama.server.ollama import catalog
 from llama.server.ollama.answers import ChatAnswer, GenerateAnswer
 from llama.server.ollama.models import (
@@ -28,6 +32,7 @@ from llama.server.ollama.models import (
 )
 from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.request import OpenAIRequest
+from llama.server.respond import respond
 from llama.server.service import Service
 
 # The version of Ollama whose API these routes have. Clients compare it with the version that they
@@ -60,7 +65,7 @@ def routes(service: Service) -> APIRouter:
             meta = ResponseMeta("", body.model or service.model_name, int(time.time()))
             nothing = make_answer(OpenAIRequest(DEFAULTS), service.loaded().tokenizer, meta)
             return JsonResponse(nothing.loaded_body(unloads=body.unloads))
-        request = await asyncio.to_thread(body.request)
+        request = await beside_if_large(http, body.request)
         prepared = await _prepare(service, http, request)
         return await respond(service, http, request, [prepared], make_answer)
 

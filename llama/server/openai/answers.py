@@ -3,6 +3,7 @@
 A server or a batch file sends them. This file knows no network and runs no model.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from llama.prompts.answer import AnswerDeltas
 from llama.requests.detokenizer import Detokenizer
 from llama.requests.request import CompletionOutput, RequestOutput
-from llama.server.encoding import DONE, SERVER_SENT_EVENTS
+from llama.server.encoding import DONE, SERVER_SENT_EVENTS, ContinuedList, SharedItems
 from llama.server.errors import ApiError
 from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ def _usage(request: OpenAIRequest, outputs: Sequence[RequestOutput]) -> dict[str
 
 def _prediction_details(outputs: Sequence[RequestOutput]) -> dict[str, int]:
     """Return how many tokens of the request's prediction were accepted and rejected."""
-    counts = [answer.num_predicted() for output in outputs for answer in output.outputs]
+    counts = [output.num_predicted() for output in outputs]
     return {
         "accepted_prediction_tokens": sum(accepted for accepted, _ in counts),
         "rejected_prediction_tokens": sum(rejected for _, rejected in counts),
@@ -85,18 +86,25 @@ class Completion:
             "created": meta.created,
             "model": meta.model,
         }
+        self._echoes: dict[int, _Echo] = {}  # keyed by the index of the prompt
         self._choices: dict[int, _Choice] = {}
         self._latest: dict[int, RequestOutput] = {}  # keyed by the index of the prompt
 
     def response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the response to a finished request, from the last output of each prompt."""
-        choices = [
-            self._complete_choice(output, answer) for output in outputs for answer in output.outputs
-        ]
+        content = self.content(outputs)
+        return {**content, "choices": list(content["choices"])}
+
+    def content(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return the response with an iterator of its choices, which are made one by one."""
         return {
             **self._head,
             "object": self._kind,
-            "choices": choices,
+            "choices": (
+                self._complete_choice(output, answer)
+                for output in outputs
+                for answer in output.outputs
+            ),
             "usage": _usage(self._request, outputs),
         }
 
@@ -130,20 +138,32 @@ class Completion:
         index = output.index * self._request.params.n + answer.index
         if index not in self._choices:
             deltas = self._request.deltas(self._tokenizer, self._id, output, answer)
-            self._choices[index] = _Choice(index, deltas, self._request, output)
+            self._choices[index] = _Choice(index, deltas, self._request, self._echo(output))
         return self._choices[index]
+
+    def _echo(self, output: RequestOutput) -> "_Echo | None":
+        """Return the prompt of an output, if the request wants it before each answer."""
+        if not self._request.echo:
+            return None
+        if output.index not in self._echoes:
+            skips_special = self._request.params.skip_special_tokens
+            self._echoes[output.index] = _Echo(
+                output, self._tokenizer, skip_special_tokens=skips_special
+            )
+        return self._echoes[output.index]
 
     def _complete_choice(self, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         choice = self._choice(output, answer)
-        scores = [*choice.echoed_scores, *choice.new_scores(answer)]
+        scores = choice.new_scores(answer)
         if self._request.chat:
             content: dict[str, Any] = {"message": choice.deltas.message(answer)}
         else:
-            content = {"text": choice.echoed + answer.text}
+            echoed = "" if choice.echo is None else choice.echo.text
+            content = {"text": echoed + answer.text}
         return {
             "index": choice.index,
             **content,
-            "logprobs": None if answer.logprobs is None else choice.logprobs(scores),
+            "logprobs": choice.all_logprobs(scores),
             "finish_reason": choice.deltas.finish_reason(answer.finish_reason),
             "stop_reason": answer.stop_reason,
         }
@@ -151,8 +171,8 @@ class Completion:
     def _first_chunk(self, choice: "_Choice") -> Iterator[dict[str, Any]]:
         if self._request.chat:
             yield self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})
-        elif self._request.echo:
-            yield self._chunk(choice, {"text": choice.echoed}, choice.echoed_scores)
+        elif choice.echo is not None:
+            yield self._chunk(choice, {"text": choice.echo.text}, choice.echo.logprobs)
 
     def _next_chunks(self, choice: "_Choice", answer: CompletionOutput) -> Iterator[dict[str, Any]]:
         scores = choice.new_scores(answer)
@@ -162,7 +182,7 @@ class Completion:
             deltas = [{"content": ""}] if scores or not self._request.chat else [{}]
         for delta in deltas:
             content = {"delta": delta} if self._request.chat else {"text": delta["content"]}
-            chunk = self._chunk(choice, content, scores)
+            chunk = self._chunk(choice, content, choice.logprobs(scores) if scores else None)
             if choice.is_finished and delta is deltas[-1]:
                 reason = choice.deltas.finish_reason(answer.finish_reason)
                 chunk["choices"][0] |= {"finish_reason": reason, "stop_reason": answer.stop_reason}
@@ -170,9 +190,11 @@ class Completion:
             scores = []  # The first chunk has the scores of all new tokens.
 
     def _chunk(
-        self, choice: "_Choice", content: Mapping[str, Any], scores: _Scores = ()
+        self,
+        choice: "_Choice",
+        content: Mapping[str, Any],
+        logprobs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        logprobs = choice.logprobs(scores) if scores else None
         part = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": None}
         chunk = {**self._head, "choices": [part]}
         if self._request.has_usage:
@@ -194,60 +216,90 @@ def _timings(answer: CompletionOutput) -> dict[str, Any]:
     }
 
 
+class _Echo:
+    """The prompt of a completion, which each of its answers begins with.
+
+    Attributes:
+        text: text of the prompt.
+        logprobs: the logprobs object of the prompt; None if the request asks for none.
+        text_scores: makes the logprobs objects of what follows the prompt, in a copy for each
+            answer.
+    """
+
+    def __init__(
+        self, output: RequestOutput, tokenizer: Tokenizer, *, skip_special_tokens: bool
+    ) -> None:
+        """Make the text and the logprobs of the prompt, once for all answers."""
+        ids = output.prompt_token_ids
+        self.text = (
+            tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            if output.prompt is None
+            else output.prompt
+        )
+        self.text_scores = TextScores(tokenizer, skip_special_tokens=skip_special_tokens)
+        self.logprobs: dict[str, ContinuedList] | None = None
+        self._shared: dict[str, SharedItems] = {}
+        prompt_logprobs = output.prompt_logprobs
+        if prompt_logprobs is not None:
+            logprobs = self.text_scores.push(list(zip(ids, prompt_logprobs, strict=True)))
+            self._shared = {name: SharedItems(items) for name, items in logprobs.items()}
+            self.logprobs = self.continued({name: [] for name in logprobs})
+
+    def continued(self, logprobs: dict[str, list[Any]]) -> dict[str, ContinuedList]:
+        """Return a logprobs object with that of the prompt before it."""
+        return {name: ContinuedList(self._shared[name], items) for name, items in logprobs.items()}
+
+
 class _Choice:
     """One answer to one prompt; with echo, the prompt and its scores come before it.
 
     Attributes:
         index: position of the choice in the response.
         deltas: reads the calls in the answer.
+        echo: the prompt, if it is echoed.
         has_begun: whether its first chunk was made.
         is_finished: whether its last chunk was made.
-        echoed: text of the prompt, if it is echoed.
-        echoed_scores: logprobs of the prompt, if it is echoed.
     """
 
     def __init__(
-        self, index: int, deltas: AnswerDeltas, request: OpenAIRequest, output: RequestOutput
+        self, index: int, deltas: AnswerDeltas, request: OpenAIRequest, echo: _Echo | None
     ) -> None:
         self.index = index
         self.deltas = deltas
+        self.echo = echo
         self.has_begun = False
         self.is_finished = False
-        self.echoed = ""
-        self.echoed_scores: _Scores = []
-        skips_special = request.params.skip_special_tokens
-        if request.echo:
-            self._echo_prompt(output, skip_special_tokens=skips_special)
         self._num_top = request.params.logprobs
         self._num_scored = 0  # tokens whose logprobs were read
         self._text_scores: TextScores | None = None
-        if not request.chat:
+        if echo is not None:
+            self._text_scores = echo.text_scores.fork()
+        elif not request.chat:
+            skips_special = request.params.skip_special_tokens
             self._text_scores = TextScores(deltas.tokenizer, skip_special_tokens=skips_special)
-
-    def _echo_prompt(self, output: RequestOutput, *, skip_special_tokens: bool) -> None:
-        ids = output.prompt_token_ids
-        self.echoed = (
-            self.deltas.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-            if output.prompt is None
-            else output.prompt
-        )
-        if output.prompt_logprobs is not None:
-            self.echoed_scores = list(zip(ids, output.prompt_logprobs, strict=True))
 
     def new_scores(self, answer: CompletionOutput) -> _Scores:
         """Return the scores of the tokens since the last call, if logprobs are asked for."""
         if self._num_top is None:
             return []
-        scores = list(zip(answer.token_ids, answer.logprobs or [], strict=True))
-        new = scores[self._num_scored :]
-        self._num_scored = len(scores)
-        return new
+        scores = answer.new_scores(self._num_scored)
+        self._num_scored += len(scores)
+        return scores
 
     def logprobs(self, scores: _Scores) -> dict[str, Any]:
         """Return the logprobs object of these tokens."""
         if self._text_scores is None:
             return _chat_scores(scores, self._num_top or 0, self.deltas.tokenizer)
         return self._text_scores.push(scores)
+
+    def all_logprobs(self, scores: _Scores) -> dict[str, Any] | None:
+        """Return the logprobs object of the prompt, if it is echoed, and of these tokens."""
+        if self._num_top is None:
+            return None
+        logprobs = self.logprobs(scores)
+        if self.echo is None or self.echo.logprobs is None:
+            return logprobs
+        return self.echo.continued(logprobs)
 
 
 def _chat_scores(scores: _Scores, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -281,6 +333,12 @@ class TextScores:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._length = 0
+
+    def fork(self) -> "TextScores":
+        """Return a copy, for one of several texts that continue this one."""
+        twin = copy.copy(self)
+        twin._detokenizer = self._detokenizer.fork()
+        return twin
 
     def push(self, scores: _Scores) -> dict[str, Any]:
         """Return the logprobs object of the next tokens."""

@@ -1,0 +1,174 @@
+"""Small requests beside requests that try to shut them out, for minutes, against one server.
+
+`python tests/programs/soak.py --minutes 15` starts a server with the demo model and look-up drafts;
+`--url URL --pid PID` uses a running one. Beside small requests it sends predictions of 7 MB, large
+echoes with log-probabilities, echoes beyond the limit of an answer, grammars that take seconds to
+compile, and WebSocket upgrades. Each minute, and at the end, it prints the latency of the small
+requests, the memory of the server, and how often each kind of request got each status. The exit
+code is 1 if a small request failed, or the server ended.
+"""
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from helpers.server import run_server
+from programs.server_load import Client, resident_mb
+
+FLAGS = (
+    *("--max_batch_size", "8", "--max_queue", "256", "--max_seq_len", "4096"),
+    *("--speculate", "lookup"),
+)
+SMALL_CLIENTS = 4
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+PREDICTION = "a cat sat " * 700_000
+UPGRADE = (
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+
+
+class Soak:
+    """The requests of one run, and what they have shown so far."""
+
+    def __init__(self, url: str, pid: int) -> None:
+        self.client = Client(url)
+        self.pid = pid
+        self.latencies: list[float] = []
+        self.statuses: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        self.memory = [resident_mb(pid)]
+        self.serial = itertools.count()
+
+    async def small(self) -> None:
+        """Send a small request, and note its time."""
+        began = time.perf_counter()
+        await self.post("small", TEXT, {"prompt": "Once", "max_tokens": 4})
+        self.latencies.append(time.perf_counter() - began)
+        await asyncio.sleep(0.05)
+
+    async def prediction(self) -> None:
+        """Send a prediction of 7 MB for four answers, streamed every other time."""
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": "Tell me a story."}],
+            "prediction": {"type": "content", "content": PREDICTION},
+            "max_tokens": 20,
+            "n": 4,
+        }
+        if next(self.serial) % 2:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        await self.post("prediction", CHAT, body)
+
+    async def echo(self) -> None:
+        """Ask for the log-probabilities of a long prompt before each of 16 answers."""
+        prompt = [
+            next(self.serial) % 1000,
+            *[self.client.draw.randrange(1000) for _ in range(1500)],
+        ]
+        body = {"prompt": prompt, "echo": True, "logprobs": 20, "n": 16, "max_tokens": 2}
+        await self.post("echo", TEXT, {**body, "stream": bool(next(self.serial) % 2)})
+
+    async def too_large(self) -> None:
+        """Ask for an answer that is larger than the server makes."""
+        body = {"prompt": [7] * 3900, "echo": True, "logprobs": 100, "n": 64, "max_tokens": 100}
+        await self.post("too large", TEXT, body)
+        await asyncio.sleep(0.5)
+
+    async def grammar(self) -> None:
+        """Send a grammar that takes seconds to compile, and that no earlier request had."""
+        count = 6000
+        rules = [f"r{i}: r{i + 1}?" for i in range(count)]
+        lines = [f"// {next(self.serial)}", "start: r0", *rules, f'r{count}: "e"']
+        body = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"grammar": "\n".join(lines)}}
+        await self.post("grammar", TEXT, body)
+
+    async def upgrades(self) -> None:
+        """Ask for 20 upgrades to WebSockets, and leave."""
+        for _ in range(20):
+            reader, writer = await self.client.connect()
+            writer.write(UPGRADE)
+            line = await reader.readline()
+            self.statuses["upgrade"][int(line.split()[1]) if line else 0] += 1
+            writer.close()
+        await asyncio.sleep(0.2)
+
+    async def post(self, kind: str, path: str, body: dict[str, Any]) -> None:
+        """Send a request and note its status, which is 0 if the connection failed."""
+        try:
+            status, _, _ = await self.client.post(body, path=path)
+        except OSError:
+            status = 0
+        self.statuses[kind][status] += 1
+        if status != 200:
+            await asyncio.sleep(0.2)
+
+    async def watch(self) -> None:
+        """Note the memory of the server each second."""
+        self.memory.append(resident_mb(self.pid))
+        await asyncio.sleep(1.0)
+
+    def report(self, minutes: float) -> None:
+        """Print the figures so far."""
+        cuts = statistics.quantiles(self.latencies, n=1000, method="inclusive")
+        parts = {"p50": cuts[499], "p90": cuts[899], "p99": cuts[989], "max": max(self.latencies)}
+        shown = ", ".join(f"{name} {1e3 * value:.0f}" for name, value in parts.items())
+        first, *_, last = self.memory
+        print(f"{minutes:.1f} minutes, {len(self.latencies)} small requests, in ms: {shown}")
+        print(
+            f"  resident MB: {first:.0f} at first, {last:.0f} now, {max(self.memory):.0f} at most"
+        )
+        for kind, counts in sorted(self.statuses.items()):
+            print(f"  {kind}: {dict(sorted(counts.items()))}", flush=True)
+
+
+async def repeat(work: Callable[[], Awaitable[None]], end: float) -> None:
+    """Call a function again and again until a time."""
+    while time.monotonic() < end:
+        await work()
+
+
+async def run(soak: Soak, minutes: float) -> None:
+    began = time.monotonic()
+    end = began + 60 * minutes
+    for _ in range(20):
+        await soak.small()
+    works = [soak.small] * SMALL_CLIENTS + [soak.grammar] * 6 + [soak.prediction] * 2
+    works += [soak.echo] * 2 + [soak.too_large, soak.upgrades, soak.watch]
+    tasks = [asyncio.create_task(repeat(work, end)) for work in works]
+    while time.monotonic() < end:
+        await asyncio.sleep(min(60.0, max(0.0, end - time.monotonic())))
+        soak.report((time.monotonic() - began) / 60)
+    await asyncio.gather(*tasks)
+    await asyncio.sleep(2.0)
+    soak.memory.append(resident_mb(soak.pid))
+    print("at the end, idle:")
+    soak.report((time.monotonic() - began) / 60)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--url")
+    parser.add_argument("--pid", type=int)
+    options = parser.parse_args()
+    if options.url:
+        soak = Soak(options.url, options.pid)
+        asyncio.run(run(soak, options.minutes))
+        return int(set(soak.statuses["small"]) != {200})
+    with run_server(*FLAGS) as server:
+        soak = Soak(server.url, server.process.pid)
+        asyncio.run(run(soak, options.minutes))
+        has_ended = server.process.poll() is not None
+        print("the server's log:", *server.log[-5:], sep="\n  ")
+        assert has_ended or server.stop() == 0
+    return int(has_ended or set(soak.statuses["small"]) != {200})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
