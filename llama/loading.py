@@ -3,7 +3,7 @@
 In: what the user asked for. Out: one rank's Transformer, the Tokenizer and the size of the KV
 cache, or one clear error on every rank before any weight is read. Nothing here runs the model.
 
-The file has about 400 lines because the steps of a build share their order and their data.
+The file has over 400 lines because the steps of a build share their order and their data.
 
 `load_model` is the sequence of steps; every step is a function: `find_files`, `choose_kernels`,
 `estimate_memory` and `load_weights`. Between steps the ranks compare what they have.

@@ -9,6 +9,7 @@ import logging
 import math
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -22,6 +23,7 @@ from helpers import meta as oracle
 from helpers import reference
 from helpers.checkpoints import change_params
 from helpers.kernels import KERNELS_RUN
+from helpers.launch import REPO
 from helpers.prompts import prompts_of
 from llama import Llama, ModelArgs, Tokenizer, Transformer, generation
 from llama.checkpoint.convert import convert
@@ -613,6 +615,18 @@ def test_max_gen_len_none_is_what_fits(shared_llama):
     (out,) = shared_llama.generate([prompts_of([100])[0]], None, temperature=0)[0]
     (known,) = shared_llama.generate([prompts_of([100])[0]], 500, temperature=0)[0]
     assert out == known and 0 < len(out) <= 28
+
+
+def test_a_build_leaves_pythons_traceback_alone(checkpoint_dir):
+    """torch's groups put "[rank0]:" before each line of a traceback; a single process has none."""
+    program = (
+        "import sys; from llama import Llama; "
+        "Llama.build(sys.argv[1], None, 64, 1, device='cpu'); raise KeyError('mine')"
+    )
+    command = [sys.executable, "-c", program, str(checkpoint_dir[0])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=120)
+    lines = done.stderr.splitlines()
+    assert "Traceback (most recent call last):" in lines and lines[-1] == "KeyError: 'mine'"
 
 
 def test_a_build_can_be_silent(checkpoint_dir, capfd, caplog, monkeypatch):

@@ -489,14 +489,7 @@ extern "C" {
 // Returns the bytes of workspace that paged_attention_bf16 needs.
 long attention_workspace(const int64_t* query_starts, const int64_t* seq_lens, long num_seqs,
                          long heads, long kv_heads, long dim) {
-  Attention call = {};
-  call.query_starts = query_starts;
-  call.seq_lens = seq_lens;
-  call.num_seqs = num_seqs;
-  call.heads = heads;
-  call.kv_heads = kv_heads;
-  call.dim = dim;
-  return attention_bytes(call);
+  return attention_bytes(attention_shape(query_starts, seq_lens, num_seqs, heads, kv_heads, dim));
 }
 
 // Computes attention: queries (T, H, D) -> out (T, H, D). kv_pages are the keys of all P pages,

@@ -138,6 +138,19 @@ struct Attention {
   KvFormat kv_format;
 };
 
+// Returns the arguments that describe sequences and heads; the others are 0.
+inline Attention attention_shape(const int64_t* query_starts, const int64_t* seq_lens,
+                                 long num_seqs, long heads, long kv_heads, long head_dim) {
+  Attention attention = {};
+  attention.query_starts = query_starts;
+  attention.seq_lens = seq_lens;
+  attention.num_seqs = num_seqs;
+  attention.heads = heads;
+  attention.kv_heads = kv_heads;
+  attention.dim = head_dim;
+  return attention;
+}
+
 // Returns the bytes of workspace that attention needs.
 long attention_bytes(const Attention& call);
 

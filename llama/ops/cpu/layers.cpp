@@ -168,13 +168,8 @@ extern "C" {
 long layers_workspace(const int64_t* query_starts, const int64_t* seq_lens, long rows,
                       long num_seqs, long dim, long heads, long kv_heads, long head_dim, long ffn,
                       long threads) {
-  Attention attention = {};
-  attention.query_starts = query_starts;
-  attention.seq_lens = seq_lens;
-  attention.num_seqs = num_seqs;
-  attention.heads = heads;
-  attention.kv_heads = kv_heads;
-  attention.dim = head_dim;
+  const Attention attention =
+      attention_shape(query_starts, seq_lens, num_seqs, heads, kv_heads, head_dim);
   WorkspaceAllocator allocator(nullptr);
   allocate_scratch(allocator, attention, {rows, dim, ffn, 0}, threads);
   return allocator.bytes();
@@ -190,16 +185,11 @@ void layers_bf16(const int64_t* halves, uint16_t* x, uint16_t* out, const float*
                  long last, long rows, long num_seqs, long dim, long heads, long kv_heads,
                  long head_dim, long ffn, long num_pages, long page_size, long pages_per_seq,
                  long kv_format, float eps, float scale, int threads) {
-  Attention attention = {};
+  Attention attention =
+      attention_shape(query_starts, seq_lens, num_seqs, heads, kv_heads, head_dim);
   attention.table = table;
-  attention.query_starts = query_starts;
-  attention.seq_lens = seq_lens;
-  attention.num_seqs = num_seqs;
   attention.pages_per_seq = pages_per_seq;
   attention.page_size = page_size;
-  attention.heads = heads;
-  attention.kv_heads = kv_heads;
-  attention.dim = head_dim;
   attention.scale = scale;
   attention.kv_format = (KvFormat)kv_format;
   const Sizes sizes = {rows, dim, ffn, num_pages};

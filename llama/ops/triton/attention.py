@@ -8,7 +8,8 @@ al., 2023). In prefill a program finds its sequence by a binary search in query_
 unified Triton attention. Lengths are read on the device alone, so that a CUDA graph can replay a
 step with other lengths.
 
-Over 400 lines: the launchers and the kernels depend on the same layouts and tile sizes.
+Over 400 lines: the launchers and the kernels depend on the same layouts and tile sizes. Two kernels
+have over 60 lines, as Triton passes each pointer and size as an argument of its own.
 
 Shapes: T tokens, B sequences, N sequences with one query, H query heads, K KV heads, D head dim,
 P pages, S slots per page, M pages per sequence, G = H / K, W elements of a row of the cache, whose

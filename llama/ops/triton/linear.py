@@ -6,6 +6,9 @@ fastest, and whether the library is faster, depends on the GPU, the format, N, K
 self-check times the `candidates`, and a model's `KernelSet` holds the fastest. Where it has none,
 torch multiplies with what `plain` writes.
 
+`product_kernel` has over 60 lines, as Triton passes each pointer and size as an argument of its
+own.
+
 Shapes: M rows, in any leading dimensions; N outputs, K inputs; G groups of K / G inputs.
 """
 
