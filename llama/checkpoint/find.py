@@ -8,7 +8,6 @@ the tensors in Meta's files; no tensor is.
 
 import hashlib
 import itertools
-import json
 import os
 import re
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from llama.checkpoint.files import MappedTensor, open_tensors, read_metadata
 from llama.checks import brief
 from llama.model.args import ModelArgs
 from llama.storage import gguf
-from llama.storage.downloads import broken, check_utf8, read_small, shown
+from llama.storage.downloads import check_utf8, read_json, shown
 from llama.storage.hub import model_folder
 
 _MAX_NAME_BYTES = 255  # limit of file systems for the name of a file
@@ -77,6 +76,12 @@ class Checkpoint:
         return self.shards[0] if self.layout == "gguf" else self.folder
 
     @property
+    def model_folder(self) -> Path:
+        """The folder of the model, which in Meta's releases may hold the weights in original/."""
+        folder = self.folder.absolute()
+        return folder.parent if folder.name == "original" else folder
+
+    @property
     def file_type(self) -> str | None:
         """The usual name of the quantization, such as Q4_K_M or awq; None if there is none."""
         if self.packed is not None:
@@ -129,8 +134,7 @@ class Checkpoint:
         if self.header is not None:
             template = str(self.header.metadata.get("tokenizer.chat_template")).encode()
             return bool(_GUARD_FILE.search(template) or _GUARD_FOLDER.search(self.header.file.name))
-        folder = self.folder.absolute()
-        model = folder.parent if folder.name == "original" else folder
+        model = self.model_folder
         # Hugging Face's cache has models--meta-llama--Llama-Guard-3-8B/snapshots/HASH.
         named = model.parent.parent if model.parent.name == "snapshots" else model
         if _GUARD_FOLDER.search(named.name):
@@ -219,7 +223,7 @@ def is_tied(shard: dict[str, MappedTensor]) -> bool:
 def _find_meta(folder: Path) -> Checkpoint:
     shards = _meta_shards(folder)
     path = folder / "params.json"
-    content = _read_json(path)
+    content = read_json(path)
     quantization = meta_quantized.config_of(content, str(path), len(shards))
     params = ModelArgs.from_params(content, source=str(path))
     if not params.tied_output and quantization is None:
@@ -232,7 +236,7 @@ def _find_meta(folder: Path) -> Checkpoint:
 
 def _find_hf(folder: Path) -> Checkpoint:
     path = folder / "config.json"
-    config = _read_json(path)
+    config = read_json(path)
     args = huggingface.args_of(config, source=str(path))
     quantization = config.get("quantization_config")
     if quantization is None and (folder / "hf_quant_config.json").exists():
@@ -256,7 +260,7 @@ def _find_packed(folder: Path, files: list[Path], metadata: dict[str, str]) -> C
             f"llama convert {source} OUT --packed"
         )
     path = folder / "params.json"
-    params = ModelArgs.from_params(_read_json(path), source=str(path))
+    params = ModelArgs.from_params(read_json(path), source=str(path))
     return Checkpoint(folder, params, files, "packed", packed=metadata)
 
 
@@ -293,7 +297,7 @@ def _hf_shards(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
-    names = _read_json(index).get("weight_map")
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(map(is_plain, names.values())):
         raise ValueError(f"{index}: weight_map must name a file for each tensor: fetch it again")
     shards = [folder / name for name in sorted(set(names.values()))]
@@ -312,20 +316,6 @@ def is_plain(name: object) -> bool:
     if not isinstance(name, str) or name in ("", "..") or not name.isprintable():
         return False
     return Path(name).name == name and len(name.encode()) <= _MAX_NAME_BYTES
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read a file that must hold a JSON object."""
-    data = read_small(path)
-    try:
-        content = json.loads(data)
-    except RecursionError:
-        raise broken(path, "is not JSON of a model: it is nested too deeply") from None
-    except ValueError as e:  # JSON or UTF-8 is invalid
-        raise broken(path, f"is not JSON ({brief(str(e))})") from e
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object: download it again")
-    return content
 
 
 def _sample(path: Path) -> str:

@@ -5,12 +5,15 @@ and the remedy. No file format is known here, and no network is used.
 """
 
 import hashlib
+import json
 import os
 import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from llama.checks import brief
 
 _HEAD_BYTES = 512  # enough to recognise an error page that a server sent instead of the file
 _MAX_SMALL_BYTES = 64 << 20  # limit for a file that is read whole; the largest tokenizer has 17 MB
@@ -62,6 +65,25 @@ def read_small(path: Path) -> bytes:
     if path.stat().st_size > _MAX_SMALL_BYTES:
         raise broken(path, f"is larger than {_MAX_SMALL_BYTES:,} bytes, so it is another file")
     return path.read_bytes()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a small file that must hold a JSON object.
+
+    Raises:
+        OSError: As `check_download` does.
+        ValueError: As `read_small` does, or the file does not hold a JSON object.
+    """
+    data = read_small(path)
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise broken(path, "is not JSON of a model: it is nested too deeply") from None
+    except ValueError as e:  # JSON or UTF-8 is invalid
+        raise broken(path, f"is not JSON ({brief(str(e))})") from e
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object: download it again")
+    return content
 
 
 class Digest(NamedTuple):
