@@ -31,6 +31,7 @@ def _flag(
     *,
     limits: tuple[float, float] | None = None,
     may_differ: bool = False,
+    choices: tuple[str, ...] = (),
 ) -> Any:
     """Make a field that is a flag of the commands, too.
 
@@ -41,8 +42,13 @@ def _flag(
         absent: what None stands for, in `--help`.
         limits: the smallest and the largest number.
         may_differ: ranks of one group may have different values.
+        choices: values that shells complete; others may be valid, too.
     """
-    metadata: dict[str, Any] = {"flag": (metavar, meaning, absent), "may_differ": may_differ}
+    metadata: dict[str, Any] = {
+        "flag": (metavar, meaning, absent),
+        "may_differ": may_differ,
+        "choices": choices,
+    }
     if limits is not None:
         metadata["limits"] = limits
     return field(default=default, metadata=metadata)
@@ -122,22 +128,36 @@ class BuildArgs:
     )
     _: KW_ONLY
     device: "str | torch.device | None" = _flag(
-        None, "NAME", "Device: cuda, mps or cpu", "the first one available", may_differ=True
+        None,
+        "NAME",
+        "Device: cuda, mps or cpu",
+        "the first one available",
+        may_differ=True,
+        choices=("cuda", "mps", "cpu"),
     )
     dtype: "str | torch.dtype | None" = _flag(
-        None, "NAME", "Data type: bf16, fp16 or fp32", "bf16 if the device supports it"
+        None,
+        "NAME",
+        "Data type: bf16, fp16 or fp32",
+        "bf16 if the device supports it",
+        choices=("bf16", "fp16", "fp32"),
     )
     quantize: str | None = _flag(
         None,
         "NAME",
         "Quantize the weights: int8, fp8 or int4",
         "as they are",
+        choices=("int8", "fp8", "int4"),
     )
     kv_cache_memory_bytes: int | None = _flag(
         None, "N", "Size of the KV cache on each rank, in bytes", "what fits", limits=(1, 2**60)
     )
     kv_cache_dtype: str | None = _flag(
-        None, "NAME", "Data type of the KV cache: int8 takes half the memory", "dtype"
+        None,
+        "NAME",
+        "Data type of the KV cache: int8 takes half the memory",
+        "dtype",
+        choices=("int8",),
     )
     timeout_s: float = _flag(
         600.0, "S", "Maximum time that a rank waits for another, in seconds", may_differ=True
@@ -148,7 +168,11 @@ class BuildArgs:
     mute_ranks: bool = True
     verbose: bool = True
     speculate: str | None = _flag(
-        None, "NAME", "Speculative decoding: lookup, or the name of a draft model", "none"
+        None,
+        "NAME",
+        "Speculative decoding: lookup, or the name of a draft model",
+        "none",
+        choices=("lookup",),
     )
     speculate_tokens: int = _flag(
         7, "N", "Maximum number of tokens drafted per step", limits=(1, 64)

@@ -16,6 +16,7 @@ from typing import Any
 import llama
 from llama.checks import nearest
 from llama.cli import commands, ranks, servers
+from llama.cli.completion import completion_script
 from llama.cli.download import download
 from llama.cli.flags import (
     FLAGS,
@@ -34,9 +35,18 @@ from llama.cli.serve import NETWORK_FLAGS, serve
 _QUANTIZE = replace(
     FLAGS["quantize"],
     meaning=f"{FLAGS['quantize'].meaning}; for an OUT that ends in .gguf q8_0 or q4_0",
+    choices=(*FLAGS["quantize"].choices, "q8_0", "q4_0"),
 )
 # The flags of a command that a server can answer, with their defaults.
 _CLIENT_FLAGS = {"resident": False, "url": None, "api_key": None, "model": None}
+
+
+def _print_completion(options: argparse.Namespace) -> int:
+    """Print the script that completes the commands of the table below."""
+    if ranks.global_rank() == 0:
+        print(completion_script(options.shell, COMMANDS), end="")
+    return 0
+
 
 COMMANDS = {
     "chat": Command(
@@ -187,6 +197,18 @@ COMMANDS = {
             "llama doctor Meta-Llama-3-8B",
             "llama doctor Meta-Llama-3-8B --ranks 2",
         ],
+    ),
+    "completion": Command(
+        "Print a script with which a shell completes commands, flags and file names.",
+        defaults={"shell": REQUIRED},
+        positional=["shell"],
+        function=_print_completion,
+        examples=[
+            "llama completion bash",
+            "llama completion zsh",
+            "llama completion fish",
+        ],
+        has_variables=False,
     ),
 }
 

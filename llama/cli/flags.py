@@ -84,12 +84,14 @@ class Flag:
         metavar: The name of the value in `--help`.
         meaning: The text of `--help`.
         absent: The meaning of None. A number with such a meaning may be given as "none".
+        choices: Values that shells complete; others may be valid, too.
     """
 
     kind: Callable[[str], Any]
     metavar: str
     meaning: str
     absent: str = ""
+    choices: tuple[str, ...] = ()
 
 
 def within(low: int, high: int) -> Callable[[str], int]:
@@ -119,13 +121,27 @@ def min_number(low: float) -> Callable[[str], float]:
     return read_number
 
 
+def one_of(*names: str) -> Callable[[str], str]:
+    """Return the kind of a text that must be one of these names."""
+
+    def read_name(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"{text!r} is not one of {', '.join(names)}")
+        return text
+
+    return read_name
+
+
 def _build_flag(argument: Field[Any]) -> Flag:
     types = (argument.type, *get_args(argument.type))
     kind: Any = next((kind for kind in (bool, int, float) if kind in types), str)
     if kind is int and "limits" in argument.metadata:
         kind = within(*argument.metadata["limits"])
-    return Flag(kind, *argument.metadata["flag"])
+    metavar, meaning, absent = argument.metadata["flag"]
+    return Flag(kind, metavar, meaning, absent, argument.metadata["choices"])
 
+
+_SHELLS = ("bash", "zsh", "fish")
 
 FLAGS = {
     **{argument.name: _build_flag(argument) for argument in fields(BuildArgs) if argument.metadata},
@@ -220,8 +236,13 @@ FLAGS = {
     ),
     "max_wait_s": Flag(min_number(0), "S", "Seconds that a request may wait for its first token"),
     "tool_format": Flag(
-        str, "NAME", "Format of tool calls: llama3.1, llama3.2 or none", "that of the model"
+        str,
+        "NAME",
+        "Format of tool calls: llama3.1, llama3.2 or none",
+        "that of the model",
+        choices=("llama3.1", "llama3.2", "none"),
     ),
+    "shell": Flag(one_of(*_SHELLS), "SHELL", f"Shell: {', '.join(_SHELLS)}", choices=_SHELLS),
     "lenient": Flag(
         bool, "", "Ignore fields that are not supported, and name them in a response header"
     ),
