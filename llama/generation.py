@@ -23,8 +23,8 @@ from llama.loading import load_model
 from llama.model.transformer import Transformer
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.chat import ChatOptions
-from llama.prompts.template import encode_chat
-from llama.prompts.tools import ToolFormat, tool_format_of
+from llama.prompts.dialog_format import DialogFormat, MetaFormat
+from llama.prompts.tools import tool_format_of
 from llama.ranks.stdout import MutedStdout
 from llama.requests.beam_search import beam_search
 from llama.requests.llm_engine import LLMEngine
@@ -121,6 +121,7 @@ class Llama:
             llama = Llama(
                 loaded.model,
                 loaded.tokenizer,
+                dialog_format=loaded.dialog_format,
                 seed=args.seed,
                 num_pages=loaded.num_pages,
                 draft_model=loaded.draft_model,
@@ -131,7 +132,6 @@ class Llama:
                 llama.engine.speculate(
                     args.speculate_tokens, args.speculate, is_shared=args.speculate_shared
                 )
-        llama.is_guard = loaded.files.checkpoint.is_guard
         seconds = time.perf_counter() - began
         llama.load_seconds = seconds
         if loaded.model.parallel.global_rank == 0:
@@ -149,6 +149,7 @@ class Llama:
         model: Transformer,
         tokenizer: Tokenizer,
         *,
+        dialog_format: DialogFormat | None = None,
         seed: int = 1,
         num_pages: int | None = None,
         draft_model: Transformer | None = None,
@@ -159,6 +160,7 @@ class Llama:
         Args:
             model: the model.
             tokenizer: its tokenizer.
+            dialog_format: the format of its dialogs; by default Meta's, as far as the model tells.
             seed: the seed of calls that give none.
             num_pages: pages of the KV cache; by default as many as max_batch_size sequences of
                 max_seq_len tokens need.
@@ -169,9 +171,12 @@ class Llama:
         self.model = model
         self.tokenizer = tokenizer
         self.formatter = ChatFormat(tokenizer)
+        if dialog_format is None:
+            tool_format = tool_format_of(args.rope_factor, is_guard=False)
+            dialog_format = MetaFormat(tokenizer, tool_format)
+        self.dialog_format = dialog_format
         self.seed = seed
         self.load_seconds = 0.0
-        self.is_guard = False  # whether the files are those of Llama Guard, which has no tools
         self._muted: MutedStdout | None = None
         core = EngineCore.for_model(
             model,
@@ -207,11 +212,6 @@ class Llama:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def tool_format(self) -> ToolFormat:
-        """Format of this model's tool calls, or NONE; see `tool_format_of`."""
-        return tool_format_of(self.model.params.rope_factor, is_guard=self.is_guard)
 
     @property
     def engine(self) -> EngineCore:
@@ -403,7 +403,7 @@ class Llama:
             prompt_logprobs=0 if logprobs and echo else None,
             **sampling,
         )
-        params = chat.params(params, self.tool_format)
+        params = chat.params(params, self.dialog_format)
         for i, ids in enumerate(prompts):
             if isinstance(ids, str):  # the engine would accept a text as a prompt
                 raise not_ids(f"prompt {i}", ids)
@@ -436,7 +436,7 @@ class Llama:
     def _reader(self, output: RequestOutput, chat: ChatOptions) -> AnswerDeltas:
         """Return a parser of the tool calls in an answer."""
         key = ("", output.prompt_token_ids, output.index, 0)
-        return AnswerDeltas(chat.tool_request, self.tokenizer, key)
+        return AnswerDeltas(self.dialog_format, chat.tool_request, key)
 
     def _scored(self, output: RequestOutput, logprobs: bool, echo: bool = False) -> _Scored:
         if not logprobs:
@@ -454,7 +454,7 @@ class Llama:
         for i, dialog in enumerate(_rows("dialogs", dialogs)):
             tools = chat.tool_request
             try:
-                yield encode_chat(self.tokenizer, dialog, tools, tool_format=self.tool_format)
+                yield self.dialog_format.encode(dialog, tools)
             except (TypeError, ValueError) as e:
                 field = getattr(e, "field", "dialogs")
                 message = f"dialog {i}, {e}"

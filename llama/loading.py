@@ -34,6 +34,8 @@ from llama.model.transformer import Transformer
 from llama.ops.cpu import native
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat, pick_kv_format
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.prompts.dialog_format import DialogFormat, MetaFormat
+from llama.prompts.tools import tool_format_of
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
 from llama.ranks.placement import Placement
@@ -105,6 +107,7 @@ class Loaded:
         tokenizer: Its tokenizer.
         num_pages: The pages of its KV cache.
         files: Where it came from.
+        dialog_format: The format of its dialogs.
         draft_model: The model that drafts tokens for it, if there is one.
     """
 
@@ -112,6 +115,7 @@ class Loaded:
     tokenizer: Tokenizer
     num_pages: int
     files: Files
+    dialog_format: DialogFormat
     draft_model: Transformer | None = None
 
     def describe(self, runner: ModelRunner) -> str:
@@ -169,6 +173,7 @@ def load_model(args: BuildArgs) -> Loaded:
         files = find_files(args, replace(parallel.placement, rank=0), device)
         kv_format = pick_kv_format(args.kv_cache_dtype, device)
         tokenizer = find_tokenizer(files.checkpoint, args.tokenizer_path)
+        dialog_format = find_dialog_format(files.checkpoint, tokenizer)
         models = [files, *_find_draft_files(args, files, tokenizer)]
         # A wrong name in a variable is an error before weights are read.
         allowed = selection.allowed_kernels()
@@ -197,7 +202,7 @@ def load_model(args: BuildArgs) -> Loaded:
             verify=args.verify,
         )
         model, *draft = [load(each) for each in models]
-    return Loaded(model, tokenizer, num_pages, models[0], *draft)
+    return Loaded(model, tokenizer, num_pages, models[0], dialog_format, *draft)
 
 
 def _compared_arguments(args: BuildArgs, models: list[Files]) -> list[str]:
@@ -265,6 +270,13 @@ def _check_drafter(args: BuildArgs) -> None:
             f"looks nothing up: give speculate={' or '.join(sharing)}, or leave out "
             "speculate_shared"
         )
+
+
+def find_dialog_format(checkpoint: Checkpoint, tokenizer: Tokenizer) -> DialogFormat:
+    """Return the format of the dialogs of a checkpoint."""
+    rope_factor = checkpoint.params.rope_factor
+    tool_format = tool_format_of(rope_factor, is_guard=checkpoint.is_guard)
+    return MetaFormat(tokenizer, tool_format)
 
 
 def _find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> list[Files]:

@@ -79,8 +79,9 @@ class Replica:
                 records[i] = error_record(custom_id, line.number, "invalid_request", str(e))
         outputs = self._llama.llm_engine.run([request for *_, request in good])
         for (i, custom_id, body, _), output in zip(good, outputs, strict=True):
-            tokenizer, number = self._llama.tokenizer, lines[i].number
-            records[i] = answer_record(custom_id, number, body, output, tokenizer, self._name)
+            dialog_format = self._llama.dialog_format
+            number = lines[i].number
+            records[i] = answer_record(custom_id, number, body, output, dialog_format, self._name)
         return list(zip(lines, records, strict=True))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from llama.prompts import ToolFormat, encode_chat
+from llama.prompts.dialog_format import DialogFormat, MetaFormat, PromptOptions
 from llama.tokenizer import Tokenizer
 
 
@@ -20,16 +20,14 @@ class ClientTokenizer:
 
     Attributes:
         wrapped: The tokenizer.
-        tool_format: The format of tool calls in `apply_chat_template`.
+        dialog_format: The format of `apply_chat_template`; by default that of Llama 3.1.
         pad_token: Unused here; a host may set it.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, tool_format: ToolFormat = ToolFormat.LLAMA_3_1
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, dialog_format: DialogFormat | None = None) -> None:
         """Wrap a tokenizer."""
         self.wrapped = tokenizer
-        self.tool_format = tool_format
+        self.dialog_format = dialog_format or MetaFormat(tokenizer)
         self.vocab_size = tokenizer.n_words
         self.all_special_ids = sorted(tokenizer.special_tokens.values())
         self.bos_token_id = tokenizer.bos_id
@@ -71,20 +69,17 @@ class ClientTokenizer:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
     ) -> Any:
-        """Return the ids of a dialog, or with tokenize=False its text; see `encode_chat`.
+        """Return the ids of a dialog, or with tokenize=False its text.
 
         Raises:
             ValueError: The text is asked for, and a message names a special token. As a prompt,
                 that text would be another dialog.
         """
-        ids = encode_chat(
-            self.wrapped,
-            conversation,
-            tools,
-            tool_format=self.tool_format,
+        options = PromptOptions(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
+        ids = self.dialog_format.encode(conversation, tools, options)
         if tokenize:
             return ids
         text = self.wrapped.decode(ids)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from llama.prompts.dialog_format import DialogFormat
 from llama.prompts.parser import CallStart, Content, Event, ToolCallParser
 from llama.prompts.tools import Tools
-from llama.tokenizer import Tokenizer
 
 
 class AnswerSoFar(Protocol):
@@ -43,15 +43,15 @@ class AnswerDeltas:
     """The deltas of one answer, which OpenAI's client merges into a message.
 
     Attributes:
+        dialog_format: the format of the model's dialogs.
         tools: the tools of the request; without tools the whole text is content.
-        tokenizer: the tokenizer of the model.
         key: values that the ids of the calls are derived from. It contains the prompt, so that ids
             differ between the turns of a dialog.
         shows_special: whether the text contains the special tokens.
     """
 
+    dialog_format: DialogFormat
     tools: Tools | None
-    tokenizer: Tokenizer
     key: tuple[Any, ...]
     shows_special: bool = False
     _parser: ToolCallParser | None = None
@@ -68,9 +68,9 @@ class AnswerDeltas:
         if not text and not is_last:
             return []
         if self._parser is None:
-            has_tag = answer.token_ids[:1] == [self.tokenizer.python_tag_id]
+            has_tag = answer.token_ids[:1] == [self.dialog_format.tokenizer.python_tag_id]
             is_tagged = has_tag and not self.shows_special
-            self._parser = ToolCallParser(self.tools, is_tagged=is_tagged)
+            self._parser = self.dialog_format.call_parser(self.tools, is_tagged=is_tagged)
         events = self._parser.push(text)
         if is_last:
             events += self._parser.flush()

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from llama.checks import FieldError
+from llama.prompts.dialog_format import DialogFormat
 from llama.prompts.fields import Fields, read_as
-from llama.prompts.grammar import call_grammar
-from llama.prompts.tools import ToolFields, ToolFormat, Tools
+from llama.prompts.tools import ToolFields, Tools
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.validation import with_message
 
@@ -21,26 +21,31 @@ _NO_SCHEMA = " must be an object with a schema"
 
 
 def chat_params(
-    params: SamplingParams, tools: Tools | None, tool_format: ToolFormat, format_field: str
+    params: SamplingParams, tools: Tools | None, dialog_format: DialogFormat, format_field: str
 ) -> SamplingParams:
-    """Return the parameters with the grammar of the calls, if a grammar must constrain the answer.
+    """Return the parameters of a chat in this format.
+
+    They have the stop strings of the format, and the grammar of the calls, if a grammar must
+    constrain the answer.
 
     Args:
         params: the parameters of the request.
         tools: the tools of the request.
-        tool_format: the format of the calls.
+        dialog_format: the format of the model's dialogs.
         format_field: the field of the request that may ask for another format.
 
     Raises:
         FieldError: the request asks for another format.
     """
+    if dialog_format.stop_strings:
+        params = replace(params, stop=(*params.stop, *dialog_format.stop_strings))
     if tools is None or not tools.needs_grammar:
         return params
     if params.structured_output is not None:
         field = "tool_choice" if tools.must_call else "tools"
         text = f": a call that is forced, or strict, cannot be combined with {format_field}"
         raise FieldError.of(field, text)
-    grammar = StructuredOutput(grammar=call_grammar(tools, tool_format))
+    grammar = StructuredOutput(grammar=dialog_format.call_grammar(tools))
     return replace(params, structured_output=grammar)
 
 
@@ -106,7 +111,7 @@ class ChatOptions:
         """The tools that may be called."""
         return self._read.tool_request()
 
-    def params(self, params: SamplingParams, tool_format: ToolFormat) -> SamplingParams:
+    def params(self, params: SamplingParams, dialog_format: DialogFormat) -> SamplingParams:
         """Return the parameters with the format of the answer.
 
         The text of an answer that may have calls contains no special tokens.
@@ -116,4 +121,4 @@ class ChatOptions:
             params = replace(params, structured_output=response_format.structured_output())
         if self.tool_request is not None:
             params = replace(params, skip_special_tokens=True)
-        return chat_params(params, self.tool_request, tool_format, "response_format")
+        return chat_params(params, self.tool_request, dialog_format, "response_format")

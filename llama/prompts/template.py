@@ -94,8 +94,8 @@ def encode_chat(
         ids += chat.encode_header({"role": turn.role, "content": ""})
         if turn.has_tag and tokenizer.python_tag_id is not None:
             ids.append(tokenizer.python_tag_id)
-        for text in turn.texts:
-            ids += tokenizer.encode(text, bos=False, eos=False)
+        # Content and the call behind it are one text, since tokens may span their border.
+        ids += tokenizer.encode("".join(turn.texts), bos=False, eos=False)
         eom_id = tokenizer.eom_id if turn.ends_message else None
         ids.append(tokenizer.eot_id if eom_id is None else eom_id)
     if continue_final_message:

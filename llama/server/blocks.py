@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 from pydantic_core import from_json
 
 from llama.prompts.answer import AnswerDeltas
+from llama.prompts.dialog_format import DialogFormat
 from llama.requests.request import CompletionOutput, RequestOutput
 from llama.server.encoding import SERVER_SENT_EVENTS, StreamFormat
 from llama.server.endings import ending_of
 from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.request import OpenAIRequest
-from llama.tokenizer import Tokenizer
 
 Events = Iterator[dict[str, Any]]
 
@@ -74,9 +74,11 @@ class BlockAnswer(ABC):
     output: RequestOutput
     _deltas: AnswerDeltas
 
-    def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta) -> None:
+    def __init__(
+        self, request: OpenAIRequest, dialog_format: DialogFormat, meta: ResponseMeta
+    ) -> None:
         self.request = request
-        self.tokenizer = tokenizer
+        self.dialog_format = dialog_format
         self.meta = meta
         self.blocks: list[Block] = []
         self.has_begun = False
@@ -139,7 +141,7 @@ class BlockAnswer(ABC):
         (answer,) = output.outputs
         if not self.has_begun:
             self.has_begun = True
-            self._deltas = self.request.deltas(self.tokenizer, self.meta.id, output, answer)
+            self._deltas = self.request.deltas(self.dialog_format, self.meta.id, output, answer)
         return answer
 
     def _block_events(self, answer: CompletionOutput, deltas: list[dict[str, Any]]) -> Events:

@@ -228,9 +228,8 @@ async def chat_ids(service: Service, http: Request, chat: OpenAIRequest) -> list
     Raises:
         ApiError: 400 names a field of the body.
     """
-    tokenizer = service.loaded().tokenizer
     try:
-        return await beside_if_large(http, chat.chat_ids, tokenizer, service.tool_format)
+        return await beside_if_large(http, chat.chat_ids, service.dialog_format)
     except (TypeError, ValueError) as error:
         raise chat.fields.refusal(error) from None
 
@@ -252,7 +251,7 @@ async def prepare_chat(
     service.check_capacity(chat.num_answers, chat.fields.names.get("n", "n"))
     ids = await chat_ids(service, http, chat)
     try:
-        params = await beside_if_large(http, chat.chat_params, service.tool_format)
+        params = await beside_if_large(http, chat.chat_params, service.dialog_format)
     except (TypeError, ValueError) as error:
         raise chat.fields.refusal(error) from None
     return await service.prepare(

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from fastapi import Request
 from starlette.responses import Response
 
+from llama.prompts.dialog_format import DialogFormat
 from llama.requests.request import Request as EngineRequest
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
@@ -30,7 +31,6 @@ from llama.server.errors import ApiError
 from llama.server.openai.answers import Completion, ResponseMeta
 from llama.server.openai.request import OpenAIRequest
 from llama.server.service import Service
-from llama.tokenizer import Tokenizer
 
 # Tokens, log-probabilities and tokens of a prediction that are encoded in the event loop at a time;
 # 1,000 take 2 to 6 ms.
@@ -46,7 +46,7 @@ async def respond(
     http: Request,
     request: OpenAIRequest,
     prepared: list[EngineRequest],
-    make_answer: Callable[[OpenAIRequest, Tokenizer, ResponseMeta], Completion | BlockAnswer],
+    make_answer: Callable[[OpenAIRequest, DialogFormat, ResponseMeta], Completion | BlockAnswer],
 ) -> Response:
     """Return the response to a request, whole or as a stream.
 
@@ -63,7 +63,7 @@ async def respond(
     check_answer_size(request, prepared, service.limits.max_answer_mb)
     model = service.model_name if request.model is None else request.model
     meta = ResponseMeta(http.state.request_id, model, int(time.time()))
-    answer = make_answer(request, service.loaded().tokenizer, meta)
+    answer = make_answer(request, service.dialog_format, meta)
     outputs = service.outputs(prepared, meta.id, request.fields)
     if request.stream:
         encode = answer.stream_format.encode

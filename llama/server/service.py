@@ -18,6 +18,7 @@ from typing import Any
 from llama.checks import FieldError
 from llama.generation import Llama
 from llama.prompts import ToolFormat
+from llama.prompts.dialog_format import DialogFormat
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.prepare import ContextLengthError
 from llama.requests.request import Request, RequestOutput
@@ -158,9 +159,12 @@ class Service:
         return self.llama
 
     @property
-    def tool_format(self) -> ToolFormat:
-        """The format of tool calls in prompts and answers."""
-        return self.given_format or self.loaded().tool_format
+    def dialog_format(self) -> DialogFormat:
+        """The format of dialogs: the model's, or Meta's with the given format of tool calls."""
+        dialog_format = self.loaded().dialog_format
+        if self.given_format is None:
+            return dialog_format
+        return dialog_format.with_tool_format(self.given_format)
 
     async def prepare(
         self,

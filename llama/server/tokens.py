@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, Tag
 from starlette.responses import Response
 
-from llama.prompts import ToolFormat, encode_chat
+from llama.prompts.dialog_format import DialogFormat, PromptOptions
 from llama.prompts.fields import Fields, chosen_by
 from llama.prompts.messages import Dialog
 from llama.prompts.tools import ToolFields
@@ -39,11 +39,12 @@ class TokenizeText(_Tokenize):
     prompt: str
     add_special_tokens: bool | None = None
 
-    def ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
+    def ids(self, dialog_format: DialogFormat) -> list[int]:
         """Return the ids of the text; ApiError 413 if it is too long."""
         if len(self.prompt) > _MAX_LENGTH:
             message = f"prompt has more than {_MAX_LENGTH} characters"
             raise ApiError(413, message, param="prompt")
+        tokenizer = dialog_format.tokenizer
         has_bos = self.add_special_tokens is not False
         # A client that has these names from /tokenizer_info, as lm-eval has, can ask for their ids
         # here. Beside other text they are text, so that a user's text cannot contain the tokens.
@@ -60,17 +61,14 @@ class TokenizeChat(_Tokenize, ToolFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    def ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
+    def ids(self, dialog_format: DialogFormat) -> list[int]:
         """Return the ids of the dialog; ApiError 413 if there are too many."""
-        ids = encode_chat(
-            tokenizer,
-            self.messages,
-            self.tool_request(),
-            tool_format=tool_format,
+        options = PromptOptions(
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             keeps_space=True,
         )
+        ids = dialog_format.encode(self.messages, self.tool_request(), options)
         if len(ids) > _MAX_LENGTH:
             raise ApiError(413, f"messages have more than {_MAX_LENGTH} tokens", param="messages")
         return ids
@@ -106,7 +104,7 @@ def routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeBody, http: Request) -> Response:
         """Return the ids of a text, or of a dialog as a chat request would encode it."""
         llama = service.loaded()
-        ids = await beside_if_large(http, body.ids, llama.tokenizer, service.tool_format)
+        ids = await beside_if_large(http, body.ids, service.dialog_format)
         strings = None
         if body.return_token_strs:
             strings = await beside_if_large(http, _strings, llama.tokenizer, ids)

@@ -10,7 +10,6 @@ import pytest
 from llama import Llama
 from llama.checkpoint.find import Checkpoint
 from llama.model.args import ModelArgs
-from llama.prompts import ToolFormat
 
 TEMPLATE = "{{ bos_token }}Task: ...\\n<BEGIN UNSAFE CONTENT CATEGORIES>\\nS1: Violent Crimes.\\n"
 
@@ -60,7 +59,7 @@ def test_a_guard_that_is_loaded_has_no_tools(make_checkpoint):
     folder, _, _ = make_checkpoint(use_scaled_rope=True)
     sizes: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 1, "device": "cpu"}
     with Llama.build(str(folder), **sizes) as llama:
-        assert llama.tool_format is ToolFormat.LLAMA_3_1
+        assert llama.dialog_format.describe() == "Meta's chat format, tool calls as in llama3.1"
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     with Llama.build(str(folder), **sizes) as llama:
-        assert llama.tool_format is ToolFormat.NONE
+        assert llama.dialog_format.describe() == "Meta's chat format, no tools"

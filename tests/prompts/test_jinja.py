@@ -83,6 +83,9 @@ DIALOGS: list[list[dict[str, Any]]] = [
      RESULT, QUESTION],
     [QUESTION, said("assistant", None, tool_calls=[call("brave_search", {"query": "a"}, "p"),
                                                    call("f", {}, "q")]), RESULT, RESULT],
+    # Tokens that span the border between content and call: ".[" in 3.2, ' {"' in 3.1.
+    *[[QUESTION, said("assistant", content, tool_calls=[call("f", {})]), RESULT]
+      for content in ("Let me look.", "A call: ", "$")],
     [QUESTION, said("user", "x", tool_calls=[call("f", {})])],
     [QUESTION, said("king", "x")],
     [said("user", None)],

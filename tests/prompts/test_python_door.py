@@ -13,7 +13,7 @@ import pytest
 from helpers.scripted import ScriptedServer
 from llama import Llama
 from llama.generation import ChatPrediction, TextDelta
-from llama.prompts import ToolFormat, encode_chat
+from llama.prompts import encode_chat
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
@@ -197,7 +197,7 @@ def test_an_error_names_the_place_before_any_work(server, dialogs, options, mess
 
 
 def test_a_model_without_tools_says_so(demo):
-    assert demo.tool_format is ToolFormat.NONE
+    assert not demo.dialog_format.has_tools
     with pytest.raises(ValueError, match="tools cannot be used with this model"):
         demo.chat_completion([QUESTION], tools=[WEATHER])
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from llama.checks import FieldError
+from llama.prompts.dialog_format import PromptOptions
 from llama.sampling_params import SamplingParams
 from llama.server.openai.models import parse_body
 
@@ -77,7 +78,7 @@ def test_every_field_reaches_the_sampler():
     assert request.params == defaults
     request = parse_body({"messages": HELLO, "max_completion_tokens": 4}, defaults, chat=True)
     assert request.params == dataclasses.replace(defaults, max_tokens=4)
-    assert (request.add_generation_prompt, request.continue_final_message) == (True, False)
+    assert request.prompt_options == PromptOptions(keeps_space=True)
     parts = [{"type": "text", "text": "def f"}, {"type": "text", "text": "():"}]
     for content in ("def f():", parts):
         predicted = {"messages": HELLO, "prediction": {"type": "content", "content": content}}
@@ -85,7 +86,7 @@ def test_every_field_reaches_the_sampler():
         assert request.params == dataclasses.replace(defaults, prediction="def f():")
     body = {"messages": HELLO, "add_generation_prompt": False, "continue_final_message": True}
     request = parse_body(body, defaults, chat=True)
-    assert (request.add_generation_prompt, request.continue_final_message) == (False, True)
+    assert request.prompt_options == PromptOptions.for_answer(continues=True)
 
 
 def test_a_body_may_have_many_prompts_and_ask_for_a_stream():

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 from llama import SamplingParams
 from llama.checks import FieldError
 from llama.prompts import ToolFormat
+from llama.prompts.dialog_format import MetaFormat
 from llama.prompts.fields import read_as
 from llama.server.anthropic.models import MessagesBody
 from llama.server.openai.request import OpenAIRequest
@@ -87,7 +88,7 @@ def test_no_text_becomes_a_special_token(
     tokenizer = demo.tokenizer
 
     def special(text: str) -> list[int]:
-        ids = read(model, body(text)).chat_ids(tokenizer, tool_format)
+        ids = read(model, body(text)).chat_ids(MetaFormat(tokenizer, tool_format))
         assert tokenizer.decode(ids).count(text) > 5
         return [token for token in ids if token in tokenizer.special_tokens.values()]
 
@@ -106,10 +107,10 @@ def test_a_strict_function_is_held_to_its_schema(demo):
                 read(model, asked)
             del asked["messages"][-1]
         chat = read(model, asked)
-        assert chat.chat_params(ToolFormat.LLAMA_3_1).structured_output is not None
+        assert chat.chat_params(MetaFormat(demo.tokenizer)).structured_output is not None
         del asked["tools"][0]["strict"]
         chat = read(model, asked)
-        assert chat.chat_params(ToolFormat.LLAMA_3_1).structured_output is None
+        assert chat.chat_params(MetaFormat(demo.tokenizer)).structured_output is None
 
 
 def test_errors_name_the_place_in_the_body():

@@ -129,8 +129,8 @@ def prepare_line(llama: Llama, line: Line, body: OpenAIRequest) -> Request:
     name = f"line-{line.number}"
     engine = llama.llm_engine
     if body.chat:
-        prompt = body.chat_ids(llama.tokenizer, llama.tool_format)
-        request = engine.prepare(name, prompt, body.chat_params(llama.tool_format))
+        prompt = body.chat_ids(llama.dialog_format)
+        request = engine.prepare(name, prompt, body.chat_params(llama.dialog_format))
     else:
         request = engine.prepare(name, body.prompts[0], body.params)
     if request.seed is None:
@@ -206,7 +206,7 @@ class EngineAnswers:
             entry.line.number,
             entry.body,
             output,
-            self.llama.tokenizer,
+            self.llama.dialog_format,
             self.model,
         )
         return entry.line, record

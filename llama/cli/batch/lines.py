@@ -11,12 +11,12 @@ from typing import Any, Self
 
 from llama.checks import brief
 from llama.cli.batch.csv_rows import fields_of, is_csv
+from llama.prompts.dialog_format import DialogFormat
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.server.openai.answers import Completion, ResponseMeta
 from llama.server.openai.models import CHAT_URL, TEXT_URL, parse_body
 from llama.server.openai.request import OpenAIRequest
-from llama.tokenizer import Tokenizer
 from llama.validation import json_type
 
 MAX_LINE = 10_000_000  # bytes
@@ -222,7 +222,7 @@ def answer_record(
     number: int,
     request: OpenAIRequest,
     output: RequestOutput,
-    tokenizer: Tokenizer,
+    dialog_format: DialogFormat,
     model: str,
 ) -> dict[str, Any]:
     """Return the record of a finished request.
@@ -235,7 +235,7 @@ def answer_record(
     name = model if request.model is None else request.model
     # A fixed time of creation makes the records of two equal jobs equal.
     meta = ResponseMeta(output.request_id, name, created=0)
-    body = Completion(request, tokenizer, meta).response([output])
+    body = Completion(request, dialog_format, meta).response([output])
     return response_record(custom_id, output.request_id, body)
 
 

@@ -5,7 +5,6 @@ before each step whether to continue. The other ranks run its steps and sleep in
 """
 
 import contextlib
-import functools
 from collections.abc import Generator
 from typing import Any
 
@@ -14,7 +13,7 @@ from llama.cli.chat.session import Part, talk
 from llama.cli.chat.terminal import Terminal
 from llama.cli.ranks import check_one_group
 from llama.generation import Llama
-from llama.prompts import encode_chat
+from llama.prompts.dialog_format import Messages, PromptOptions
 from llama.ranks.signals import SIGNALS
 
 
@@ -32,7 +31,11 @@ def chat_on_engine(llama: Llama, **settings: Any) -> None:
     check_one_group(parallel.data_size, "a chat is one conversation", "or start fewer processes")
     context = llama.model.params.max_seq_len
     SIGNALS.has_begun = True  # Every rank sets this.
-    encode = functools.partial(encode_chat, llama.tokenizer, tool_format=llama.tool_format)
+
+    def encode(messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
+        options = PromptOptions(add_generation_prompt=add_generation_prompt)
+        return llama.dialog_format.encode(messages, None, options)
+
     conversation = Conversation(encode, context, **settings)
     terminal = Terminal(parallel.watch)
 

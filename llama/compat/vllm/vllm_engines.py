@@ -35,7 +35,7 @@ from llama.compat.vllm.vllm_params import (
 )
 from llama.compat.vllm.vllm_request import BeamSearchOutput, RequestOutput, VllmRequest
 from llama.generation import Llama
-from llama.prompts import ToolFormat
+from llama.prompts.dialog_format import MetaFormat
 from llama.requests import async_engine
 from llama.requests.beam_search import beam_search
 
@@ -73,10 +73,11 @@ class EngineFrontend:
         """
         self.llama = llama
         self.llama_engine = llama.llm_engine
-        tool_format = llama.tool_format
-        if tool_format is ToolFormat.NONE:
-            tool_format = ToolFormat.LLAMA_3_1  # vLLM gives tools to Llama 3.0 in this format.
-        self.tokenizer = ClientTokenizer(llama.tokenizer, tool_format)
+        dialog_format = llama.dialog_format
+        if isinstance(dialog_format, MetaFormat) and not dialog_format.has_tools:
+            # vLLM gives tools to Llama 3.0 in the format of 3.1.
+            dialog_format = MetaFormat(llama.tokenizer)
+        self.tokenizer = ClientTokenizer(llama.tokenizer, dialog_format)
         self._args = args
         self.model_config = ModelConfig(
             model="" if args is None else args.model,

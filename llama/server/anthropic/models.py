@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from llama.checks import FieldError
+from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import SKIP_OTHER_TYPES, UNUSED, Fields
 from llama.prompts.messages import text_of
 from llama.prompts.tools import (
@@ -207,8 +208,7 @@ class CountBody(AcceptedFields, SamplingFields):
             params=self.sampling_params(defaults, structured_output=structured_output),
             model=self.model,
             tools=tools,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
+            prompt_options=PromptOptions.for_answer(continues=continues),
             fields=ErrorFields("messages", self.given_names(), path, dialog.paths, _TOO_LONG),
         )
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from llama.prompts.dialog_format import DialogFormat
 from llama.server.blocks import Block, BlockAnswer, Events
 from llama.server.encoding import JSON_LINES
 from llama.server.endings import ending_of
 from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.request import OpenAIRequest
-from llama.tokenizer import Tokenizer
 
 
 def timestamp(seconds: float) -> str:
@@ -33,8 +33,10 @@ class OllamaAnswer(BlockAnswer):
 
     stream_format = JSON_LINES
 
-    def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta) -> None:
-        super().__init__(request, tokenizer, meta)
+    def __init__(
+        self, request: OpenAIRequest, dialog_format: DialogFormat, meta: ResponseMeta
+    ) -> None:
+        super().__init__(request, dialog_format, meta)
         self._start = time.monotonic()
 
     @property

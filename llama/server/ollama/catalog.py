@@ -9,8 +9,6 @@ from typing import Any
 
 from llama.device import dtype_name
 from llama.model.args import ModelArgs
-from llama.prompts import ToolFormat
-from llama.prompts.template import jinja_template
 from llama.server.ollama.answers import timestamp
 from llama.server.service import Service
 
@@ -56,12 +54,12 @@ def running(service: Service) -> dict[str, Any]:
 def shown(service: Service) -> dict[str, Any]:
     """Return the answer of /api/show."""
     params = service.loaded().model.params
-    tool_format = service.tool_format
-    capabilities = ["completion"] if tool_format is ToolFormat.NONE else ["completion", "tools"]
+    dialog_format = service.dialog_format
+    capabilities = ["completion", "tools"] if dialog_format.has_tools else ["completion"]
     return {
         "modelfile": f"FROM {service.model_name}\nPARAMETER num_ctx {params.max_seq_len}\n",
         "parameters": f"num_ctx {params.max_seq_len}",
-        "template": jinja_template(tool_format),
+        "template": dialog_format.jinja_template(),
         "details": _details(service),
         "model_info": _model_info(params),
         "capabilities": capabilities,

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from llama.checks import FieldError
+from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import UNUSED, Fields
 from llama.prompts.messages import FunctionCall
 from llama.prompts.tools import ToolList, Tools, tool_request
@@ -235,8 +236,7 @@ class ChatBody(_Body):
             "messages",
             messages=_openai_messages(messages),
             tools=tools,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
+            prompt_options=PromptOptions.for_answer(continues=continues),
         )
 
     def _check_continued(self, tools: Tools | None) -> None:

@@ -63,7 +63,7 @@ def routes(service: Service) -> APIRouter:
     ) -> Response:
         if body.only_loads:
             meta = ResponseMeta("", body.model or service.model_name, int(time.time()))
-            nothing = make_answer(OpenAIRequest(DEFAULTS), service.loaded().tokenizer, meta)
+            nothing = make_answer(OpenAIRequest(DEFAULTS), service.dialog_format, meta)
             return JsonResponse(nothing.loaded_body(unloads=body.unloads))
         request = await beside_if_large(http, body.request)
         prepared = await _prepare(service, http, request)

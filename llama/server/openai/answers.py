@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama.prompts.answer import AnswerDeltas
+from llama.prompts.dialog_format import DialogFormat
 from llama.requests.detokenizer import Detokenizer
 from llama.requests.request import CompletionOutput, RequestOutput
 from llama.server.encoding import DONE, SERVER_SENT_EVENTS, ContinuedList, SharedItems
@@ -75,9 +76,11 @@ class Completion:
     idle_event = None
     stream_format = SERVER_SENT_EVENTS
 
-    def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta) -> None:
+    def __init__(
+        self, request: OpenAIRequest, dialog_format: DialogFormat, meta: ResponseMeta
+    ) -> None:
         self._request = request
-        self._tokenizer = tokenizer
+        self._dialog_format = dialog_format
         self._id = meta.id
         self._kind = "chat.completion" if request.chat else "text_completion"
         self._head = {
@@ -137,7 +140,7 @@ class Completion:
         """Return the choice of an answer, which is made at its first output."""
         index = output.index * self._request.params.n + answer.index
         if index not in self._choices:
-            deltas = self._request.deltas(self._tokenizer, self._id, output, answer)
+            deltas = self._request.deltas(self._dialog_format, self._id, output, answer)
             self._choices[index] = _Choice(index, deltas, self._request, self._echo(output))
         return self._choices[index]
 
@@ -147,9 +150,8 @@ class Completion:
             return None
         if output.index not in self._echoes:
             skips_special = self._request.params.skip_special_tokens
-            self._echoes[output.index] = _Echo(
-                output, self._tokenizer, skip_special_tokens=skips_special
-            )
+            tokenizer = self._dialog_format.tokenizer
+            self._echoes[output.index] = _Echo(output, tokenizer, skip_special_tokens=skips_special)
         return self._echoes[output.index]
 
     def _complete_choice(self, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
@@ -276,7 +278,9 @@ class _Choice:
             self._text_scores = echo.text_scores.fork()
         elif not request.chat:
             skips_special = request.params.skip_special_tokens
-            self._text_scores = TextScores(deltas.tokenizer, skip_special_tokens=skips_special)
+            self._text_scores = TextScores(
+                deltas.dialog_format.tokenizer, skip_special_tokens=skips_special
+            )
 
     def new_scores(self, answer: CompletionOutput) -> _Scores:
         """Return the scores of the tokens since the last call, if logprobs are asked for."""
@@ -289,7 +293,7 @@ class _Choice:
     def logprobs(self, scores: _Scores) -> dict[str, Any]:
         """Return the logprobs object of these tokens."""
         if self._text_scores is None:
-            return _chat_scores(scores, self._num_top or 0, self.deltas.tokenizer)
+            return _chat_scores(scores, self._num_top or 0, self.deltas.dialog_format.tokenizer)
         return self._text_scores.push(scores)
 
     def all_logprobs(self, scores: _Scores) -> dict[str, Any] | None:

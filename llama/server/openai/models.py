@@ -10,6 +10,7 @@ from pydantic import Field, Tag, TypeAdapter
 
 from llama.checks import FieldError
 from llama.prompts.chat import JsonSchema, ResponseFormatField
+from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import UNUSED, Fields, chosen_by, read_as
 from llama.prompts.messages import Content, Dialog
 from llama.prompts.tools import ToolFields
@@ -209,8 +210,11 @@ class ChatBody(ToolFields, _ChatSampling, _Body):  # type: ignore[misc, valid-ty
             stream=bool(self.stream),
             has_usage=self.has_usage(),
             tools=self.tool_request(),
-            add_generation_prompt=self.add_generation_prompt is not False,
-            continue_final_message=bool(self.continue_final_message),
+            prompt_options=PromptOptions(
+                add_generation_prompt=self.add_generation_prompt is not False,
+                continue_final_message=bool(self.continue_final_message),
+                keeps_space=True,
+            ),
             fields=ErrorFields("messages", self.given_names(), answer_format=path),
         )
 

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.checks import FieldError
-from llama.prompts import encode_chat
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.chat import chat_params
-from llama.prompts.tools import ToolFormat, Tools
+from llama.prompts.dialog_format import DialogFormat, PromptOptions
+from llama.prompts.tools import Tools
 from llama.requests.request import CompletionOutput, RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.server.errors import ErrorFields, first_name
-from llama.tokenizer import Tokenizer
+
+_ANSWERED = PromptOptions.for_answer(continues=False)
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,7 @@ class OpenAIRequest:
         stream: whether the answer streams.
         has_usage: whether a stream ends with the usage.
         tools: tools of a chat.
-        add_generation_prompt: see `encode_chat`.
-        continue_final_message: see `encode_chat`.
+        prompt_options: how the prompt of a chat ends, and the variables of its template.
         max_context: number of tokens of prompt and answer together; None for the whole context.
         fields: names of the body, for errors.
     """
@@ -46,8 +46,7 @@ class OpenAIRequest:
     stream: bool = False
     has_usage: bool = False
     tools: Tools | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    prompt_options: PromptOptions = _ANSWERED
     max_context: int | None = None
     fields: ErrorFields = field(default_factory=ErrorFields)
 
@@ -61,30 +60,22 @@ class OpenAIRequest:
         """The number of sequences that it asks the engine for."""
         return max(len(self.prompts), 1) * (self.params.best_of or self.params.n)
 
-    def chat_ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
+    def chat_ids(self, dialog_format: DialogFormat) -> list[int]:
         """Return the token ids of a chat's dialog.
 
         Raises:
             FieldError: the error names the field, or the message, that is wrong.
         """
-        return encode_chat(
-            tokenizer,
-            self.messages,
-            self.tools,
-            tool_format=tool_format,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            keeps_space=True,
-        )
+        return dialog_format.encode(self.messages, self.tools, self.prompt_options)
 
-    def chat_params(self, tool_format: ToolFormat) -> SamplingParams:
+    def chat_params(self, dialog_format: DialogFormat) -> SamplingParams:
         """Return the parameters, with the grammar of the calls where a chat needs one."""
         format_field = first_name(self.fields.answer_format)
-        return chat_params(self.params, self.tools, tool_format, format_field)
+        return chat_params(self.params, self.tools, dialog_format, format_field)
 
     def deltas(
         self,
-        tokenizer: Tokenizer,
+        dialog_format: DialogFormat,
         response_id: str,
         output: RequestOutput,
         answer: CompletionOutput,
@@ -92,7 +83,7 @@ class OpenAIRequest:
         """Return the object that reads the calls in an answer."""
         key = (response_id, output.prompt_token_ids, output.index, answer.index)
         shows_special = not self.params.skip_special_tokens
-        return AnswerDeltas(self.tools, tokenizer, key, shows_special=shows_special)
+        return AnswerDeltas(dialog_format, self.tools, key, shows_special=shows_special)
 
 
 class ConvertedChat:

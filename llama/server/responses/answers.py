@@ -5,6 +5,7 @@ This file knows no network and runs no model.
 
 from typing import Any
 
+from llama.prompts.dialog_format import DialogFormat
 from llama.prompts.fields import Fields
 from llama.requests.request import RequestOutput
 from llama.server.blocks import Block, BlockAnswer, Events
@@ -13,7 +14,6 @@ from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.request import OpenAIRequest
 from llama.server.responses.models import ResponsesBody
-from llama.tokenizer import Tokenizer
 
 # Fields of a tool that the API always returns, by the type of the tool.
 _TOOL_DEFAULTS = {"function": {"description": None, "parameters": None, "strict": False}}
@@ -23,9 +23,13 @@ class ResponseAnswer(BlockAnswer):
     """A response, or its events, each with its type and its sequence_number."""
 
     def __init__(
-        self, body: ResponsesBody, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta
+        self,
+        body: ResponsesBody,
+        request: OpenAIRequest,
+        dialog_format: DialogFormat,
+        meta: ResponseMeta,
     ) -> None:
-        super().__init__(request, tokenizer, meta)
+        super().__init__(request, dialog_format, meta)
         self._response = _response_fields(body, request, meta)
         self._callees = {callee.function.name: callee for callee in body.callees()}
         self._sequence_number = 0

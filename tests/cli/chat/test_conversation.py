@@ -361,7 +361,7 @@ def test_a_saved_dialog_with_tool_calls_goes_on_in_the_terminal(
     """A saved dialog with tool calls continues in the terminal as in chat_completion."""
     folder = make_checkpoint(use_scaled_rope=True)[0]
     llama = Llama.build(str(folder), None, 1024, 1, device="cpu", dtype="fp32")
-    assert llama.tool_format is ToolFormat.LLAMA_3_1
+    assert llama.dialog_format.has_tools
     file = tmp_path / "calls.json"
     file.write_text(json.dumps(CALLS))
     saved = tmp_path / "saved.json"
