@@ -100,7 +100,8 @@ def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(wheel, tmp_path
     names = zipfile.ZipFile(wheel).namelist()
     assert {f"llama/ops/cpu/{build.library_name(build.INSTRUCTION_SETS[-1])}",
             "llama/data/demo/params.json",
-            "llama/prompts/chat_template.jinja", "llama/server/page.html"} < set(names)  # fmt: skip
+            "llama/prompts/chat_template.jinja", "llama/server/page/index.html",
+            "llama/server/page/style.css", "llama/server/page/main.js"} < set(names)  # fmt: skip
     site, home = tmp_path / "site", tmp_path / "home"
     zipfile.ZipFile(wheel).extractall(site)  # what pip does, and faster
     home.mkdir()

@@ -1,16 +1,12 @@
 """The ASGI app: every route of the server, behind the checks of auth.py.
 
 In: a `Service`. Out: an app for uvicorn, or any other ASGI server. Exceptions of routes become the
-error object of their API here, and nowhere else. The page contains its own style and script.
+error object of their API here, and nowhere else.
 """
 
-import base64
-import hashlib
 import logging
-import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -28,6 +24,7 @@ from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, first_name, log_refusal
 from llama.server.exchange import IGNORED, BodyMemory
 from llama.server.ollama import routes as ollama
+from llama.server.page import content_security_policy, read_page
 from llama.server.service import Service, State
 
 log = logging.getLogger("llama.server")
@@ -143,41 +140,14 @@ def _server_routes(service: Service) -> APIRouter:
 
 def _page() -> Callable[[], Response]:
     """Read the page, and return a function that makes a response of it."""
-    page = files("llama.server").joinpath("page.html").read_text(encoding="utf-8")
+    page = read_page()
     headers = {
-        "Content-Security-Policy": _content_security_policy(page),
+        "Content-Security-Policy": content_security_policy(page),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
     return partial(Response, page, media_type="text/html", headers=headers)
-
-
-def _content_security_policy(page: str) -> str:
-    """Return a policy that allows the page's own script and style, and this server alone.
-
-    Source: Content Security Policy Level 3, https://www.w3.org/TR/CSP3/.
-    """
-
-    def hash_of(tag: str) -> str:
-        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        digest = hashlib.sha256(content.encode()).digest()
-        return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-    allowed = {
-        "default-src": "'none'",
-        "script-src": hash_of("script"),
-        "style-src": hash_of("style"),
-        "connect-src": "'self'",
-        "img-src": "data:",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-        # The browser refuses to make HTML or a script of a string.
-        "trusted-types": "'none'",
-        "require-trusted-types-for": "'script'",
-    }
-    return "; ".join(f"{name} {source}" for name, source in allowed.items())
 
 
 async def _error_response(http: Request, error: Exception) -> Response:

@@ -25,14 +25,13 @@ from helpers.markdown import TEXTS, TREE, commonmark, normalized
 from helpers.server import run_server
 from helpers.waiting import wait_until
 from helpers.web import web
+from llama.server.page import read_page
 from llama.server.process import Server
 from llama.server.service import Limits, Service
 
-PAGE = Path(__file__).resolve().parents[2] / "llama/server/page.html"
 
-
-def test_the_page_is_one_small_file_with_nothing_from_elsewhere(server):
-    text = PAGE.read_text()
+def test_the_page_is_one_small_text_with_nothing_from_elsewhere(server):
+    text = read_page()
     assert len("".join(text.split())) < 85_000, "its layout is the formatter's, and does not count"
     assert set(re.findall(r"https?://[^\s'\"]+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
@@ -495,13 +494,22 @@ def test_a_server_with_a_key_asks_for_it_and_one_that_ended_is_named(opened):
         page.wait_for_selector("text=API key required")
         assert page.evaluate("document.activeElement.id") == "key"
         send(page, "Hello")
-        page.wait_for_selector("text=The server requires an API key.")
+        page.wait_for_selector("article >> text=The server requires an API key.")
+        page.wait_for_selector("#key-problem >> text=The server requires an API key.")
         page.fill("#key", "wrong")
         page.press("#key", "Enter")
-        page.wait_for_function("() => document.activeElement.id === 'key'")
+        page.wait_for_selector("#state >> text=API key rejected")
+        assert page.evaluate("document.activeElement.id") == "key"
+        assert page.inner_text("#key-problem").startswith("The server rejected this API key.")
+        page.fill("#key", "clé")
+        page.press("#key", "Enter")
+        page.wait_for_selector("#state >> text=API key malformed")
+        page.fill("#key", "wrong")
+        page.press("#key", "Enter")
+        page.wait_for_selector("#state >> text=API key rejected")
         page.press("#key", "Escape")
         page.click("text=Retry")
-        page.wait_for_selector("text=The server rejected this API key.")
+        page.wait_for_selector("article >> text=The server rejected this API key.")
         settings(page, key="secret", max_tokens="4")
         page.click("text=Retry")
         assert answer_of(page)
@@ -786,6 +794,34 @@ def test_what_can_fail_says_so(page):
     page.fill("#count", "-1")
     page.click("#complete")
     page.wait_for_selector("text=Tokens to add must be a whole number from 0.")
+
+
+def test_a_long_unbroken_line_does_not_widen_the_page(page):
+    """A line without a space is broken in every field, that of an edited message included."""
+    line = "x" * 3000
+    script(page, [{"content": line}])
+    send(page, line)
+    answer_of(page)
+    sizes = """() => [document.documentElement.scrollWidth,
+        ...[...document.querySelectorAll("textarea")]
+            .filter((node) => node.checkVisibility())
+            .map((node) => Math.ceil(node.getBoundingClientRect().right))]"""
+    for width in (1280, 360):
+        page.set_viewport_size({"width": width, "height": 740})
+        page.fill("#message", line)
+        for speaker in ("user", "assistant"):
+            page.dispatch_event(f"article.{speaker} [data-action=edit]", "click")
+            found = page.evaluate(sizes)
+            assert len(found) == 3 and max(found) <= width
+            page.dispatch_event("article >> text=Cancel", "click")
+        settings(page, system=line, tools=line)
+        page.click("#settings-button")
+        found = page.evaluate(sizes)
+        assert len(found) == 4 and max(found) <= width
+        page.click("#settings-button")
+    page.click("#tab-completion")
+    page.fill("#prompt", line)
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
 
 
 def test_the_layout_fits_the_screen_and_its_colours_can_be_read(page):
