@@ -14,6 +14,7 @@ import torch
 
 from llama.checkpoint import huggingface as hf
 from llama.checkpoint import packed, writing
+from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.folder_writer import (
     ConversionReader,
@@ -27,11 +28,18 @@ from llama.checkpoint.hf_tokenizer import special_ids, tokenizer_config, tokeniz
 from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.quantize import GGUF_FORMATS, quantization_config
 from llama.checkpoint.reader import CheckpointReader
+from llama.checkpoint.settings_files import (
+    FileContent,
+    further_config,
+    left_out,
+    settings_files,
+)
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checks import FieldError, brief, whole_number
 from llama.model.args import HARMLESS_PARAMS, ModelArgs
 from llama.ops.cpu import native
 from llama.ranks.placement import WHOLE
+from llama.tokenizer import Tokenizer
 from llama.weights import QUANTIZED, check_quantize
 
 _FILE_BYTES = 5_000_000_000  # limit for one .safetensors file, unless it holds a single tensor
@@ -73,6 +81,7 @@ def reshard(
     output = OutputFolder("meta", _shards(reader, size))
     for path in (checkpoint.params_path, *_tokenizer_paths(checkpoint)):
         output.others[path.name] = path
+    output.others |= settings_files(checkpoint, {}, has_config=False)
     if checkpoint.is_quantized:
         output.others["params.json"] = _meta_params(checkpoint.params)
     return write_folder(reader, output, out_dir, progress)
@@ -120,7 +129,9 @@ def convert(
         output = OutputFolder("meta", _shards(reader, 1))
         output.others |= {path.name: path for path in tokenizer}
         output.others["params.json"] = _meta_params(checkpoint.params)
-    return _missing_tokenizer(checkpoint) + write_folder(reader, output, out_dir, progress)
+        output.others |= settings_files(checkpoint, {}, has_config=False)
+    lines = _notes(checkpoint, output.layout)
+    return lines + write_folder(reader, output, out_dir, progress)
 
 
 def pack(
@@ -165,22 +176,37 @@ def pack(
         packed.write(checkpoint, folder, quantize, progress)
         write_other_files(others, folder)
         writing.write_checksums(folder)
-    return _missing_tokenizer(checkpoint) + writing.describe(out_dir)
+    return _notes(checkpoint, "packed") + writing.describe(out_dir)
 
 
-def _packed_others(checkpoint: Checkpoint) -> dict[str, Path | dict[str, Any]]:
-    """Return the files beside packed weights: params.json and the tokenizer."""
+def _packed_others(checkpoint: Checkpoint) -> dict[str, FileContent]:
+    """Return the files beside packed weights: params.json, the tokenizer and the settings."""
     params = _meta_params(checkpoint.params)
     if checkpoint.params.tied_output:
         params["tied_output"] = True
-    others: dict[str, Path | dict[str, Any]] = {"params.json": params}
+    others: dict[str, FileContent] = {"params.json": params}
+    ids = {}
     for path in _tokenizer_paths(checkpoint):
         tokenizer = load_tokenizer(path, checkpoint.params)
+        ids = special_ids(tokenizer)
         if checkpoint.layout == "gguf":
             others["tokenizer.json"] = tokenizer_json(tokenizer)
+            others["tokenizer_config.json"] = _tokenizer_config(checkpoint, tokenizer)
         else:
             others[path.name] = path
-    return others
+    return others | settings_files(checkpoint, ids, has_config=False)
+
+
+def _tokenizer_config(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the tokenizer_config.json for a checkpoint that has none.
+
+    Meta's files hold no chat template, so that the one of their format is written, unless another
+    is beside them. To files of other layouts none is added.
+    """
+    config = tokenizer_config(tokenizer, checkpoint.params, is_guard=checkpoint.is_guard)
+    if checkpoint.layout != "meta" or find_chat_templates(checkpoint):
+        del config["chat_template"]
+    return config
 
 
 def _check_quantize_name(quantize: str | None, to_gguf: bool) -> None:
@@ -200,11 +226,18 @@ def _tokenizer_paths(checkpoint: Checkpoint) -> list[Path]:
         return []
 
 
-def _missing_tokenizer(checkpoint: Checkpoint) -> list[str]:
-    """Return the line that says that no tokenizer was written, if there is none."""
-    if _tokenizer_paths(checkpoint):
-        return []
-    return [f"no tokenizer is in {checkpoint.folder}: none was written"]
+def _notes(checkpoint: Checkpoint, target: str) -> list[str]:
+    """Return the lines that say what a conversion did not write.
+
+    Args:
+        checkpoint: What is converted.
+        target: "hf", "meta", "gguf" or "packed".
+    """
+    config = hf.config_of(checkpoint.params, tied=False, dtype=torch.bfloat16, ids={})
+    lines = left_out(checkpoint, target, config.keys())
+    if not _tokenizer_paths(checkpoint):
+        lines.insert(0, f"no tokenizer is in {checkpoint.folder}: none was written")
+    return lines
 
 
 def _write_gguf(
@@ -216,7 +249,7 @@ def _write_gguf(
         progress_bar(content.num_bytes, progress) as bar,
     ):
         writing.save_bytes(folder / out.name, content.num_bytes, content.pieces(), bar.update)
-    return writing.describe(out)
+    return _notes(checkpoint, "gguf") + writing.describe(out)
 
 
 def _names(reader: CheckpointReader) -> list[str]:
@@ -265,18 +298,18 @@ def _hf_output(
         ids = special_ids(tokenizer)
         is_json = path.suffix == ".json"
         output.others["tokenizer.json"] = path if is_json else tokenizer_json(tokenizer)
+        output.others["tokenizer_config.json"] = _tokenizer_config(checkpoint, tokenizer)
         if path.name == "tokenizer.model":
             output.others["original/tokenizer.model"] = path
-        output.others["tokenizer_config.json"] = tokenizer_config(
-            tokenizer, params, is_guard=checkpoint.is_guard
-        )
     tied = all("output.weight" not in names for names in output.weights.values())
     config = hf.config_of(params, tied=tied, dtype=reader.dtype("norm.weight"), ids=ids)
+    config |= further_config(checkpoint, config)
     if reader.quantize:
         config["quantization_config"] = quantization_config(reader.quantize)
     output.others["config.json"] = config
-    if ids:
+    if ids and checkpoint.layout == "meta":
         output.others["generation_config.json"] = ids | _SAMPLING
+    output.others |= settings_files(checkpoint, ids, has_config=True)
     return output
 
 

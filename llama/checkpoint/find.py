@@ -79,7 +79,8 @@ class Checkpoint:
     def model_folder(self) -> Path:
         """The folder of the model, which in Meta's releases may hold the weights in original/."""
         folder = self.folder.absolute()
-        return folder.parent if folder.name == "original" else folder
+        is_within = self.layout == "meta" and folder.name == "original"
+        return folder.parent if is_within else folder
 
     @property
     def file_type(self) -> str | None:

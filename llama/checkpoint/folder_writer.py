@@ -18,6 +18,7 @@ from llama.checkpoint import writing
 from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.quantize import GROUP, quantized_tensors
 from llama.checkpoint.reader import CheckpointReader
+from llama.checkpoint.settings_files import FileContent
 from llama.checkpoint.table import name_in, shard_shapes
 from llama.ranks.placement import Placement
 from llama.weights import QUANTIZED
@@ -31,12 +32,12 @@ class OutputFolder:
         layout: "meta" or "hf".
         weights: The files of weights, and Meta's names of the tensors of each. In Meta's layout
             file i has the shares of rank i of as many ranks as there are files.
-        others: The other files: each a path to copy, or the content of a JSON file.
+        others: The other files: each a path to copy, a text, or the content of a JSON file.
     """
 
     layout: str
     weights: dict[str, list[str]]
-    others: dict[str, Path | dict[str, Any]] = field(default_factory=dict)
+    others: dict[str, FileContent] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -101,11 +102,13 @@ def write_folder(
     return writing.describe(out_dir)
 
 
-def write_other_files(others: dict[str, Path | dict[str, Any]], folder: Path) -> None:
+def write_other_files(others: dict[str, FileContent], folder: Path) -> None:
     """Copy or write the files of a folder that are not weights."""
     for title, content in others.items():
         if isinstance(content, Path):
             writing.copy_file(content, folder / title)
+        elif isinstance(content, str):
+            writing.write_text(folder / title, content)
         else:
             writing.write_json(folder / title, content)
 

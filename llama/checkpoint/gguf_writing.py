@@ -14,11 +14,13 @@ import torch
 from torch import Size, Tensor
 
 from llama.checkpoint import huggingface as hf
+from llama.checkpoint.chat_templates import GGUF_KEY
 from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.gguf_args import KEYS, ROPE_DIVISORS, rope_divisors
 from llama.checkpoint.hf_tokenizer import tokenizer_config, tokenizer_json
 from llama.checkpoint.quantize import GGUF_FORMATS, finite_rows
 from llama.checkpoint.reader import CheckpointReader
+from llama.checkpoint.settings_files import gguf_settings
 from llama.checkpoint.table import name_in
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.storage.gguf import DEFAULT_ALIGNMENT, MAGIC, TENSOR_TYPES, VERSION, TensorInfo
@@ -129,7 +131,11 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     special = list(tokenizer.special_tokens)
     token_types = [_NORMAL_TOKEN] * len(tokens) + [_CONTROL_TOKEN] * len(special)
     config = hf.config_of(params, tied=False, dtype=torch.bfloat16, ids={})
-    template = tokenizer_config(tokenizer, params, is_guard=checkpoint.is_guard)["chat_template"]
+    settings = gguf_settings(checkpoint)
+    if checkpoint.layout == "meta":
+        # Meta's files hold no template; that of their format gives way to one beside them.
+        template = tokenizer_config(tokenizer, params, is_guard=checkpoint.is_guard)
+        settings = {GGUF_KEY: template["chat_template"]} | settings
     return {
         "general.architecture": "llama",
         "general.name": checkpoint.weights_path.resolve().stem,
@@ -143,7 +149,7 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
         "tokenizer.ggml.bos_token_id": tokenizer.bos_id,
         "tokenizer.ggml.eos_token_id": tokenizer.eos_id,
         "tokenizer.ggml.eot_token_id": tokenizer.eot_id,
-        "tokenizer.chat_template": template,
+        **settings,
     }
 
 

@@ -212,6 +212,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         path.write_text(text + "\n", encoding="utf-8")
 
 
+def write_text(path: Path, content: str) -> None:
+    """Write a text as UTF-8, with its own line ends."""
+    with _disk_errors(path):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content.encode())
+
+
 def copy_file(source: Path, path: Path) -> None:
     """Copy the content of a file; its permissions are those of a new file."""
     with _disk_errors(path):

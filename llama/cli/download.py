@@ -25,7 +25,8 @@ from llama.storage.hub import hub_cache, model_folder, repository
 
 # The files of each layout, as regular expressions.
 _CONFIG = r"(generation_|tokenizer_)?config\.json|(original/)?tokenizer\.(model|json)"
-_HUGGING_FACE = rf"model[^/]*\.safetensors(\.index\.json)?|chat_template\.\w+|{_CONFIG}"
+_TEMPLATES = r"chat_template\.\w+|additional_chat_templates/[^/]+\.jinja"
+_HUGGING_FACE = rf"model[^/]*\.safetensors(\.index\.json)?|{_TEMPLATES}|{_CONFIG}"
 _META_WEIGHTS = r"consolidated\.\d+\.pth|fp8_scales_\d+\.pt|params\.json|checklist\.chk"
 _META = rf"original/({_META_WEIGHTS})|{_CONFIG}"
 _PART = re.compile(r"\d{5}(?=\\-of\\-\d{5}\\.gguf$)")  # the number of a part, in an escaped name
