@@ -43,6 +43,7 @@ def files(tmp_path_factory) -> dict[str, bytes]:
     convert(DEMO, folder)
     found = {path.name: path.read_bytes() for path in folder.glob("*.*")}
     found["generation_config.json"] = b'{"temperature": 0.6}'
+    found["additional_chat_templates/tool_use.jinja"] = b"tools"
     return found | META | {"README.md": b"#", "original/orig_params.json": b"{}", "a.gguf": b"GGUF"}
 
 
