@@ -3,6 +3,7 @@
 tests/test_cli.py has its output for a single process.
 """
 
+import re
 import shutil
 import socket
 from types import SimpleNamespace
@@ -10,15 +11,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from helpers.checkpoints import change_params
 from helpers.launch import DEMO
+from helpers.prompts import user
 from llama.checkpoint.find import find
 from llama.checkpoint.memory import bytes_of
-from llama.cli import doctor
-from llama.cli.doctor import Fact, _device, _fits, environment_facts, thread_facts
+from llama.cli import doctor, main
+from llama.cli.doctor import (
+    Fact,
+    _checkpoint,
+    _device,
+    _fits,
+    environment_facts,
+    thread_facts,
+)
 from llama.loading import Files, estimate_memory
 from llama.model.plan import LayerPlan
 from llama.ranks.placement import Placement
 from llama.sizes import Memory, choose_sizes, step_bytes
+from llama.tokenizer import ChatFormat, Tokenizer
 from llama.weights import QUANTIZED
 
 TWO_MACHINES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
@@ -138,3 +149,41 @@ def test_what_fits(make_checkpoint, monkeypatch):
     assert "8 does not divide n_heads=4" in problems(*_fits(found, CPU, 8))["fits"]
     monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 20)
     assert "do not fit into" in problems(*_fits(found, CPU))["fits"]
+
+
+def test_a_checkpoint_whose_chats_work():
+    facts = {fact.name: fact.text for fact in _checkpoint(str(DEMO), CPU, 1)}
+    assert facts["tokenizer"] == f"{DEMO / 'tokenizer.model'}: 2048 tokens"
+    assert facts["chat"].startswith("Meta's chat format")
+    ids = ChatFormat(Tokenizer(DEMO / "tokenizer.model")).encode_dialog_prompt([user("Hello")])
+    assert facts["chat"].endswith(f"; 'Hello' is a prompt of {len(ids)} tokens")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fact", "message"),
+    [
+        ("tokenizer.model", None, "tokenizer", "no tokenizer: looked for"),
+        ("tokenizer.model", b"not base64\n", "tokenizer", "line 1: expected a base64"),
+        ("tokenizer.model", b"IQ== 0\n", "tokenizer", "255 of the 256 single-byte"),
+        ("params.json", {"vocab_size": 1024}, "tokenizer", "has 2048 tokens, but the model has"),
+        ("chat_template.jinja", b"caf\xe9", "chat", "jinja .* is not UTF-8 at byte 4"),
+        ("tokenizer_config.json", b"{", "chat", "tokenizer_config.json .* is not JSON"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_or_template_that_cannot_load_is_a_problem(
+    tmp_path, capfd, name, content, fact, message
+):
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    if content is None:
+        (folder / name).unlink()
+    elif isinstance(content, dict):
+        change_params(folder, **content)
+    else:
+        (folder / name).write_bytes(content)
+    facts = list(_checkpoint(str(folder), CPU, 1))
+    found = problems(*facts)
+    assert found.keys() == {fact} and re.search(message, found[fact])
+    assert {"checkpoint", "model", "fits"} <= {x.name for x in facts}, "the rest is reported"
+    assert main(["doctor", str(folder), "--device", "cpu"]) == 1
+    assert re.search(f"{fact} +PROBLEM: .*{message}", capfd.readouterr().out)

@@ -20,10 +20,17 @@ from typing import NamedTuple, TypeVar
 import torch
 
 import llama.device
+from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.find import Checkpoint, find
 from llama.cli.ranks import global_rank
 from llama.gpu import selfcheck_cache
-from llama.loading import Files, estimate_memory, stays_in_codes
+from llama.loading import (
+    Files,
+    estimate_memory,
+    find_dialog_format,
+    find_tokenizer,
+    stays_in_codes,
+)
 from llama.ops.cpu import native
 from llama.ranks.groups import check_interfaces, started_processes
 from llama.ranks.placement import Placement
@@ -185,10 +192,9 @@ def _cpu_kernels() -> Fact:
 
 
 def _checkpoint(ckpt_dir: str, device: torch.device, num_ranks: int) -> Iterator[Fact]:
-    """Describe a checkpoint. Only its JSON files are read."""
+    """Describe a checkpoint. Its tokenizer is loaded; its weights are not read."""
     try:
         checkpoint = find(ckpt_dir)
-        tokenizer = checkpoint.tokenizer_path()
     except (OSError, ValueError) as e:
         yield problem("checkpoint", str(e))
         return
@@ -202,8 +208,28 @@ def _checkpoint(ckpt_dir: str, device: torch.device, num_ranks: int) -> Iterator
         f"dim {args.dim}, {args.n_layers} layers, {args.n_heads} heads over {args.kv_heads} "
         f"key-value heads, vocabulary {args.vocab_size}, context {args.longest_context}",
     )
-    yield Fact("tokenizer", str(tokenizer))
+    yield from _tokenizer(checkpoint)
     yield from _fits(checkpoint, device, num_ranks)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Iterator[Fact]:
+    """Load the tokenizer and the chat format, and encode a dialog of one message."""
+    try:
+        tokenizer = find_tokenizer(checkpoint, None)
+    except (OSError, ValueError) as e:
+        yield problem("tokenizer", str(e))
+        return
+    yield Fact("tokenizer", f"{checkpoint.tokenizer_path()}: {tokenizer.n_words} tokens")
+    # A base model in these layouts has no chat template, which is no fault of its files.
+    may_lack_template = checkpoint.layout in ("hf", "gguf")
+    try:
+        may_lack_template &= not find_chat_templates(checkpoint)
+        dialog_format = find_dialog_format(checkpoint, tokenizer)
+        prompt = dialog_format.encode([{"role": "user", "content": "Hello"}])
+    except (OSError, TypeError, ValueError) as e:
+        yield Fact("chat", str(e), problem=not may_lack_template)
+        return
+    yield Fact("chat", f"{dialog_format.describe()}; 'Hello' is a prompt of {len(prompt)} tokens")
 
 
 def _fits(checkpoint: Checkpoint, device: torch.device, num_ranks: int = 1) -> Iterator[Fact]:
