@@ -63,6 +63,7 @@ class LineFormat:
         """
         if not is_csv(path):
             return cls(is_json=first_line.lstrip().startswith(b"{"))
+        _check_separator(path, first_line)
         try:
             columns = [name.strip() for name in fields_of(_decoded(first_line))]
         except ValueError as e:
@@ -95,6 +96,20 @@ class LineFormat:
             for name, value in zip(self.columns, fields, strict=True)
             if name == "prompt" or (name in _COLUMNS and value)
         }
+
+
+def _check_separator(path: str, header: bytes) -> None:
+    """Raise ValueError if the columns of a CSV file are separated by another character."""
+    for separator in (b";", b"\t", b"|"):
+        names = [name.strip(b'" ') for name in header.split(separator)]
+        if len(names) > 1 and b"prompt" in names:
+            shown = separator.decode()
+            raise ValueError(
+                f"{path} separates its columns by {shown!r}, and only commas are read here: save "
+                f"it with commas, or convert it, for example with pandas.read_csv({path!r}, "
+                f"sep={shown!r})[['prompt']].to_json('prompts.jsonl', orient='records', "
+                "lines=True)"
+            )
 
 
 def parse_line(data: bytes, line_format: LineFormat) -> dict[str, Any]:
