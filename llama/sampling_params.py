@@ -116,6 +116,27 @@ class StructuredOutput:
         return next(name for name in _FORMATS if getattr(self, name) not in (None, False))
 
 
+@checked_dataclass
+class ReasoningRule:
+    """The marks of a model's reasoning as tokens, and how much it may reason.
+
+    The format of an answer begins behind the reasoning. A `FieldError` names the field.
+
+    Attributes:
+        end_id: the token that ends the reasoning.
+        start_id: the token that begins it, at the end of the prompt or of an answer's beginning;
+            None where only prompts begin it.
+        budget: maximum number of tokens of the reasoning without its marks; None has no limit. 0
+            ends the reasoning at once.
+    """
+
+    path_prefix = "reasoning"
+
+    end_id: Annotated[int, Range(0, MAX_COUNT)]
+    start_id: Annotated[int | None, Range(0, MAX_COUNT)] = None
+    budget: Annotated[int | None, Range(0, MAX_COUNT)] = None
+
+
 _FORMATS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -178,6 +199,8 @@ class SamplingParams:
             decoding its tokens are drafts; the answer does not depend on it.
         structured_output: the format that the answer must have, as a `StructuredOutput` or as a
             mapping of its fields. It ends the answer, so it excludes min_tokens and ignore_eos.
+        reasoning: the marks of the reasoning that precedes the answer, and its budget: a
+            `ReasoningRule`, which the chat format of a model gives to the requests of chats.
         cache_salt: a text that separates requests (vLLM's field): those with different salts share
             neither pages of the prefix cache, nor drafts, nor compiled grammars. The answer does
             not depend on it.
@@ -208,6 +231,7 @@ class SamplingParams:
     bad_words: Annotated[Sequence[str], BadWords] = ()
     prediction: Annotated[str, with_message("={value} must be a string")] = ""
     structured_output: AnswerFormat = None
+    reasoning: ReasoningRule | None = None
     cache_salt: Annotated[str | None, CACHE_SALT] = None
 
     def __post_init__(self) -> None:
@@ -219,10 +243,21 @@ class SamplingParams:
             text = " and min_tokens cannot be used with structured_output, which ends an answer "
             raise FieldError.of("ignore_eos", f"{text}where its format does: leave them out")
 
+    @property
+    def constrains_reasoning(self) -> bool:
+        """Whether reasoning has a budget, or the format of the content must wait for its end."""
+        if self.reasoning is None:
+            return False
+        return self.reasoning.budget is not None or self.structured_output is not None
+
     def check_vocab(self, vocab_size: int) -> None:
         """Raise a FieldError if a token id is outside of a vocabulary of `vocab_size` tokens."""
         biased = dict(self.logit_bias or ())
-        for name, ids in (("logit_bias", biased), ("stop_token_ids", self.stop_token_ids)):
+        checked = {"logit_bias": biased, "stop_token_ids": self.stop_token_ids}
+        if self.reasoning is not None:
+            marks = (self.reasoning.start_id, self.reasoning.end_id)
+            checked["reasoning"] = [token for token in marks if token is not None]
+        for name, ids in checked.items():
             if ids and max(ids) >= vocab_size:
                 text = f" has the token id {max(ids)}: this vocabulary has ids from 0 to "
                 raise FieldError.of(name, f"{text}{vocab_size - 1}")

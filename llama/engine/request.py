@@ -95,13 +95,12 @@ class SequenceSpec:
 
 
 class Constraint(Protocol):
-    """A rule that says which tokens may follow the output of one sequence.
+    """A rule that says which tokens may follow the output of one sequence."""
 
-    Attributes:
-        failure: Why the rule can be followed no longer, in which case no token is allowed.
-    """
-
-    failure: str | None
+    @property
+    def failure(self) -> str | None:
+        """Why the rule can be followed no longer, in which case no token is allowed."""
+        ...
 
     def fill_allowed(
         self, tokens: list[int], first: int, drafts: list[int], bits: "np.ndarray"

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from llama.checks import FieldError, brief, index_of
-from llama.engine.request import SequenceSpec
+from llama.engine.request import Constraint, SequenceSpec
 from llama.engine.sequence import SequenceState
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.request import Answer, Request, derived_seed
+from llama.requests.thinking import ReasoningConstraint, reasoning_is_open
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import MAX_ENCODE_CHARS, Tokenizer
 
@@ -113,13 +114,9 @@ class Preparer:
     ) -> list[Answer]:
         """Return the answers of a request, each with a sequence of at most `max_len` tokens."""
         spec = self._spec(ids, params, max_len, root)
-        response_format = params.structured_output
-        assert not isinstance(response_format, Mapping)  # SamplingParams converts mappings
         answers = []
         for _ in range(params.best_of or params.n):
-            constraint = None
-            if response_format is not None:
-                constraint = self.grammars.matcher(response_format, root)
+            constraint = self._constraint(ids, params, root)
             stops = StopStrings(params.stop, params.include_stop_str_in_output)
             skip = params.skip_special_tokens
             detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip)
@@ -127,6 +124,20 @@ class Preparer:
             # The prompt is the same for all sequences: only the first one scores it.
             spec = replace(spec, prompt_logprobs=None)
         return answers
+
+    def _constraint(self, ids: list[int], params: SamplingParams, root: bytes) -> Constraint | None:
+        """Return the constraint of one answer at its beginning, if it has one."""
+        response_format = params.structured_output
+        assert not isinstance(response_format, Mapping)  # SamplingParams converts mappings
+        content = None
+        if response_format is not None:
+            content = self.grammars.matcher(response_format, root)
+        if not params.constrains_reasoning:
+            return content
+        rule = params.reasoning
+        assert rule is not None
+        is_open = reasoning_is_open(ids, rule.start_id, self.tokenizer)
+        return ReasoningConstraint(rule, self.tokenizer.stop_tokens, content, is_open=is_open)
 
     def _spec(
         self, ids: list[int], params: SamplingParams, max_len: int, root: bytes
@@ -147,7 +158,7 @@ class Preparer:
             max_len=max_len,
             stop_ids=frozenset(params.stop_token_ids) | frozenset(model_stops),
             prefix_root=root,
-            is_constrained=params.structured_output is not None,
+            is_constrained=params.structured_output is not None or params.constrains_reasoning,
             prediction=self._prediction(params.prediction),
             bad_words=tuple(banned),
             **shared,

@@ -26,7 +26,12 @@ from llama.sampling_params import (
 )
 from llama.validation import with_message
 
-_DERIVED = {"prompt_logprobs", "structured_output", "prediction"}  # these follow from other fields
+_DERIVED = {
+    "prompt_logprobs",
+    "structured_output",
+    "prediction",
+    "reasoning",
+}  # these follow from other fields
 _NAMES = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in _DERIVED]
 # Names of fields in OpenAI's APIs -> names of parameters.
 OPENAI_NAMES = {name: name for name in _NAMES} | {"max_completion_tokens": "max_tokens"}

@@ -626,7 +626,7 @@ def test_a_bad_request_is_an_error_that_names_what_is_wrong(llm, engine):
 def test_names_and_defaults_are_those_of_vllm():
     vllm = pytest.importorskip("vllm", reason="vLLM is not installed here")
     theirs: Any = vllm.SamplingParams()
-    old = {"best_of", "structured_output", "prediction"}
+    old = {"best_of", "structured_output", "prediction", "reasoning"}
     ours = SamplingParams()
     assert {f.name for f in dataclasses.fields(ours)} - old <= set(
         vllm.SamplingParams.__struct_fields__

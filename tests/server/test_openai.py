@@ -65,7 +65,12 @@ def test_every_field_reaches_the_sampler():
         "logprobs": 2, "bad_words": ["c"], "logit_bias": {"7": 1.5},
     }  # fmt: skip
     names = {f.name for f in dataclasses.fields(SamplingParams)}
-    assert changed.keys() == names - {"prompt_logprobs", "structured_output", "prediction"}
+    assert changed.keys() == names - {
+        "prompt_logprobs",
+        "structured_output",
+        "prediction",
+        "reasoning",
+    }
     labels = {"model": "m", "user": "u", "metadata": {"k": "v"}, "stream": False, "tools": None}
     request = parse_body({"prompt": "x", **changed, **labels}, SamplingParams(), chat=False)
     assert request.params == SamplingParams(**{**changed, "logit_bias": {7: 1.5}})
