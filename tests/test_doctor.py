@@ -14,6 +14,8 @@ import torch
 from helpers.checkpoints import change_params
 from helpers.launch import DEMO
 from helpers.prompts import user
+from helpers.weights import change_json
+from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.checkpoint.memory import bytes_of
 from llama.cli import doctor, main
@@ -187,3 +189,19 @@ def test_a_tokenizer_or_template_that_cannot_load_is_a_problem(
     assert {"checkpoint", "model", "fits"} <= {x.name for x in facts}, "the rest is reported"
     assert main(["doctor", str(folder), "--device", "cpu"]) == 1
     assert re.search(f"{fact} +PROBLEM: .*{message}", capfd.readouterr().out)
+
+
+def test_a_base_model_without_a_template_is_no_problem(tmp_path, monkeypatch):
+    """Files of Hugging Face's layout without a chat template are those of a base model."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("the files hold no chat template")
+
+    convert(DEMO, tmp_path / "hf")
+    (tmp_path / "hf" / "original" / "tokenizer.model").unlink()
+    monkeypatch.setattr(doctor, "find_dialog_format", refuse)
+    assert problems(*_checkpoint(str(tmp_path / "hf"), CPU, 1)).keys() == {"chat"}
+    change_json(tmp_path / "hf" / "tokenizer_config.json", chat_template=None)
+    facts = list(_checkpoint(str(tmp_path / "hf"), CPU, 1))
+    assert not problems(*facts)
+    assert Fact("chat", "the files hold no chat template") in facts

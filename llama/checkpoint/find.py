@@ -83,6 +83,13 @@ class Checkpoint:
         return folder.parent if is_within else folder
 
     @property
+    def source_layout(self) -> str:
+        """The layout, or that of the files from which packed weights were made."""
+        if self.packed is not None:
+            return self.packed.get("layout", "meta")  # Older files do not say it.
+        return self.layout
+
+    @property
     def file_type(self) -> str | None:
         """The usual name of the quantization, such as Q4_K_M or awq; None if there is none."""
         if self.packed is not None:

@@ -50,6 +50,7 @@ def write(checkpoint: Checkpoint, folder: Path, quantize: str | None, progress: 
     metadata = {
         "format": PACKED_FORMAT,
         "is_guard": str(checkpoint.is_guard),
+        "layout": checkpoint.source_layout,
         "quantize": (checkpoint.file_type if checkpoint.in_codes else quantize) or "",
         "source": str(checkpoint.weights_path.absolute()),
     }

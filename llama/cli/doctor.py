@@ -221,7 +221,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Iterator[Fact]:
         return
     yield Fact("tokenizer", f"{checkpoint.tokenizer_path()}: {tokenizer.n_words} tokens")
     # A base model in these layouts has no chat template, which is no fault of its files.
-    may_lack_template = checkpoint.layout in ("hf", "gguf")
+    may_lack_template = checkpoint.source_layout in ("hf", "gguf")
     try:
         may_lack_template &= not find_chat_templates(checkpoint)
         dialog_format = find_dialog_format(checkpoint, tokenizer)

@@ -165,6 +165,7 @@ def test_packed_weights_keep_them(tmp_path, source):
     if source == "m.gguf":
         convert(tmp_path / "hf", tmp_path / "m.gguf")
     lines = pack(tmp_path / source, tmp_path / "packed")
+    assert find(tmp_path / "packed").source_layout == find(tmp_path / source).layout
     assert find_chat_templates(find(tmp_path / "packed")) == BOTH
     generation = json.loads((tmp_path / "packed" / "generation_config.json").read_text())
     assert generation["temperature"] == 0.15
