@@ -98,7 +98,8 @@ def convert(
 
     Hugging Face's folder has what `AutoTokenizer` and `AutoModelForCausalLM` of transformers read;
     without a tokenizer in `ckpt_dir`, the weights and their config. An `out_dir` that ends in .gguf
-    becomes a file for llama.cpp.
+    becomes a file for llama.cpp. Chat templates and settings are kept, and the first lines of the
+    result name the keys that the new files have no place for.
 
     Args:
         ckpt_dir: The checkpoint.
@@ -109,7 +110,7 @@ def convert(
         progress: Whether a bar is drawn on stderr.
 
     Returns:
-        A line for each file written and one for all.
+        Lines about what was left out, a line for each file written and one for all.
 
     Raises:
         OSError: A file cannot be read or written, or `out_dir` holds something.

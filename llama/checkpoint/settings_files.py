@@ -150,7 +150,9 @@ def left_out(checkpoint: Checkpoint, target: str, config: Collection[str] = ()) 
         if keys:
             more = f" and {len(keys) - _MAX_NAMED} more" if keys[_MAX_NAMED:] else ""
             listed = ", ".join(map(shown, keys[:_MAX_NAMED])) + more
-            lines.append(f"{name}: left out, as the new files have no place for it: {listed}")
+            lines.append(
+                f"{name}: keys left out, as the new files have no place for them: {listed}"
+            )
     return lines
 
 

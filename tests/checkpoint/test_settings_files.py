@@ -85,7 +85,7 @@ def test_hugging_face_to_meta_and_back(tmp_path, place):
     lines = convert(tmp_path / "hf", tmp_path / "meta")
     assert find(tmp_path / "meta").layout == "meta"
     assert find_chat_templates(find(tmp_path / "meta")) == expected
-    note = "config.json: left out, as the new files have no place for it: "
+    note = "config.json: keys left out, as the new files have no place for them: "
     assert lines[0].startswith(note) and "attention_dropout" in lines[0]
     reshard(tmp_path / "meta", tmp_path / "shards", 2)
     convert(tmp_path / "shards", tmp_path / "back")
@@ -109,7 +109,9 @@ def test_a_quantized_folder_has_the_files_of_its_source(tmp_path, place):
     fine_tune(tmp_path / "hf", place)
     change_json(tmp_path / "hf" / "config.json", auto_map={"AutoModel": "code.Model"})
     lines = convert(tmp_path / "hf", tmp_path / "out", quantize="int8")
-    assert lines[0] == "config.json: left out, as the new files have no place for it: auto_map"
+    assert (
+        lines[0] == "config.json: keys left out, as the new files have no place for them: auto_map"
+    )
     computed = {"config.json", "model.safetensors"}
     names = {path.relative_to(tmp_path / "hf") for path in (tmp_path / "hf").rglob("*.j*")}
     assert len(names) >= 5
@@ -129,7 +131,7 @@ def test_hugging_face_to_gguf_and_back(tmp_path, place):
     expected = fine_tune(tmp_path / "hf", place)
     lines = convert(tmp_path / "hf", tmp_path / "m.gguf")
     assert (
-        "generation_config.json: left out, as the new files have no place for it: max_length"
+        "generation_config.json: keys left out, as the new files have no place for them: max_length"
         in (lines)
     )
     fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
@@ -218,6 +220,6 @@ def test_the_name_of_a_template_cannot_leave_the_folder(tmp_path):
     tokenizer = tmp_path / "tokenizer.model"
     write_gguf(tmp_path / "m.gguf", PARAMS, metadata=metadata, tokenizer=tokenizer)
     lines = convert(tmp_path / "m.gguf", tmp_path / "out")
-    assert any(line.endswith("for it: general.license") for line in lines)
+    assert any(line.endswith("for them: general.license") for line in lines)
     kept = find_chat_templates(find(tmp_path / "out"))
     assert kept == {"default": TEXT, "______x": TOOLS}
