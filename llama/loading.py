@@ -172,7 +172,7 @@ def load_model(args: BuildArgs) -> Loaded:
         # Every rank estimates what the first one of its group needs, so that all choose the same.
         files = find_files(args, replace(parallel.placement, rank=0), device)
         kv_format = pick_kv_format(args.kv_cache_dtype, device)
-        tokenizer = find_tokenizer(files.checkpoint, args.tokenizer_path)
+        tokenizer = load_tokenizer(files.checkpoint, args.tokenizer_path)
         dialog_format = find_dialog_format(files.checkpoint, tokenizer)
         models = [files, *_find_draft_files(args, files, tokenizer)]
         # A wrong name in a variable is an error before weights are read.
@@ -254,12 +254,6 @@ def stays_in_codes(checkpoint: Checkpoint, device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def find_tokenizer(checkpoint: Checkpoint, path: str | None) -> Tokenizer:
-    """Load the tokenizer from `path`, or else the one beside the weights."""
-    chosen = path or checkpoint.header or checkpoint.tokenizer_path()
-    return load_tokenizer(path_like("tokenizer_path", chosen), checkpoint.params)
-
-
 def _check_drafter(args: BuildArgs) -> None:
     """Raise a ValueError for `speculate_shared` with a drafter that has no use for it."""
     name = args.speculate
@@ -291,7 +285,7 @@ def _find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> li
     try:
         draft_args = replace(args, ckpt_dir=str(path))
         files = find_files(draft_args, model.placement, model.device)
-        draft_tokenizer = find_tokenizer(files.checkpoint, None)
+        draft_tokenizer = load_tokenizer(files.checkpoint)
     except (OSError, ValueError) as e:
         names = ", ".join(map(repr, DRAFTERS))
         raise ValueError(f"speculate={path!r}, neither {names} nor a draft model: {e}") from e

@@ -5,21 +5,28 @@ a dialog is an error that names where it is and the remedy. Nothing here knows m
 tensors.
 """
 
-import binascii
-import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import count
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Literal, TypedDict, get_args
 
 import tiktoken
 
-from llama.checks import brief
-from llama.storage.downloads import read_small, shown
-from llama.storage.gguf import Header, is_gguf, read_header
+from llama.storage.gguf import Header
+from llama.token_files import (
+    BEGIN,
+    END,
+    END_HEADER,
+    EOM,
+    EOT,
+    NUM_RESERVED,
+    PATTERN,
+    PYTHON_TAG,
+    START_HEADER,
+)
+from llama.vocabulary import read_vocabulary
 
 Role = Literal["system", "user", "assistant", "ipython", "tool"]
 
@@ -38,94 +45,105 @@ Dialog = Sequence[Message]
 MAX_ENCODE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
 
-_BEGIN = "<|begin_of_text|>"
-_END = "<|end_of_text|>"
-_EOT = "<|eot_id|>"
-_START_HEADER = "<|start_header_id|>"
-_END_HEADER = "<|end_header_id|>"
-_EOM = "<|eom_id|>"
-_PYTHON_TAG = "<|python_tag|>"
-# The first special tokens of each release, in the order of their ids. None stands for the next
-# reserved token, and further reserved tokens follow, up to 256 in all.
-_FIRST_SPECIAL = {
-    "3.0": (_BEGIN, _END, None, None, None, None, _START_HEADER, _END_HEADER, None, _EOT),
-    "3.1": (
-        _BEGIN,
-        _END,
-        None,
-        None,
-        "<|finetune_right_pad_id|>",
-        "<|step_id|>",
-        _START_HEADER,
-        _END_HEADER,
-        _EOM,
-        _EOT,
-        _PYTHON_TAG,
-        "<|image|>",
-    ),
-}
-_GGUF_PRE = ("llama-bpe", "llama3", "llama-v3")  # names of Llama 3's pattern in GGUF files
-_NORMAL = 1  # the type of normal tokens in GGUF files
-# The special tokens that the runtime needs.
-_REQUIRED = (_BEGIN, _END, _START_HEADER, _END_HEADER, _EOT, _EOM, _PYTHON_TAG)
-
 
 class Tokenizer:
-    """Byte-pair encoding with Llama 3's pattern and special tokens.
-
-    The ids of the special tokens follow the ranks, whatever their number is.
+    """Byte-pair encoding with Llama 3's pattern, and the special tokens of one model.
 
     Args:
         model_path: a `tokenizer.model` (one line per token: base64 and rank), Hugging Face's
-            `tokenizer.json` or a GGUF file. The latter two name their special tokens.
-        llama_3_0: use the special tokens of the first release, which had neither `<|eom_id|>` nor
-            `<|python_tag|>`.
+            `tokenizer.json`, or a GGUF file or its header. The latter three name their special
+            tokens, whatever they are.
+        llama_3_0: give a `tokenizer.model` the special tokens of the first release, which had
+            neither `<|eom_id|>` nor `<|python_tag|>`.
+        vocab_size: the rows of the model. Rows without a token get names such as `<|unused_7|>`,
+            and tokens beyond the rows are left out.
+        config_folder: a folder with Hugging Face's configuration files. Those beside a
+            `tokenizer.json` are read before them.
+
+    Attributes:
+        n_words: the number of ids.
+        num_ranks: the number of ids of ordinary text, which are the first ones.
+        added_tokens: the added tokens of the files by name.
+        special_tokens: the ids of the added tokens and of rows without a token, by name.
+        hidden_ids: the ids that decoding leaves out with `skip_special_tokens`. Marks of reasoning
+            and of tool calls are not among them.
+        roles: the ids of bos_token, eos_token and pad_token, as far as the files name them.
+        stop_tokens: the ids that end an answer.
+        bos_id: the id before a text.
+        eos_id: the id behind a text.
+        eot_id: the id of Meta's `<|eot_id|>`, as `eom_id` and `python_tag_id` of theirs; None if
+            the model has no such token.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is no valid Llama 3 tokenizer, or belongs to the other release.
+        OSError: a file cannot be read.
+        ValueError: a file is damaged, is the tokenizer of another family, or belongs to another
+            model.
     """
 
-    num_reserved_special_tokens = 256
-    pat_str = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"  # English contractions
-        r"[^\r\n\p{L}\p{N}]?\p{L}+|"  # a word, and one character before it
-        r"\p{N}{1,3}|"  # up to three digits
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*|"  # punctuation, and newlines after it
-        r"\s*[\r\n]+|"
-        r"\s+(?!\S)|"  # spaces, except for the last one before a word
-        r"\s+"
-    )
+    num_reserved_special_tokens = NUM_RESERVED
+    pat_str = PATTERN
 
-    def __init__(self, model_path: str | PathLike[str], *, llama_3_0: bool = False) -> None:
-        path = Path(model_path)
-        release = "3.0" if llama_3_0 else "3.1"
-        ranks, names = _parse(path, model_path)
-        if names is None:
-            first = _FIRST_SPECIAL[release]
-            reserved = (f"<|reserved_special_token_{i}|>" for i in count())
-            padding = [None] * (self.num_reserved_special_tokens - len(first))
-            names = [name or next(reserved) for name in [*first, *padding]]
-        else:
-            _check_special_names(path, names, release)
-        _check_ranks(path, ranks)
-        self.special_tokens = {name: len(ranks) + i for i, name in enumerate(names)}
-        self.model = tiktoken.Encoding(
-            path.name,
-            pat_str=self.pat_str,
-            mergeable_ranks=ranks,
-            special_tokens=self.special_tokens,
+    def __init__(
+        self,
+        model_path: str | PathLike[str] | Header,
+        *,
+        llama_3_0: bool = False,
+        vocab_size: int | None = None,
+        config_folder: Path | None = None,
+    ) -> None:
+        vocabulary = read_vocabulary(
+            model_path, llama_3_0=llama_3_0, vocab_size=vocab_size, config_folder=config_folder
         )
-        self.n_words = len(ranks) + len(names)
-        self.bos_id = self.special_tokens[_BEGIN]
-        self.eos_id = self.special_tokens[_END]
-        self.eot_id = self.special_tokens[_EOT]
-        self.eom_id = self.special_tokens.get(_EOM)
-        self.python_tag_id = self.special_tokens.get(_PYTHON_TAG)
+        names = vocabulary.special_tokens
+        self.added_tokens = vocabulary.added
+        self.special_tokens = names
+        self.hidden_ids = vocabulary.hidden_ids
+        self.roles = vocabulary.roles
+        self.num_ranks = len(vocabulary.ranks)
+        self.model = tiktoken.Encoding(
+            vocabulary.path.name,
+            pat_str=self.pat_str,
+            mergeable_ranks=vocabulary.ranks,
+            special_tokens=names,
+        )
+        self.n_words = vocabulary.num_rows
+        self.eot_id = names.get(EOT)
+        self.eom_id = names.get(EOM)
+        self.python_tag_id = names.get(PYTHON_TAG)
+        self.bos_id = self._id_of("bos_token", vocabulary.path, BEGIN)
+        self.eos_id = self._id_of("eos_token", vocabulary.path, END)
+        if self.eos_id in (self.eot_id, self.eom_id):
+            # Meta's Instruct releases name the end of a turn, where Meta's own code names this one.
+            self.eos_id = names.get(END, self.eos_id)
         self.pad_id = -1  # not a token id; the value of Meta's package
-        self.stop_tokens = {self.eos_id, self.eot_id}
-        if self.eom_id is not None:
-            self.stop_tokens.add(self.eom_id)
+        ends = (self.eos_id, names.get(END), self.eot_id, self.eom_id)
+        self.stop_tokens = {i for i in ends if i is not None} | vocabulary.stop_ids
+
+    def _id_of(self, role: str, path: Path, metas_name: str) -> int:
+        """Return the id of the token that the files give a role, or else of Meta's token for it."""
+        token_id = self.roles.get(role, self.special_tokens.get(metas_name))
+        if token_id is None:
+            raise ValueError(
+                f"{path} has no {metas_name}, and no file says which token is the {role}: put the "
+                "model's tokenizer_config.json, which names it, beside it"
+            )
+        return token_id
+
+    def add_stop_tokens(self, ids: Iterable[int]) -> None:
+        """Add tokens that end an answer, such as the one that a chat template writes behind it.
+
+        Requests and grammars that were prepared before do not learn of them.
+
+        Raises:
+            ValueError: An id is that of ordinary text.
+        """
+        new_ids = set(ids)
+        ordinary = new_ids - set(self.special_tokens.values())
+        if ordinary:
+            raise ValueError(
+                f"tokens {sorted(ordinary)} are ordinary text and cannot end an answer"
+            )
+        self.stop_tokens |= new_ids
 
     def encode(
         self,
@@ -180,8 +198,7 @@ class Tokenizer:
             if not 0 <= i < self.n_words:
                 raise ValueError(f"id {i} is not in the vocabulary: ids are 0..{self.n_words - 1}")
         if skip_special_tokens:
-            first_special = self.n_words - len(self.special_tokens)
-            ids = [i for i in ids if i < first_special]
+            ids = [i for i in ids if i not in self.hidden_ids]
         return self.model.decode_bytes(ids)
 
 
@@ -200,139 +217,6 @@ def _split_long_runs(s: str, limit: int) -> Iterator[str]:
     yield s[start:]
 
 
-def _check_special_names(path: Path, names: list[str], release: str) -> None:
-    """Compare the special tokens of a file with those of the release, except for reserved ones."""
-    given = {name: i for i, name in enumerate(names)}
-    expected = {name: i for i, name in enumerate(_FIRST_SPECIAL[release])}
-    wrong = [name for name in _REQUIRED if given.get(name) != expected.get(name)]
-    if wrong:
-        other = "3.0" if release == "3.1" else "3.1"
-        raise ValueError(
-            f"{path}: {', '.join(wrong)} not as in Llama {release}: pass llama_3_0="
-            f"{other == '3.0'} if the file is of Llama {other}; else it is no Llama 3 tokenizer"
-        )
-
-
-def _parse(path: Path, given: object) -> tuple[dict[bytes, int], list[str] | None]:
-    """Return the ranks of a file, and the names of its special tokens by id, if it has them."""
-    if isinstance(given, Header) or is_gguf(path):
-        return _parse_gguf(given if isinstance(given, Header) else read_header(path))
-    if not path.exists():
-        remedy = "give the path of Llama 3's tokenizer"
-        raise FileNotFoundError(f"no tokenizer at {shown(path)}: {remedy}")
-    data = read_small(path)
-    if path.suffix == ".json" or data.startswith(b"{"):
-        return _parse_tokenizer_json(path, data)
-    return _parse_ranks(path, data), None
-
-
-def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
-    """Parse tiktoken's format: one line per token, with base64 and rank."""
-    if data[:1] == data[2:3] == b"\n":  # protobuf: field 1, length, field 1
-        remedy = "give Llama 3's tokenizer.model"
-        raise ValueError(f"{path} is a SentencePiece tokenizer, like that of Llama 2: {remedy}")
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            text, rank = line.split()
-            token = binascii.a2b_base64(text, strict_mode=True)
-            if token in ranks:
-                raise ValueError("this token was given before")
-            ranks[token] = int(rank)
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number}: expected a base64 token and its rank, got {line[:60]!r}"
-                f" ({error}): download the file again"
-            ) from None
-    return ranks
-
-
-def _parse_tokenizer_json(path: Path, data: bytes) -> tuple[dict[bytes, int], list[str]]:
-    """Return the ranks of a tokenizer.json, and the names of its added tokens by id."""
-    byte_of = byte_alphabet()
-    try:
-        content: Any = json.loads(data)
-        vocab = dict(content["model"]["vocab"])
-        ranks = {bytes([byte_of[c] for c in token]): rank for token, rank in vocab.items()}
-        added = {token["id"]: token["content"] for token in content["added_tokens"]}
-        number_types = {type(number) for number in [*ranks.values(), *added]}
-        name_types = {type(name) for name in added.values()}
-        if number_types != {int} or name_types != {str}:
-            raise TypeError("a rank or an id is no whole number, or a name is no text")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not the tokenizer.json of a byte-level BPE ({type(error).__name__}:"
-            f" {error}): download it again"
-        ) from None
-    return ranks, _added_names(path, ranks, added)
-
-
-def _added_names(path: Path, ranks: dict[bytes, int], added: dict[int, str]) -> list[str]:
-    ids = sorted(added)
-    if ids != list(range(len(ranks), len(ranks) + len(ids))):
-        raise ValueError(
-            f"{path}: the added tokens' ids must be {len(ranks)} and up without a gap, after the"
-            f" vocabulary's; got {ids[:5]} ... {ids[-1:]}: not a Llama 3 tokenizer"
-        )
-    return [added[i] for i in ids]
-
-
-def _parse_gguf(header: Header) -> tuple[dict[bytes, int], list[str]]:
-    """Return the ranks of a GGUF file, which are the ids of its tokens, and its special tokens."""
-    path = header.file
-    metadata = header.metadata
-    byte_of = byte_alphabet()
-    keys = ("model", "pre", "tokens", "token_type", "merges")
-    model, pre, tokens, types, merges = (metadata.get(f"tokenizer.ggml.{key}") for key in keys)
-    if model != "gpt2" or pre not in _GGUF_PRE or not tokens:
-        raise ValueError(
-            f"{path} has no tokenizer of Llama 3 (tokenizer.ggml.model is {brief(model)}, .pre is "
-            f"{brief(pre)}): give tokenizer_path, such as a tokenizer.model"
-        )
-    try:
-        added = {i: tokens[i] for i, token_type in enumerate(types or ()) if token_type != _NORMAL}
-        normal = {token: i for i, token in enumerate(tokens) if i not in added}
-        ranks = {bytes([byte_of[c] for c in token]): i for token, i in normal.items()}
-        merged_ids = [normal[merge.replace(" ", "", 1)] for merge in merges or ()]
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not the file of a byte-level BPE ({type(error).__name__}: "
-            f"{brief(str(error))}): download it again"
-        ) from None
-    if merged_ids != sorted(merged_ids):
-        raise ValueError(f"{path}: its merges are not in the order of ids: no Llama 3 tokenizer")
-    metadata.pop("tokenizer.ggml.merges", None)  # 280,000 strings that are not needed again
-    return ranks, _added_names(path, ranks, added)
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's table of the 256 characters of byte-level BPE, and the byte of each.
-
-    Printable Latin-1 characters stand for themselves, and U+0100, U+0101, ... for the other bytes
-    in order.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-def _check_ranks(path: Path, ranks: dict[bytes, int]) -> None:
-    for expected, rank in enumerate(sorted(ranks.values())):
-        if rank != expected:
-            raise ValueError(
-                f"{path}: ranks must be 0..{len(ranks) - 1}, each once; found {rank} where"
-                f" {expected} was expected: download the file again"
-            )
-    missing = [b for b in range(256) if bytes([b]) not in ranks]
-    if missing:
-        raise ValueError(
-            f"{path}: {len(missing)} of the 256 single-byte tokens are missing, the first"
-            f" {missing[0]:#04x}, so not every text can be encoded: download the file again"
-        )
-
-
 class ChatFormat:
     """The format of dialogs that Llama 3 was trained on.
 
@@ -342,14 +226,29 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
 
+    @property
+    def eot_id(self) -> int:
+        """The token behind a message."""
+        return self._special(EOT)
+
+    def _special(self, name: str) -> int:
+        token_id = self.tokenizer.special_tokens.get(name)
+        if token_id is None:
+            raise ValueError(
+                f"this tokenizer has no {name}: dialogs in Meta's format need that token, and this "
+                "model was trained on another format. Complete text instead: text_completion, "
+                "/v1/completions"
+            )
+        return token_id
+
     def encode_header(self, message: Message) -> list[int]:
         """Encode `<|start_header_id|>role<|end_header_id|>` and two newlines."""
         role = _check_role(message.get("role"), "message")
-        special = self.tokenizer.special_tokens
+        special = self._special
         return [
-            special[_START_HEADER],
+            special(START_HEADER),
             *self.tokenizer.encode("ipython" if role == "tool" else role, bos=False, eos=False),
-            special[_END_HEADER],
+            special(END_HEADER),
             *self.tokenizer.encode("\n\n", bos=False, eos=False),
         ]
 
@@ -357,7 +256,7 @@ class ChatFormat:
         """Encode a header, the content without surrounding whitespace, and `<|eot_id|>`."""
         _validate_message(message, "message")
         content = self.tokenizer.encode(message["content"].strip(), bos=False, eos=False)
-        return [*self.encode_header(message), *content, self.tokenizer.eot_id]
+        return [*self.encode_header(message), *content, self.eot_id]
 
     def encode_dialog_prompt(self, dialog: Dialog) -> list[int]:
         """Encode `<|begin_of_text|>`, the messages, and a header for the assistant's answer."""

@@ -28,6 +28,8 @@ FLOORS = [
     "llama/build_args.py",
     "llama/device.py",
     "llama/storage",
+    "llama/token_files.py",
+    "llama/vocabulary.py",
     "llama/tokenizer.py",
     "llama/sampling_params.py",
     "llama/prompts",

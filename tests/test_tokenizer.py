@@ -19,6 +19,7 @@ from llama_models.datatypes import RawMessage
 from llama_models.llama3 import chat_format as oracle_chat_format
 from llama_models.llama3 import tokenizer as oracle_module
 
+from helpers.fine_tunes import bpe_of
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.prompts import encode_chat
 from llama.requests.detokenizer import Detokenizer, StopStrings
@@ -406,7 +407,9 @@ def small_json(llama_3_0: bool = False) -> dict:
     names = ["<|begin_of_text|>", "<|end_of_text|>", "<|r0|>", "<|r1|>", "<|r2|>", "<|r3|>"]
     names += ["<|start_header_id|>", "<|end_header_id|>", eighth, "<|eot_id|>", tenth]
     added = [{"id": 259 + i, "content": name} for i, name in enumerate(names)]
-    return {"added_tokens": added[::-1], "model": {"type": "BPE", "vocab": vocab}}
+    bpe = bpe_of({token: rank for rank, token in enumerate(small_ranks())})
+    assert bpe["model"]["vocab"] == vocab
+    return {"added_tokens": added[::-1], **bpe}
 
 
 def json_file(path: Path, content: object) -> Path:
@@ -417,13 +420,12 @@ def json_file(path: Path, content: object) -> Path:
 @pytest.mark.parametrize("llama_3_0", [False, True])
 def test_small_tokenizer_json(tmp_path, small, llama_3_0):
     path = json_file(tmp_path / "tokenizer.json", small_json(llama_3_0))
-    ours = Tokenizer(str(path), llama_3_0=llama_3_0)
+    ours = Tokenizer(str(path))
     assert ours.encode("the thé\n", **PLAIN) == small.encode("the thé\n", **PLAIN)
     assert ours.n_words == 270 and ours.decode([261]) == "<|r0|>"  # names from the file
     assert ours.stop_tokens == ({260, 268} if llama_3_0 else {260, 267, 268})
     assert ours.eom_id == (None if llama_3_0 else 267)
-    with pytest.raises(ValueError, match=rf"tokenizer.json: .*pass llama_3_0={llama_3_0}"):
-        Tokenizer(path, llama_3_0=not llama_3_0)
+    assert Tokenizer(path, llama_3_0=True).special_tokens == ours.special_tokens
 
 
 def break_json(content: dict, how: str) -> object:
@@ -434,16 +436,18 @@ def break_json(content: dict, how: str) -> object:
         vocab["thth"] = vocab.pop("A")
     elif how == "alphabet":
         vocab["▁the"] = vocab.pop("the")
-    elif how == "added gap":
-        added[0]["id"] = 300
+    elif how == "far away":
+        added[0]["id"] = 10**9
     elif how == "text as id":
         added[0]["id"] = "259"
     elif how == "null as rank":
         vocab["the"] = None
     elif how == "null as name":
         added[-1]["content"] = None
-    elif how == "not Llama":
+    elif how == "no bos":
         added[-1]["content"] = "<|endoftext|>"
+    elif how == "single word":
+        added[3]["single_word"] = True
     elif how == "no model":
         del content["model"]
     elif how == "list":
@@ -457,14 +461,12 @@ def break_json(content: dict, how: str) -> object:
         ("gap", "ranks must be 0..258, each once; found 258 where 257"),
         ("no byte", "1 of the 256 single-byte tokens are missing, the first 0x41"),
         ("alphabet", "not the tokenizer.json of a byte-level BPE .*▁"),
-        ("added gap", "added tokens' ids must be 259 and up without a gap"),
-        ("text as id", "not the tokenizer.json .*a rank or an id is no whole number"),
-        ("null as rank", "not the tokenizer.json .*a rank or an id is no whole number"),
-        (
-            "null as name",
-            "not the tokenizer.json .*a rank or an id is no whole number, or a name is no text",
-        ),
-        ("not Llama", "<|begin_of_text|> not as in Llama 3.1"),
+        ("far away", "an added token has the id 1000000000, far beyond the 259 tokens"),
+        ("single word", "the added token '<|end_header_id|>' has single_word=true"),
+        ("text as id", "not the tokenizer.json .*an id is no whole number"),
+        ("null as rank", "not the tokenizer.json .*a rank is no whole number"),
+        ("null as name", "not the tokenizer.json .*an id is no whole number, or a name is no text"),
+        ("no bos", "no <|begin_of_text|>, and no file says which token is the bos_token"),
         ("no model", "not the tokenizer.json of a byte-level BPE .*model"),
         ("list", "not the tokenizer.json"),
     ],

@@ -34,7 +34,7 @@ from llama.checkpoint.settings_files import (
     left_out,
     settings_files,
 )
-from llama.checkpoint.tokenizer_files import load_tokenizer
+from llama.checkpoint.tokenizer_files import load_tokenizer, tokenizer_for_meta
 from llama.checks import FieldError, brief, whole_number
 from llama.model.args import HARMLESS_PARAMS, ModelArgs
 from llama.ops.cpu import native
@@ -128,7 +128,9 @@ def convert(
         output = _hf_output(checkpoint, reader, tokenizer)
     else:
         output = OutputFolder("meta", _shards(reader, 1))
-        output.others |= {path.name: path for path in tokenizer}
+        if tokenizer:
+            path = tokenizer_for_meta(checkpoint)
+            output.others[path.name] = path
         output.others["params.json"] = _meta_params(checkpoint.params)
         output.others |= settings_files(checkpoint, {}, has_config=False)
     lines = _notes(checkpoint, output.layout)
@@ -188,7 +190,7 @@ def _packed_others(checkpoint: Checkpoint) -> dict[str, FileContent]:
     others: dict[str, FileContent] = {"params.json": params}
     ids = {}
     for path in _tokenizer_paths(checkpoint):
-        tokenizer = load_tokenizer(path, checkpoint.params)
+        tokenizer = load_tokenizer(checkpoint)
         ids = special_ids(tokenizer)
         if checkpoint.layout == "gguf":
             others["tokenizer.json"] = tokenizer_json(tokenizer)
@@ -295,7 +297,7 @@ def _hf_output(
     output = OutputFolder("hf", _hf_weights(reader))
     ids = hf.default_special_ids(params)
     for path in tokenizer_paths:
-        tokenizer = load_tokenizer(path, params)
+        tokenizer = load_tokenizer(checkpoint)
         ids = special_ids(tokenizer)
         is_json = path.suffix == ".json"
         output.others["tokenizer.json"] = path if is_json else tokenizer_json(tokenizer)

@@ -113,6 +113,9 @@ class Checkpoint:
     def tokenizer_path(self) -> Path:
         """Return the GGUF file, or tokenizer.model or tokenizer.json beside the weights.
 
+        In Hugging Face's layout tokenizer.json comes first: a fine-tune may have a copy of Meta's
+        original/tokenizer.model, which does not name the tokens that were added or renamed.
+
         Raises:
             FileNotFoundError: There is none.
         """
@@ -122,7 +125,8 @@ class Checkpoint:
         if self.layout == "meta":  # Meta's downloads have one tokenizer above the models' folders
             folders.append(self.folder.parent)
         candidates = [folder / "tokenizer.model" for folder in folders]
-        candidates.append(self.folder / "tokenizer.json")
+        json_path = self.folder / "tokenizer.json"
+        candidates.insert(0 if self.layout == "hf" else len(candidates), json_path)
         for path in candidates:
             if path.is_file():
                 return path

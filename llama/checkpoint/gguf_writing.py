@@ -125,7 +125,7 @@ def _aligned(size: int) -> int:
 def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what llama.cpp asks of a model of the architecture "llama", with its tokenizer."""
     params = checkpoint.params
-    tokenizer = load_tokenizer(checkpoint.tokenizer_path(), params)
+    tokenizer = load_tokenizer(checkpoint)
     bpe = tokenizer_json(tokenizer)["model"]
     tokens = list(bpe["vocab"])
     special = list(tokenizer.special_tokens)

@@ -10,7 +10,8 @@ from llama.checkpoint import huggingface as hf
 from llama.model.args import ModelArgs
 from llama.prompts.template import jinja_template
 from llama.prompts.tools import tool_format_of
-from llama.tokenizer import Tokenizer, byte_alphabet
+from llama.token_files import byte_alphabet
+from llama.tokenizer import Tokenizer
 
 _BOS = "<|begin_of_text|>"
 _EOS = "<|end_of_text|>"

@@ -28,7 +28,7 @@ from llama.loading import (
     Files,
     estimate_memory,
     find_dialog_format,
-    find_tokenizer,
+    load_tokenizer,
     stays_in_codes,
 )
 from llama.ops.cpu import native
@@ -215,7 +215,7 @@ def _checkpoint(ckpt_dir: str, device: torch.device, num_ranks: int) -> Iterator
 def _tokenizer(checkpoint: Checkpoint) -> Iterator[Fact]:
     """Load the tokenizer and the chat format, and encode a dialog of one message."""
     try:
-        tokenizer = find_tokenizer(checkpoint, None)
+        tokenizer = load_tokenizer(checkpoint)
     except (OSError, ValueError) as e:
         yield problem("tokenizer", str(e))
         return

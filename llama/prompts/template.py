@@ -97,7 +97,7 @@ def encode_chat(
         # Content and the call behind it are one text, since tokens may span their border.
         ids += tokenizer.encode("".join(turn.texts), bos=False, eos=False)
         eom_id = tokenizer.eom_id if turn.ends_message else None
-        ids.append(tokenizer.eot_id if eom_id is None else eom_id)
+        ids.append(chat.eot_id if eom_id is None else eom_id)
     if continue_final_message:
         content = dialog[-1].content
         space = ""

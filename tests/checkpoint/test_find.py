@@ -80,11 +80,11 @@ def test_the_tokenizer_is_looked_for_beside_the_weights(meta, hugging):
     assert find(meta).tokenizer_path() == meta.parent / "tokenizer.model"
     (meta / "tokenizer.model").touch()
     assert find(meta).tokenizer_path() == meta / "tokenizer.model"
-    (hugging / "tokenizer.json").touch()
-    assert find(hugging).tokenizer_path() == hugging / "tokenizer.json"
     (hugging / "original").mkdir()
     (hugging / "original" / "tokenizer.model").touch()
     assert find(hugging).tokenizer_path() == hugging / "original" / "tokenizer.model"
+    (hugging / "tokenizer.json").touch()
+    assert find(hugging).tokenizer_path() == hugging / "tokenizer.json"
 
 
 def become_a_file(folder: Path) -> None:

@@ -260,7 +260,7 @@ def _tokenizer_file(tokenizer: str | None, model: str) -> str | None:
     """
     if tokenizer is None or str(tokenizer) == str(model):
         return None
-    for name in ("tokenizer.model", "tokenizer.json"):
+    for name in ("tokenizer.json", "tokenizer.model"):
         path = Path(tokenizer, name)
         if path.is_file():
             return str(path)
