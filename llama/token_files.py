@@ -351,13 +351,13 @@ def _parse_gguf(header: Header) -> Parsed:
     metadata.pop("tokenizer.ggml.merges", None)  # 280,000 strings that are not needed again
     for role, name in _GGUF_ROLES.items():
         key = f"tokenizer.ggml.{name}_token_id"
-        token_id = metadata.get(key)
-        if not isinstance(token_id, int):
+        value = metadata.get(key)
+        if not isinstance(value, int):
             continue
         if role in _ROLES:
-            parsed.roles.append((role, token_id))
+            parsed.roles.append((role, value))
         if role in _GGUF_STOPS:
-            parsed.stops.append((f"{path}: {key}", token_id))
+            parsed.stops.append((f"{path}: {key}", value))
     return parsed
 
 

@@ -51,17 +51,16 @@ def tokenizer_for_meta(checkpoint: Checkpoint) -> Path:
         OSError: There is no tokenizer, or a file cannot be read.
         ValueError: The tokenizer is not one of Llama 3, or belongs to another model.
     """
-    path = checkpoint.tokenizer_path()
-    tokenizer = load_tokenizer(checkpoint)
     for folder in (checkpoint.folder, checkpoint.folder / "original"):
         candidate = folder / "tokenizer.model"
-        if candidate.is_file() and _has_tokens(candidate, tokenizer, checkpoint):
+        if candidate.is_file() and _has_tokens(candidate, checkpoint):
             return candidate
-    return path
+    return checkpoint.tokenizer_path()
 
 
-def _has_tokens(path: Path, tokenizer: Tokenizer, checkpoint: Checkpoint) -> bool:
-    """Return whether a tokenizer.model has the tokens of a tokenizer; reserved ones have none."""
+def _has_tokens(path: Path, checkpoint: Checkpoint) -> bool:
+    """Return whether a tokenizer.model has the tokens of a checkpoint, but for reserved ones."""
+    tokenizer = load_tokenizer(checkpoint)
     try:
         metas = Tokenizer(path, llama_3_0=not checkpoint.params.use_scaled_rope)
     except ValueError:  # such as the SentencePiece model of another family

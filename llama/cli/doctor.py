@@ -22,13 +22,13 @@ import torch
 import llama.device
 from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.find import Checkpoint, find
+from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.cli.ranks import global_rank
 from llama.gpu import selfcheck_cache
 from llama.loading import (
     Files,
     estimate_memory,
     find_dialog_format,
-    load_tokenizer,
     stays_in_codes,
 )
 from llama.ops.cpu import native

@@ -17,7 +17,13 @@ from helpers.weights import hf_model
 
 KINDS = ("meta", "r1", "chatml", "hermes", "tulu")
 # What config.json or generation_config.json name as the ends of an answer, as offsets.
-_EOS = {"meta": [1, 8, 9], "r1": 1, "chatml": 256, "hermes": [1, 40], "tulu": 1}
+_EOS: dict[str, int | list[int]] = {
+    "meta": [1, 8, 9],
+    "r1": 1,
+    "chatml": 256,
+    "hermes": [1, 40],
+    "tulu": 1,
+}
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
