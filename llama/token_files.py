@@ -104,7 +104,7 @@ class AddedToken:
 
 @dataclass
 class Parsed:
-    """What the files hold, before it is compared with the rows of a model.
+    """The content of the files, before it is compared with the rows of a model.
 
     A token of a setting is given by its id or its name.
 
