@@ -12,8 +12,8 @@ from markdown_it import MarkdownIt
 _EMPTY = {"br", "hr", "img"}
 _KEPT = ("href", "start", "class")
 _BLOCKS = {"ul", "ol", "blockquote", "table", "thead", "tbody", "tr", "pre", ""}
-# Return the tree of a node of the page. A code block has a toolbar above it, and a table may
-# scroll.
+# Return the tree of a node of the page. A code block has a toolbar above it and colors, and a table
+# may scroll.
 TREE = """(text) => {
     const box = document.createElement("div");
     new Markdown(box).show(text, false);
@@ -21,7 +21,7 @@ TREE = """(text) => {
         if (node.nodeType === Node.TEXT_NODE) return [node.data];
         if (node.className === "block-bar") return [];
         const children = [...node.childNodes].flatMap(tree);
-        if (node.localName === "div") return children;
+        if (node.localName === "div" || node.className.startsWith("code-")) return children;
         const kept = ["href", "start", "class"].filter((name) => node.hasAttribute(name));
         const attributes = kept.map((name) => [name, node.getAttribute(name)]);
         return [[node.localName, Object.fromEntries(attributes), children]];
@@ -108,6 +108,15 @@ TEXTS = [
     "émphase **très**, «*oui*»、**太字**です。🎈**x**🎈 **「a」**b",
     "a\r\nb\r\n\r\n- c\r\n- d",
 ]  # fmt: skip
+
+
+# Texts with formulas, which CommonMark does not know.
+MATH = [
+    "Then $x_1^2$ and $y$, \\(a_b\\) or \\[c\\] holds.\n\n$$\na = b\n$$\n\nend",
+    "$$ x $$\n$$\ny\n$$, then\n\\[\nz\n\\] more\n- $a$\n  \\[ b \\]\n> $$\n> c\n\n$$ open\n\n$ x",
+    "a $5 b $6 \\$ $\\$$ $$$ `$x$` $`$` **$x*y$** [$a$](http://e.x/) | $\n|-|\n$x$",
+    "| a | $b_1$ |\n|---|---|\n| $c$ | \\(d\\) |\n\n```math\nx\n```\n```tex\n$$\n```",
+]
 
 
 class _Tree(HTMLParser):

@@ -21,7 +21,7 @@ from helpers.browser import (
     settings,
     show_tokens,
 )
-from helpers.markdown import TEXTS, TREE, commonmark, normalized
+from helpers.markdown import MATH, TEXTS, TREE, commonmark, normalized
 from helpers.server import run_server
 from helpers.waiting import wait_until
 from helpers.web import web
@@ -32,8 +32,11 @@ from llama.server.service import Limits, Service
 
 def test_the_page_is_one_small_text_with_nothing_from_elsewhere(server):
     text = read_page()
-    assert len("".join(text.split())) < 85_000, "its layout is the formatter's, and does not count"
-    assert set(re.findall(r"https?://[^\s'\"]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert len("".join(text.split())) < 135_000, "its layout is the formatter's, and does not count"
+    assert set(re.findall(r"https?://[^\s'\"]+", text)) == {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1998/Math/MathML",
+    }
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
     found = web.get(server.url)
     assert (found.text, found.headers["content-type"]) == (text, "text/html; charset=utf-8")
@@ -101,6 +104,124 @@ def test_markdown_means_what_commonmark_says(page):
     assert found == ["https://e.x/a_b", "http://e.x/c(d)", "http://e.x/2"]
 
 
+# Read a text as Markdown, and write its trees as tag(children); the text of a leaf is in quotes.
+WRITTEN = """(text) => {
+    const write = (node) => {
+        if (node.nodeType === Node.TEXT_NODE) return JSON.stringify(node.data);
+        const names = [node.localName, ...node.classList].join(".");
+        return `${names}(${[...node.childNodes].map(write).join(" ")})`;
+    };
+    const box = document.createElement("div");
+    new Markdown(box).show(text, false);
+    return [...box.childNodes].map(write).join(" ");
+}"""
+
+
+def test_math_is_drawn_as_mathml(page):
+    def written(text: str) -> str:
+        found = page.evaluate(WRITTEN, text)
+        return found.removeprefix("p(").removesuffix(")") if found.startswith("p(") else found
+
+    inline = {
+        "$x^23$": 'msup(mi("x") mn("2")) mn("3")',
+        r"\(\frac12\)": 'mfrac(mn("1") mn("2"))',
+        r"$\sqrt[3]{a_i^2}$": 'mroot(msubsup(mi("a") mi("i") mn("2")) mn("3"))',
+        "$f''(x)$": 'msup(mi("f") mo("′′")) mo("(") mi("x") mo(")")',
+        r"$\sum_{i=1}^n i$": 'munderover(mo("∑") mrow(mi("i") mo("=") mn("1")) mi("n")) mi("i")',
+        r"$\int_0^1$": 'msubsup(mo("∫") mn("0") mn("1"))',
+        r"$\mathbb{R}\mathbf{x}\mathrm{d}$": 'mi("ℝ") mi("𝐱") mi("d")',
+        r"\(\text{if $x$ is}\)": 'mrow(mtext("if\xa0") mi("x") mtext("\xa0is"))',
+        r"$\left(a\right.$": 'mrow(mo("(") mi("a") mo(""))',
+        r"$\not= \not\in$": 'mo("≠") mo("∉")',
+        r"$\vec v {a \over b}$": 'mover(mi("v") mo("→")) mfrac(mi("a") mi("b"))',
+        r"$a * b_1 * c_2 [d](e)$": None,
+        "$`a`$": None,
+        r"$\foo$": 'mtext.unknown("\\\\foo")',
+        r"$5 \times 3$": 'mn("5") mo("×") mn("3")',
+    }
+    for text, wanted in inline.items():
+        found = written(text)
+        assert found.startswith("span(math("), text
+        assert wanted is None or found == f"span(math({wanted}))"
+    matrix = r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \\ \end{bmatrix}"
+    rows = "".join(
+        f"mtr({' '.join(f'mtd(mn({json.dumps(cell)}))' for cell in row)}) " for row in ("12", "34")
+    ).strip()
+    table = f'div.wide.formula(math(mrow(mo("[") mtable({rows}) mo("]"))))'
+    for text in (f"$${matrix}$$", f"$$\n{matrix}\n$$", f"\\[{matrix}\\]", f"\\[\n{matrix}\n\\]"):
+        assert written(text) == table
+    assert written(f"```math\n{matrix}\n```") == table
+    assert written(f"- a\n  $$\n  {matrix}\n  $$") == f'ul(li("a" {table}))'
+    assert written("a\n$$\n- b\n= c\n$$\nd").count("mtable") == 0
+    aligned = written("$$a &= b \\\\ c &= d$$")
+    assert aligned.count("mtd.right") == aligned.count("mtd.left") == 2
+    plain = [
+        "It costs $5 or $10, US$6 and 20$.",
+        "From $20 (or 20$) to $30.",
+        "`$x$` and \\$x\\$ and $ x $",
+        "$$ is a lot of money\n\nand $ is less",
+        "\\\\(x\\\\)",
+    ]
+    for text in plain:
+        assert "math(" not in written(text), text
+    for text in (r"$\frac{1}{2$", r"$x^2^3$", r"$\left( x$", r"$\begin{foo}\end{foo}$", "$}$"):
+        assert written(text) == f"span(code.tex({json.dumps(text)}))", "what is no formula is shown"
+
+
+def test_every_command_of_the_tables_is_drawn(page):
+    found = page.evaluate("""() => {
+        const names = [SYMBOLS, GREEK, OPERATORS, LARGE, INTEGRALS, LIMITS, SPACES, FENCES,
+            ACCENTS, UNDER_ACCENTS, FRACTIONS, STYLES, FONTS, ARROWS, IGNORED]
+            .flatMap((table) => [...table.keys()]).filter((name) => /^[a-z]+$/i.test(name));
+        const tex = names.map((name) => `\\\\${name}{a}{b}`);
+        tex.push(...[...FUNCTIONS, ...TEXT_COMMANDS, ...TRANSPARENT].map((n) => `\\\\${n}{a}`));
+        tex.push(...Object.keys(ENVIRONMENTS).map((n) => `\\\\begin{${n}}{l}a&b\\\\end{${n}}`));
+        return tex.map((each) => {
+            const [node] = formulaNodes(each, true);
+            const isDrawn = node.tag === "math" && !JSON.stringify(node).includes("unknown");
+            return isDrawn ? "" : each;
+        }).filter(Boolean);
+    }""")
+    assert found == []
+
+
+CODE = {
+    "python": (
+        '@a.b\ndef f(x): # "c"\n    return g("d\\"", 0x1F) + 1e-5 + """e\n"""',
+        "keyword:@a.b keyword:def name:f comment:#_\"c\" keyword:return name:g string:\"d\\\"\" "
+        "number:0x1F number:1e-5 string:\"\"\"e\n\"\"\"",
+    ),
+    "js": (
+        "const a = `b ${c}`; /* d\n*/ let e1 = 'f' // g",
+        "keyword:const string:`b_${c}` comment:/*_d\n*/ keyword:let string:'f' comment://_g",
+    ),
+    "C++": ("#include <a>\nint x = 'c'; f();", "keyword:#include keyword:int string:'c' name:f"),
+    "rust": ("fn f<'a>(x: &'a u8) {}", "keyword:fn keyword:u8"),
+    "sh": ('echo "$a" ${b} # c', 'keyword:echo string:"$a" name:${b} comment:#_c'),
+    "sql": ("SELECT 1 -- a", "keyword:SELECT number:1 comment:--_a"),
+    "json": ('{"a": ["b", true]}', 'name:"a" string:"b" keyword:true'),
+    "yaml": ("a_b: 1 # c\n- d: 'e'", "name:a_b number:1 comment:#_c name:-_d string:'e'"),
+    "html": ('<a href="b">c</a><!-- d -->',
+             'keyword:<a name:href string:"b" keyword:> keyword:</a keyword:> comment:<!--_d_-->'),
+    "css": ("@media x { a: #fff; }", "keyword:@media name:a number:#fff"),
+    "diff": ("-a\n+b\n c()", "number:-a string:+b"),
+    "unknown": ("def f(): 1", ""),
+}  # fmt: skip
+
+
+def test_code_has_colors(page):
+    for language, (code, wanted) in CODE.items():
+        nodes = page.evaluate(
+            """([code, language]) => coloredCode(code, language).map((node) =>
+                node.tag ? [node.attributes.class, plainOf([node])] : ["", node])""",
+            [code, language],
+        )
+        assert "".join(text for _, text in nodes) == code
+        found = [f"{kind[5:]}:{text.replace(' ', '_')}" for kind, text in nodes if kind]
+        assert " ".join(found) == wanted, language
+    assert page.evaluate("Object.keys(GRAMMARS).every((names) => grammarOf(names.split(' ')[0]))")
+
+
 def test_a_growing_text_is_made_again_at_its_end_alone(page):
     """A growing text is rendered again only at its end.
 
@@ -115,7 +236,7 @@ def test_a_growing_text_is_made_again_at_its_end_alone(page):
             new Markdown(whole).show(text, false);
             return grown.innerHTML === whole.innerHTML ? "" : text;
         })""",
-        TEXTS,
+        [*TEXTS, *MATH],
     )
     assert [text for text in grown if text] == []
     seen = page.evaluate("""async () => {
@@ -154,6 +275,10 @@ HOSTILE = """\
 | <img src=http://evil.x/t.png> | b |
 |---|---|
 | [x](javascript:hacked=1) | <iframe src=http://evil.x> |
+
+$\\href{javascript:hacked=1}{x} \\url{http://evil.x} \\text{<img src=x onerror=hacked=1>}$
+$$\\includegraphics{http://evil.x/p.png} \\style{background:url(http://evil.x)}{x}$$
+$\\color{url(http://evil.x)} \\begin{array}{" onclick="hacked=1"} x \\end{array}$
 """
 
 
@@ -198,6 +323,24 @@ def test_no_text_takes_long(page):
         "# #" + " #" * 40_000 + " x",
         "https://" + "!" * 90_000,
     ]
+    math = ["$", "$a", "$$a ", "\\(", "\\[", "\\)", "$a\\$", "$`"]
+    texts += [part * 30_000 for part in math]
+    tex = [
+        "{",
+        "x_",
+        "\\frac",
+        "\\left(",
+        "\\text{$",
+        "\\begin{cases}",
+        "x'",
+        "x^2 ",
+        "&",
+        "\\sqrt[",
+    ]
+    texts += [f"$${part * (19_000 // len(part))}$$" for part in tex]
+    code = ['"', "\\", '\\"', "'", "/*", "<!--", "`", "a", "a-", "- ", "1e", '"""', "$", "#", " "]
+    for language in ("js", "python", "html", "css", "yaml", "json"):
+        texts += [f"```{language}\n{part * (90_000 // len(part))}\n```" for part in code]
     spent = page.evaluate(
         """(texts) => texts.map((text) => {
             const began = performance.now();
@@ -824,6 +967,11 @@ def test_a_long_unbroken_line_does_not_widen_the_page(page):
     assert page.evaluate("document.documentElement.scrollWidth") == 360
 
 
+COLORS = (
+    "--text --soft --accent --bad --code-keyword --code-string --code-number --code-name".split()
+)
+
+
 def test_the_layout_fits_the_screen_and_its_colours_can_be_read(page):
     """The layout fits the screen and its colours are readable, on desktop and phone, light and
     dark.
@@ -846,7 +994,7 @@ def test_the_layout_fits_the_screen_and_its_colours_can_be_read(page):
     for width, scheme in [(1100, "light"), (1100, "dark"), (360, "dark"), (360, "light")]:
         page.set_viewport_size({"width": width, "height": 740})
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-        back, text, *others = page.evaluate(CONTRAST, ["--text", "--soft", "--accent", "--bad"])
+        back, text, *others = page.evaluate(CONTRAST, COLORS)
         assert (back < 0.1) == (scheme == "dark")
         assert text > 7 and min(others) > 4.5
         page.click(f"{DONE} .token.scored >> nth=3")

@@ -18,6 +18,10 @@ function treeOf(block, isGrowing) {
       return listTree(block, inner);
     case "table":
       return tableTree(block, inline);
+    case "math":
+      if (block.isClosed) return formula(block.tex.join("\n"), true, "div");
+      if (isGrowing) return h("div", {}, h("code", { class: "tex" }, block.lines.join("\n")));
+      return h("p", {}, ...inline(block.lines.join("\n")));
     case "rule":
       return h("hr");
     default:
@@ -57,6 +61,7 @@ function codeTree({ type, lines, info = "" }, isGrowing) {
   while (type === "code" && !lines.at(-1).trim()) lines.pop();
   const code = lines.join("\n") + (lines.length && !isGrowing ? "\n" : "");
   const language = unescape(info.trim().split(/\s/)[0]);
+  if (language === "math" && !isGrowing) return formula(code, true, "div");
   const button = h(
     "button",
     { type: "button", class: "quiet", "data-action": "copy-code" },
@@ -72,12 +77,16 @@ function codeTree({ type, lines, info = "" }, isGrowing) {
     h(
       "pre",
       { tabindex: "0", "aria-label": `Code${language && `, ${language}`}` },
-      h("code", {}, code),
+      h("code", {}, ...coloredCode(code, language)),
     ),
   );
 }
 
 const drawn = new WeakMap(); // node -> the tree that it was made from
+
+const MATHML = "http://www.w3.org/1998/Math/MathML";
+const elementOf = (tag, parent) =>
+  document.createElementNS(tag === "math" ? MATHML : parent.namespaceURI, tag);
 
 /** Turn `node` and its next siblings into these trees; touch only what differs. */
 function patch(parent, node, trees) {
@@ -93,7 +102,7 @@ function patch(parent, node, trees) {
     } else {
       const fresh = isText
         ? document.createTextNode(tree)
-        : update(document.createElement(tree.tag), h(""), tree);
+        : update(elementOf(tree.tag, parent), h(""), tree);
       if (node) node.replaceWith(fresh);
       else parent.append(fresh);
     }
@@ -124,7 +133,7 @@ row of a table before the next one. */
 function stablePart(text) {
   let end = text.lastIndexOf("\n");
   const line = text.slice(end + 1);
-  const isOpen = /^[-=*_+|:~`#> \t]*$|^[ \t>]*(?:\d{1,9}[.)]?$|[`~]{3}|\|)/.test(line);
+  const isOpen = /^[-=*_+|:~`#$\\> \t]*$|^[ \t>]*(?:\d{1,9}[.)]?$|[`~]{3}|\|)/.test(line);
   if (isOpen && /^[-|: \t]*$/.test(line)) {
     const before = text.lastIndexOf("\n", end - 1);
     if (end > 0 && /^[ \t]*\|.*[^-|: \t]/.test(text.slice(before + 1, end))) end = before;

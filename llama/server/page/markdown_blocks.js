@@ -10,6 +10,8 @@ const ITEM = /^(?:([-+*])|(\d{1,9})([.)]))(?=\s|$)/;
 const RULE = /^(?:(?:\*[ \t]*){3,}|(?:_[ \t]*){3,}|(?:-[ \t]*){3,})$/;
 const HEADING = /^(#{1,6})(?=[ \t]|$)/;
 const FENCE = /^(?:(`{3,})([^`]*)|(~{3,})(.*))$/;
+const MATH = /^(?:(\$\$)(?!\$)|(\\\[))/; // at the beginning of a line: the formula of a display
+const MATH_TAIL = /^[.,;:]?$/; // what may follow the formula in its line
 const DELIMITERS = /^(?!-\s)[-|:][-|: \t]*$/;
 
 /** The width of a line's leading white space, in columns; the line begins at `column`. */
@@ -33,6 +35,12 @@ function cellsOf(row) {
   return cells;
 }
 
+/** The text before a mark and the text after it; undefined if the mark is missing. */
+function splitAt(text, mark) {
+  const i = text.indexOf(mark);
+  return i < 0 ? [text, undefined] : [text.slice(0, i), text.slice(i + mark.length)];
+}
+
 /** Reads lines one by one; keeps the open containers and the open leaf in the last of them. */
 class BlockReader {
   constructor() {
@@ -46,9 +54,11 @@ class BlockReader {
     this.line = line; // the unread part
     this.column = 0;
     const depth = this.enter();
-    if (depth === this.path.length && this.leaf?.type === "fence") return this.readFence();
+    const isInside = depth === this.path.length;
+    if (isInside && this.leaf?.type === "fence") return this.readFence();
+    if (isInside && this.leaf?.type === "math") return this.readMath();
     this.depth = depth;
-    this.isOpen = depth === this.path.length; // this line continues all containers
+    this.isOpen = isInside; // this line continues all containers
     if (this.begin()) return this.note(this.path.length);
     this.readText();
   }
@@ -159,7 +169,7 @@ class BlockReader {
     const fence = FENCE.exec(text);
     const isUnderlined = paragraph && /^(=+|-+)[ \t]*$/.test(text);
     if (!heading && !fence && !isUnderlined && !RULE.test(text))
-      return this.beginTable(text, paragraph);
+      return this.beginMath(text) || this.beginTable(text, paragraph);
     this.close();
     if (heading) {
       const content = text.slice(heading[1].length).trim();
@@ -180,6 +190,41 @@ class BlockReader {
       });
     } else this.add({ type: "rule" });
     return true;
+  }
+
+  /** A formula in lines of its own; a blank line ends it, too, and it is then a paragraph. */
+  beginMath(text) {
+    const found = MATH.exec(text);
+    if (!found) return false;
+    const mark = found[1] ?? "\\]";
+    const [tex, tail] = splitAt(text.slice(2), mark);
+    if (tail !== undefined && !MATH_TAIL.test(tail.trim())) return false;
+    this.close();
+    const block = { type: "math", mark, lines: [text], tex: [tex], isClosed: tail !== undefined };
+    if (tail) block.tex.push(tail.trim());
+    this.add(block, !block.isClosed);
+    return true;
+  }
+
+  readMath() {
+    const { leaf, text } = this;
+    if (!text) {
+      this.leaf = null;
+      return;
+    }
+    const [tex, tail] = splitAt(text, leaf.mark);
+    this.note(this.path.length);
+    leaf.end = this.number;
+    leaf.lines.push(text);
+    if (tail !== undefined && !MATH_TAIL.test(tail.trim())) {
+      leaf.type = "paragraph"; // The formula ends in the middle of a line.
+      return;
+    }
+    leaf.tex.push(tex);
+    if (tail === undefined) return;
+    leaf.tex.push(tail.trim());
+    leaf.isClosed = true;
+    this.leaf = null;
   }
 
   /** If this line is a delimiter row, the paragraph's last line becomes the head of a table. */

@@ -1,6 +1,6 @@
 /* ---- Markdown: the text in a block ---- */
 
-const PLAIN = /(?:(?!https?:\/\/)[^\\`<&![\]*_~\n])+/y;
+const PLAIN = /(?:(?!https?:\/\/)[^\\`$<&![\]*_~\n])+/y;
 const PUNCTUATION = /[\p{P}\p{S}]/u;
 const ESCAPABLE = /[!-/:-@[-`{-~]/;
 const AUTOLINK = /<((?:https?:|mailto:)[^\s<>]*)>/iy;
@@ -44,25 +44,63 @@ function unescape(text) {
   );
 }
 
-/** The spans of code, by the index at which each begins: its width in backticks, and its end. */
-function codeSpans(text) {
-  const closing = new Map(); // width -> indices of runs, the last one first
+/** The runs of dollar signs and the ends of formulas, the last one first: {mark, index}. */
+function mathMarks(text) {
+  const marks = { $: [], "\\)": [], "\\]": [] };
+  for (const { 0: mark, index } of text.matchAll(/\\[^]|\$+/g)) {
+    if (mark === "\\]" && /[([]/.test(text[index + 2] ?? "")) continue; // an escaped link
+    marks[mark[0] === "$" ? "$" : mark]?.push({ mark, index });
+  }
+  Object.values(marks).forEach((each) => each.reverse());
+  return marks;
+}
+
+/** Whether text between two dollar signs is a formula, not what stands between two prices. */
+function isFormula(tex, before, after) {
+  if (/^\s|\s$/.test(tex) || /[\p{L}\p{N}]/u.test(before) || /\d/.test(after)) return false;
+  return !/^\d/.test(tex) || !/\s/.test(tex) || /[\\^_=+*/<>-]/.test(tex);
+}
+
+/** The spans of code and of math, by the index at which each begins: {width, end} of its marks. While
+ * the text grows, a formula may reach its end. */
+function literalSpans(text, isGrowing) {
+  const closing = new Map(); // width -> indices of runs of backticks, the last one first
   for (const { 0: run, index } of [...text.matchAll(/`+/g)].reverse()) {
     if (!closing.has(run.length)) closing.set(run.length, []);
     closing.get(run.length).push(index);
   }
+  const marks = mathMarks(text);
+  const ends = { "\\(": marks["\\)"], "\\[": marks["\\]"] };
   const spans = new Map();
-  const opening = /\\[^]|`+/g;
+  const opening = /\\[^]|`+|\$+/g;
+  const add = (index, span) => {
+    spans.set(index, span);
+    opening.lastIndex = span.end;
+  };
   for (;;) {
     const found = opening.exec(text);
     if (!found) return spans;
     const { 0: run, index } = found;
-    const starts = run[0] === "`" ? (closing.get(run.length) ?? []) : [];
-    while (starts.length && starts.at(-1) <= index) starts.pop();
-    if (!starts.length) continue;
-    const end = starts.at(-1) + run.length;
-    opening.lastIndex = end;
-    spans.set(index, { width: run.length, end });
+    if (run[0] === "`") {
+      const starts = closing.get(run.length) ?? [];
+      while (starts.length && starts.at(-1) <= index) starts.pop();
+      if (starts.length) add(index, { width: run.length, end: starts.at(-1) + run.length });
+      continue;
+    }
+    const isDollar = run[0] === "$";
+    const candidates = isDollar ? marks.$ : ends[run];
+    if (!candidates || run.length > 2) continue;
+    while (candidates.length && candidates.at(-1).index <= index) candidates.pop();
+    const end = candidates.at(-1);
+    const from = index + run.length;
+    const tex = text.slice(from, end?.index);
+    const before = text[index - 1] ?? " ";
+    const after = end ? (text[end.index + 1] ?? " ") : " ";
+    if (end ? isDollar && end.mark !== run : !isGrowing) continue;
+    if (run === "$" && (end ? !isFormula(tex, before, after) : !/^[^\s\d]/.test(tex))) continue;
+    if (!tex.trim()) continue;
+    const close = end ? end.index + end.mark.length : text.length;
+    add(index, { tex, isDisplay: run === "$$" || run === "\\[", isOpen: !end, end: close });
   }
 }
 
@@ -72,8 +110,8 @@ function matchBrackets(text, spans) {
   const open = [];
   for (let i = 0; i < text.length; i++) {
     const c = text[i];
-    if (c === "\\") i++;
-    else if (spans.has(i)) i = spans.get(i).end - 1;
+    if (spans.has(i)) i = spans.get(i).end - 1;
+    else if (c === "\\") i++;
     else if (c === "[") open.push(i);
     else if (c === "]" && open.length) found.set(open.pop(), i);
   }
@@ -111,12 +149,12 @@ function readTarget(text, start) {
 class InlineReader {
   /** isGrowing: the text may grow, so whatever is open is shown as if it ended here. */
   constructor(text, isGrowing = false, depth = 0) {
-    this.text = isGrowing ? text.replace(/(?:[*_~`\\]+|!?\[)$/, "") : text;
+    this.text = isGrowing ? text.replace(/(?:[*_~`$\\]+|!?\[)$/, "") : text;
     this.isGrowing = isGrowing;
     this.depth = depth;
     this.i = 0;
     this.frames = [{ children: [] }]; // what is open; the first frame is the text itself
-    this.spans = codeSpans(this.text);
+    this.spans = literalSpans(this.text, isGrowing);
     this.brackets = matchBrackets(this.text, this.spans);
   }
 
@@ -134,6 +172,8 @@ class InlineReader {
   }
 
   readSign(c) {
+    const span = this.spans.get(this.i);
+    if (span?.tex !== undefined) return this.readFormula(span);
     if (c === "\\") return this.readEscape();
     if (c === "`") return this.readCode();
     if (c === "<") return this.readAutolink();
@@ -174,6 +214,12 @@ class InlineReader {
     let code = this.text.slice(this.i + width, end - width).replaceAll("\n", " ");
     if (/^ .* $/.test(code) && code.trim()) code = code.slice(1, -1);
     return this.put(h("code", {}, code), end - this.i);
+  }
+
+  readFormula({ tex, isDisplay, isOpen, end }) {
+    const width = end - this.i;
+    if (isOpen) return this.put(h("code", { class: "tex" }, this.text.slice(this.i, end)), width);
+    return this.put(formula(tex, isDisplay, "span"), width);
   }
 
   readEntity() {
