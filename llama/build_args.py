@@ -107,7 +107,7 @@ class BuildArgs:
         None,
         "N",
         "Maximum number of tokens of a prompt and its answer",
-        "what fits; in a chat 4096; with the demo model 512",
+        "the model's context, at most 8192, as far as it fits the memory",
         limits=(1, 2**31),
     )
     max_batch_size: int | None = _flag(

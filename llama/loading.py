@@ -139,6 +139,7 @@ class Loaded:
         return (
             f"{weight.device.type}, {name}, model_parallel_size={self.model.parallel.size}, "
             f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}, "
+            f"model context {params.longest_context:,} tokens, "
             f"KV cache {tokens}, {sequences} sequence{plural} of full length at once"
             f"{selection.describe(self.model)}{graphs}"
         )

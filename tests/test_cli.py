@@ -56,6 +56,19 @@ def values(command: Command, *words: str, **environ: str) -> Namespace:
 # --- flags ---
 
 
+def test_a_chat_with_a_model_of_a_short_context_has_that_context(
+    make_checkpoint, monkeypatch, capsys
+):
+    """A chat with a model of a short context has that context.
+
+    A past fault: the default of a chat was 4096, which such a model refused.
+    """
+    folder = make_checkpoint(context_length=2048)[0]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/stats\n"))
+    assert main(["chat", str(folder), "--device", "cpu"]) == 0
+    assert "context 0 of 2048 tokens" in capsys.readouterr().err
+
+
 def test_windows_is_told_of_wsl(monkeypatch):
     """Windows is told to use WSL 2; a missing `termios` deep in the package would not say so."""
     monkeypatch.setattr(sys, "platform", "win32")

@@ -28,6 +28,16 @@ def test_it_is_small_and_in_metas_layout():
     assert params["n_kv_heads"] < params["n_heads"] and params["vocab_size"] == 2048
 
 
+def test_its_context_is_that_of_its_training(capsys):
+    """Without max_seq_len, a build has the 512 tokens that the model was trained on."""
+    demo = Llama.build(str(DEMO), device="cpu")
+    assert demo.model.params.max_seq_len == 512
+    assert "max_seq_len=512, " in (line := capsys.readouterr().out)
+    assert "model context 512 tokens" in line
+    with pytest.raises(ValueError, match="max_seq_len=513 is beyond this model's limit of 512"):
+        Llama.build(str(DEMO), max_seq_len=513, device="cpu")
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_it_answers_every_question_it_was_taught(dtype):
     """It answers every question of its training.

@@ -57,6 +57,7 @@ COMMANDS = {
             "max_batch_size": 1,
             **SAMPLING_FLAGS,
             "system": None,
+            "no_history": False,
             **_CLIENT_FLAGS,
         },
         positional=["ckpt_dir"],

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llama.cli.chat.line_editor import history_path
 from llama.cli.flags import SAMPLING_FLAGS, UsageError, extra
 from llama.cli.model import (
     check_client,
@@ -28,8 +29,7 @@ from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.resident import KEYED, resident_server
 from llama.ranks.signals import SIGNALS, stop_requested
 
-_CHAT_CONTEXT = 4096  # tokens
-_DEMO_CONTEXT = 512  # tokens, the length that the demo model was trained on
+_DEMO_TURNS = 3  # the longest chats that the demo model was trained on
 
 
 def chat(options: argparse.Namespace) -> int:
@@ -37,14 +37,15 @@ def chat(options: argparse.Namespace) -> int:
     check_sampling(options)
     finish_on_signal()
     settings = _picked(options, "system", "seed", *SAMPLING_FLAGS)
+    settings["history"] = None if options.no_history else history_path()
+    if not (options.ckpt_dir or options.url):
+        settings["max_turns"] = _DEMO_TURNS
     if options.url or options.resident:  # This avoids the import of torch, which takes seconds.
         with _server(options) as url:
             from llama.cli.chat.server_session import chat_on_server
 
             chat_on_server(url, api_key=options.api_key, model=options.model, **settings)
         return 0
-    context = _CHAT_CONTEXT if options.ckpt_dir else _DEMO_CONTEXT
-    options.max_seq_len = options.max_seq_len or context
     llama = load(options)
     from llama.cli.chat.engine_session import chat_on_engine
 
@@ -81,8 +82,6 @@ def complete(options: argparse.Namespace) -> int:
         with _server(options) as url:
             _complete_on_server(url, prompt, options)
         return 0
-    if not options.ckpt_dir:
-        options.max_seq_len = options.max_seq_len or _DEMO_CONTEXT
     params = sampling_params(**_picked(options, "seed", *SAMPLING_FLAGS))
     stream_continuation(load(options), prompt, params)
     return 0

@@ -161,6 +161,7 @@ FLAGS = {
         str, "FILE", "File with the text to continue; - is standard input", "standard input"
     ),
     "system": Flag(str, "TEXT", "System message of the chat", "none"),
+    "no_history": Flag(bool, "", "Do not keep the lines that are typed for the next chat"),
     "temperature": Flag(float, "X", "Sampling temperature; 0 always takes the most likely token"),
     "top_p": Flag(
         float, "P", "Sample from the most likely tokens that together have this probability"

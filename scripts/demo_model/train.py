@@ -23,6 +23,7 @@ from demo_model.corpus import Turn, facts, round_of
 from demo_model.tokenizer import NUM_RANKS, make_tokenizer
 from llama.tokenizer import ChatFormat, Message, Tokenizer
 
+CONTEXT = 512
 PARAMS: dict[str, Any] = {
     "dim": 256,
     "n_layers": 4,
@@ -32,9 +33,9 @@ PARAMS: dict[str, Any] = {
     "multiple_of": 32,
     "norm_eps": 1e-5,
     "rope_theta": 500000.0,
+    "context_length": CONTEXT,  # not Meta's key: without it the context is taken to be 8,192
 }
 FFN_DIM = 704  # 2/3 of 4 * 256, rounded up to a multiple of 32
-CONTEXT = 512
 
 PROMPT_WEIGHT = 0.15  # questions are given, not asked of the model, but they teach the words
 BATCH_TOKENS = 2048

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from helpers.launch import DEMO
+
 
 def ffn_dim(params: dict) -> int:
     hidden = int(2 * (4 * params["dim"]) / 3)
@@ -84,6 +86,18 @@ def write_byte_tokenizer(folder: Path) -> None:
     """Write a tokenizer.model of the 256 bytes; the 256 special tokens make a vocabulary of 512."""
     lines = [f"{base64.b64encode(bytes([i])).decode()} {i}" for i in range(256)]
     (folder / "tokenizer.model").write_text("\n".join(lines) + "\n")
+
+
+def long_demo(folder: Path) -> Path:
+    """Make the demo model without its context, so that it takes as many tokens as a build asks.
+
+    Its answers are meaningless beyond the 512 tokens of its training.
+    """
+    folder.mkdir()
+    for path in DEMO.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    change_params(folder, context_length=None)
+    return folder
 
 
 def change_params(folder: Path, **changes) -> None:

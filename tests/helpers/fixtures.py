@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
+from helpers.checkpoints import long_demo, random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import BODIES, HAS_KERNELS, library
 from helpers.launch import DEMO
 from llama import Llama
@@ -96,6 +96,12 @@ def shared_llama(checkpoint_dir) -> Llama:
 def demo() -> Llama:
     """The demo model in float32 on the CPU, for many tests; none of them may change it."""
     return Llama.build(str(DEMO), None, 512, 64, device="cpu", dtype="fp32")
+
+
+@pytest.fixture(scope="session")
+def long_demo_dir(tmp_path_factory) -> str:
+    """The demo model for tests that need more than the 512 tokens of its context."""
+    return str(long_demo(tmp_path_factory.mktemp("long") / "demo"))
 
 
 @pytest.fixture(autouse=True)

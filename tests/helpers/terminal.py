@@ -15,6 +15,7 @@ from pathlib import Path
 from helpers import warm
 from helpers.launch import REPO, environment
 
+_PASTE_MODE = re.compile(r"\x1b\[\?2004(h|l\r?)")  # "pastes are marked from here on", or no longer
 FIGURES = " from cache"  # the end of the line after an answer
 CTRL_C, CTRL_D = "\x03", "\x04"
 
@@ -38,7 +39,7 @@ class Session:
         self.process = warm.Popen(
             command,
             stdin=self.side, stdout=self.side, stderr=self.side, start_new_session=True,
-            env=environment(TERM="xterm", **variables),
+            env=environment(**{"TERM": "xterm", "LLAMA_NO_HISTORY": "1"} | variables),
             # warm.py takes the terminal on Linux
             preexec_fn=None if sys.platform == "linux" else self._take_terminal,
         )  # fmt: skip
@@ -56,6 +57,7 @@ class Session:
             assert time.monotonic() < end, f"waiting for {text!r}, shown is {self.shown!r}"
             if select.select([self.main], [], [], 0.1)[0]:
                 self.shown += os.read(self.main, 4096).decode().replace("\r\n", "\n")
+                self.shown = _PASTE_MODE.sub("", self.shown)
         before, _, self.shown = self.shown.partition(text)
         return before + text
 

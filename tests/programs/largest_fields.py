@@ -8,10 +8,12 @@ requests beside it: processor time of the event loop and of the thread of the mo
 import json
 import resource
 import sys
+import tempfile
+from pathlib import Path
 
 from helpers.beside import cost_beside, running_server
+from helpers.checkpoints import long_demo
 from helpers.largest_fields import cases
-from helpers.launch import DEMO
 from llama import Llama
 from llama.server.process import Server
 
@@ -19,9 +21,14 @@ from llama.server.process import Server
 def main(words: list[str]) -> None:
     speculate = "lookup" if "lookup" in words else None
     parts = [word for word in words if word != "lookup"] or [""]
-    llama = Llama.build(
-        str(DEMO), max_seq_len=4096, max_batch_size=32, device="cpu", speculate=speculate
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        llama = Llama.build(
+            str(long_demo(Path(folder) / "demo")),
+            max_seq_len=4096,
+            max_batch_size=32,
+            device="cpu",
+            speculate=speculate,
+        )
     with running_server(llama) as server:
         for name, path, body in cases():
             if any(part in name for part in parts):

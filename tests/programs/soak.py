@@ -13,11 +13,14 @@ import asyncio
 import itertools
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+from helpers.checkpoints import long_demo
 from helpers.server import run_server
 from programs.server_load import Client, resident_mb
 
@@ -161,7 +164,10 @@ def main() -> int:
         soak = Soak(options.url, options.pid)
         asyncio.run(run(soak, options.minutes))
         return int(set(soak.statuses["small"]) != {200})
-    with run_server(*FLAGS) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        run_server(str(long_demo(Path(folder) / "demo")), *FLAGS) as server,
+    ):
         soak = Soak(server.url, server.process.pid)
         asyncio.run(run(soak, options.minutes))
         has_ended = server.process.poll() is not None

@@ -11,7 +11,6 @@ import pytest
 
 from helpers.beside import cost_beside, running_server
 from helpers.largest_fields import CHAT, COUNT, TEXT, body_fields, cases
-from helpers.launch import DEMO
 from llama import Llama, SamplingParams
 from llama.engine import lookup
 from llama.server import respond
@@ -26,9 +25,9 @@ HOST_PATHS = ["/count_token", "/worker_generate"]
 
 
 @pytest.fixture(scope="module")
-def llama() -> Llama:
+def llama(long_demo_dir) -> Llama:
     return Llama.build(
-        str(DEMO), max_seq_len=CONTEXT, max_batch_size=32, device="cpu", speculate="lookup"
+        long_demo_dir, max_seq_len=CONTEXT, max_batch_size=32, device="cpu", speculate="lookup"
     )
 
 

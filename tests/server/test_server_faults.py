@@ -30,14 +30,14 @@ SLACK_S = 30.0  # slack for a busy machine
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.dist)])
-def test_sigterm_while_the_model_is_loaded_is_an_end_in_order(num_ranks):
+def test_sigterm_while_the_model_is_loaded_is_an_end_in_order(num_ranks, long_demo_dir):
     """SIGTERM while the model is loaded ends the server in order.
 
     There is nothing to finish: the exit code is that of a drain, and no rank complains. torch may
     complain about its store, since the environment variable that silences it is read when torch is
     imported.
     """
-    flags = [*FLAGS, "--port", "0", "--ranks", str(num_ranks)]
+    flags = [long_demo_dir, *FLAGS, "--port", "0", "--ranks", str(num_ranks)]
     process = warm.Popen(
         [sys.executable, *PROGRAM, "serve", *flags],
         env=environment(FAULT="load"), stderr=subprocess.PIPE, text=True,
@@ -58,13 +58,15 @@ def test_sigterm_while_the_model_is_loaded_is_an_end_in_order(num_ranks):
         process.kill()
 
 
-def test_a_row_that_fails_touches_no_other():
+def test_a_row_that_fails_touches_no_other(long_demo_dir):
     """A row that fails affects no other.
 
     With NaN in one row, that request alone gets 500, its neighbours get their usual answers, and
     the server goes on. Then a step fails: all requests get 500, and the process ends.
     """
-    with run_server(*FLAGS, program=PROGRAM, env=environment(FAULT="raise")) as server:
+    with run_server(
+        long_demo_dir, *FLAGS, program=PROGRAM, env=environment(FAULT="raise")
+    ) as server:
         url = f"{server.url}/v1/completions"
         good = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
         wanted = web.post(url, json=good, timeout=60).json()["choices"]
@@ -85,7 +87,7 @@ def test_a_row_that_fails_touches_no_other():
         assert log.count("RuntimeError: a step of the model failed") == 1
 
 
-def test_a_step_that_fails_when_all_clients_have_left_ends_the_server(tmp_path):
+def test_a_step_that_fails_when_all_clients_have_left_ends_the_server(tmp_path, long_demo_dir):
     """A step that fails when all clients have left ends the server.
 
     The only client leaves while the step runs: nobody receives the error, but /health reports it,
@@ -93,7 +95,7 @@ def test_a_step_that_fails_when_all_clients_have_left_ends_the_server(tmp_path):
     """
     go_on = tmp_path / "go_on"
     env = environment(FAULT="raise", FAULT_FILE=str(go_on))
-    with run_server(*FLAGS, program=PROGRAM, env=env) as server:
+    with run_server(long_demo_dir, *FLAGS, program=PROGRAM, env=env) as server:
         body = {"prompt": [5, RAISE], "max_tokens": 4}
         post_and_leave(f"{server.url}/v1/completions", body, go_on.with_suffix(".awaited").exists)
         with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client:
@@ -107,14 +109,14 @@ def test_a_step_that_fails_when_all_clients_have_left_ends_the_server(tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("fault", "rank"), [("raise", None), ("kill", "1")])
-def test_a_step_that_fails_on_ranks_answers_and_ends(fault, rank):
+def test_a_step_that_fails_on_ranks_answers_and_ends(fault, rank, long_demo_dir):
     """A step that fails on ranks gives an answer and ends the job.
 
     The model fails on both ranks; or rank 1 is gone, and rank 0 waits for it in the step.
     """
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     env = environment(FAULT=fault, **({} if rank is None else {"FAULT_RANK": rank}))
-    with run_server(*FLAGS, launcher=launcher, program=PROGRAM, env=env) as server:
+    with run_server(long_demo_dir, *FLAGS, launcher=launcher, program=PROGRAM, env=env) as server:
         figures = web.get(f"{server.url}/metrics").text
         assert 'llama:rank_alive{rank="1"} 1.0' in figures
         _check_that_a_step_fails(server)
@@ -124,13 +126,13 @@ def test_a_step_that_fails_on_ranks_answers_and_ends(fault, rank):
 
 
 @pytest.mark.dist
-def test_a_stopped_rank_of_an_idle_server_ends_it():
+def test_a_stopped_rank_of_an_idle_server_ends_it(long_demo_dir):
     """A stopped rank ends an idle server.
 
     There is no request: /ready is 503, the metrics name the rank, and the job ends.
     """
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    with run_server(*FLAGS, launcher=launcher, env=environment()) as server:
+    with run_server(long_demo_dir, *FLAGS, launcher=launcher, env=environment()) as server:
         with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client:
             assert client.get("/ready").status_code == 200
             agent = Path(f"/proc/{server.process.pid}/task")

@@ -117,8 +117,8 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def of_one_process() -> tuple[list[Any], Any]:
-    with run_server(*FLAGS) as server:
+def of_one_process(long_demo_dir) -> tuple[list[Any], Any]:
+    with run_server(long_demo_dir, *FLAGS) as server:
         wanted, long = answers(server.url), _answer(server.url, TEXT, LONG)
     forms = [wanted[index] for index, (_, body) in enumerate(REQUESTS) if "tools" in body]
     assert "forecast" in str(forms[0]) and "forecast" in str(forms[1])
@@ -127,7 +127,7 @@ def of_one_process() -> tuple[list[Any], Any]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("size", [2, 4])
-def test_several_ranks_answer_as_one_and_end_in_order(of_one_process, size):
+def test_several_ranks_answer_as_one_and_end_in_order(of_one_process, size, long_demo_dir):
     """Several ranks answer as one process and end in order.
 
     Rank 0 leads, and the texts are those of one process. After SIGTERM, running requests are
@@ -142,7 +142,7 @@ def test_several_ranks_answer_as_one_and_end_in_order(of_one_process, size):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4")
     how: Any = {"launcher": launcher} if size == 4 else {}
     flags = FLAGS if size == 4 else [*FLAGS, "--ranks", "2", "--speculate", "lookup"]
-    with run_server(*flags, **how, env=environment()) as ranks:
+    with run_server(long_demo_dir, *flags, **how, env=environment()) as ranks:
         for found, wanted in zip(answers(ranks.url, REQUESTS[every]), alone, strict=True):
             assert_same(found, wanted)
         _separates_salts(ranks.url)

@@ -6,6 +6,7 @@ before each step whether to continue. The other ranks run its steps and sleep in
 
 import contextlib
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 from llama.cli.chat.conversation import Conversation, Turn
@@ -17,12 +18,13 @@ from llama.prompts.dialog_format import Messages, PromptOptions
 from llama.ranks.signals import SIGNALS
 
 
-def chat_on_engine(llama: Llama, **settings: Any) -> None:
+def chat_on_engine(llama: Llama, history: Path | None = None, **settings: Any) -> None:
     """Chat until the user leaves or the input ends. Every rank makes this call.
 
     Args:
         llama: The model.
-        settings: Initial values of the settings of `/set`, and `system`.
+        history: The file that keeps what is typed; None: it is not kept.
+        settings: Initial values of the settings of `/set`, and `system` and `max_turns`.
 
     Raises:
         ValueError: A setting is not allowed, or there are several model-parallel groups.
@@ -37,7 +39,7 @@ def chat_on_engine(llama: Llama, **settings: Any) -> None:
         return llama.dialog_format.encode(messages, None, options)
 
     conversation = Conversation(encode, context, **settings)
-    terminal = Terminal(parallel.watch)
+    terminal = Terminal(parallel.watch, history)
 
     def answers(turn: Turn) -> Generator[Part, None, None]:
         params = conversation.sampling(turn.attempt)

@@ -4,8 +4,10 @@ No model is loaded and torch is not imported.
 """
 
 import asyncio
+import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from llama.cli.chat.conversation import Conversation, Turn
@@ -16,10 +18,17 @@ from llama.sampling_params import SamplingParams
 from llama.server.openai.models import CHAT_URL
 
 _POLL_S = 0.1  # interval of the checks for Ctrl-C
+# Not every server counts tokens. This is for the first question: the answers have the true counts.
+_TOKENS_PER_CHAR = 0.4
 
 
 def chat_on_server(
-    url: str, *, api_key: str | None = None, model: str | None = None, **settings: Any
+    url: str,
+    *,
+    api_key: str | None = None,
+    model: str | None = None,
+    history: Path | None = None,
+    **settings: Any,
 ) -> None:
     """Chat until the user leaves or the input ends.
 
@@ -27,7 +36,8 @@ def chat_on_server(
         url: The server; see `Client`.
         api_key: The key of the server.
         model: One of the server's models; its first one by default.
-        settings: Initial values of the settings of `/set`, and `system`.
+        history: The file that keeps what is typed; None: it is not kept.
+        settings: Initial values of the settings of `/set`, and `system` and `max_turns`.
 
     Raises:
         ServerError: The server cannot be reached, or it refuses.
@@ -36,27 +46,40 @@ def chat_on_server(
     with closing(Client(url, api_key)) as client:
         name, context = client.run(client.model(model))
     conversation = Conversation(None, context, **settings)
+    tokens_per_char = _TOKENS_PER_CHAR
+
+    def estimate(dialog: Sequence[Mapping[str, Any]]) -> int:
+        return round(_num_chars(dialog) * tokens_per_char)
 
     def answers(turn: Turn) -> Generator[Part, None, None]:
         """Yield the parts of an answer.
 
         Each answer has a connection of its own, so that closing it makes the server stop too.
         """
+        nonlocal tokens_per_char
         params = conversation.sampling(turn.attempt)
+        dialog = conversation.fit(turn.dialog, estimate)
         reason = None
         usage = None
         rate = None
         with closing(Client(url, api_key)) as client:
-            for part in _parts(client, chat_body(turn.dialog, params, model=name)):
+            for part in _parts(client, chat_body(dialog, params, model=name)):
                 reason = part.finish_reason or reason
                 usage = part.usage or usage
                 rate = part.rate or rate
                 yield Part(part.new_text)  # The reason is held back until the usage has come.
+        if usage is not None and usage.prompt_tokens:
+            tokens_per_char = usage.prompt_tokens / _num_chars(dialog)
         if reason is None and usage is None:
             raise ValueError(f"{url}: the stream ended without its last event")
         yield Part("", reason or "stop", usage, rate)
 
-    talk(answers, conversation, Terminal())
+    talk(answers, conversation, Terminal(history=history))
+
+
+def _num_chars(dialog: Sequence[Mapping[str, Any]]) -> int:
+    """Return the size of a dialog, in which the keys of a message stand for its header."""
+    return len(json.dumps(dialog, ensure_ascii=False))
 
 
 def _parts(client: Client, body: dict[str, Any]) -> Generator[Part, None, None]:

@@ -37,6 +37,11 @@ def talk(answers: Answers, conversation: Conversation, terminal: Terminal) -> No
     """
     with terminal.open():
         if terminal.screen:
+            if conversation.max_turns:
+                terminal.note(
+                    "this model was trained on short chats: it is sent the last "
+                    f"{conversation.max_turns} questions only, with their answers"
+                )
             terminal.note("/help lists the commands, /bye ends the chat")
         while (text := _read(terminal)) is not None and not terminal.stops:
             turn = conversation.handle(text)
@@ -90,7 +95,10 @@ def _answer(answers: Answers, conversation: Conversation, turn: Turn, terminal: 
     usage = part.usage or Usage(0, len(times), 0)
     stats = TurnStats(times[0], times[-1], usage, part.rate)
     conversation.commit(turn, text, stats)
-    terminal.note(_end(part, conversation.context) + stats.describe(conversation.context))
+    end = _end(part, conversation.context)
+    if conversation.num_left_out:
+        end += f"oldest turns left out: {conversation.num_left_out} | "
+    terminal.note(end + stats.describe(conversation.context))
 
 
 def _end(part: Part, context: int | None) -> str:
@@ -101,5 +109,5 @@ def _end(part: Part, context: int | None) -> str:
         return ""
     total = part.usage.total_tokens if part.usage else 0
     if context is not None and total >= context:
-        return "the context is full: use /undo or /clear | "
+        return "cut because the context is full | "
     return "cut at max_gen_len | "

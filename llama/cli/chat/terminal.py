@@ -14,9 +14,12 @@ import signal
 import sys
 import termios
 from collections.abc import Callable, Iterator
-from types import FrameType, ModuleType
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from llama.cli.chat.completion import complete
+from llama.cli.chat.line_editor import LineEditor
 from llama.ranks.signals import SIGNALS, stop_requested
 from llama.ranks.watch import Watch
 
@@ -24,6 +27,7 @@ QUOTES = '"""'
 PROMPT = "> "
 MORE = ". "  # prompt of a continuation line
 _CTRL_C = b"\x03"
+_END_BRACKETED_PASTE = b"\x1b[?2004l"
 _DIM = "\x1b[2m{}\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except tab and newline
 _LOCAL_FLAGS = 3  # index of lflag in termios' list of attributes
@@ -59,11 +63,12 @@ def read_turn(read_line: Callable[[str], str]) -> str:
 class Terminal:
     """Standard input and output of a chat, to be used within `open`."""
 
-    def __init__(self, watch: Watch | None = None) -> None:
+    def __init__(self, watch: Watch | None = None, history: Path | None = None) -> None:
         """Look at the standard streams.
 
         Args:
             watch: The watch of this rank, if there are several ranks.
+            history: The file that keeps what a person types; None: it is not kept.
         """
         self.keyboard = sys.stdin.isatty()
         self.screen = self.keyboard and sys.stdout.isatty()
@@ -72,7 +77,8 @@ class Terminal:
         self._watch = watch
         self._reading = False  # A line is being read.
         self._pressed = False  # Ctrl-C was pressed.
-        self._readline: ModuleType | None = None
+        self._history = history
+        self._editor: LineEditor | None = None
         self.stops = False  # SIGTERM has come, so that no further question is asked.
 
     @contextlib.contextmanager
@@ -98,11 +104,33 @@ class Terminal:
         stack.callback(_restore, before)
         if self._watch is not None:
             # If another rank fails, the watch ends this process from a thread.
-            self._watch.before_end.append(lambda: _restore(before))
+            self._watch.before_end.append(lambda: self._abandon(before))
             stack.callback(self._watch.before_end.clear)
             _disable_signal_keys(by_line=True)
         if self.screen:
-            self._readline = _load_readline()
+            self._editor = self._make_editor()
+
+    def _make_editor(self) -> LineEditor | None:
+        """Return an editor with the history, or without it if its file cannot be used."""
+        try:
+            import readline
+        except ImportError:
+            return None
+        try:
+            return LineEditor(readline, complete, self._history)
+        except OSError as error:
+            self._note_no_history(error)
+            return LineEditor(readline, complete, None)
+
+    def _note_no_history(self, error: OSError) -> None:
+        self.note(f"the history is not kept: {error}; --no_history leaves it out")
+
+    def _abandon(self, before: list[Any]) -> None:
+        """Restore the terminal while a line may be read, because the process ends at once."""
+        _restore(before)
+        if self._editor is not None:
+            with contextlib.suppress(OSError):
+                os.write(1, _END_BRACKETED_PASTE)
 
     def _stop(self) -> None:
         self.stops = True
@@ -143,13 +171,16 @@ class Terminal:
         return line
 
     def _input(self, prompt: str) -> str:
-        if self._readline is None:
+        if self._editor is None:
             if self.keyboard:
                 print(prompt, end="", file=self._notes, flush=True)
             return input()
-        line = input(prompt)
+        line = self._editor.read_line(prompt)
         if line.strip() and _CTRL_C.decode() not in line:
-            self._readline.add_history(line)
+            try:
+                self._editor.remember(line)
+            except OSError as error:
+                self._note_no_history(error)
         return line
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
@@ -227,15 +258,3 @@ def _read_keys() -> bytes:
     except OSError:
         return keys + _CTRL_C
     return keys
-
-
-def _load_readline() -> ModuleType | None:
-    """Give `input` line editing and a history in memory. Return None if there is no readline."""
-    try:
-        import readline
-    except ImportError:
-        return None
-    readline.set_auto_history(False)
-    # If Ctrl-C is not a signal: empty the line, insert the Ctrl-C itself, and press Enter.
-    readline.parse_and_bind(r'"\C-c": "\C-a\C-k\C-v\C-c\C-m"')
-    return readline

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from demo_model.corpus import facts
 from helpers import warm
 from helpers.launch import REPO, environment
 from helpers.prompts import FRANCE, JAPAN, STORY, replies, user
 from llama import Llama, Message
+from llama.cli import main
 from llama.cli.chat.conversation import (
     COMMANDS,
     SETTINGS,
@@ -267,7 +269,7 @@ def test_a_plain_dialog_has_the_ids_of_the_chat_format(shared_llama, conversatio
         conversation.handle(text)
         turn = conversation.handle("one")
         wanted = shared_llama.formatter.encode_dialog_prompt(turn.dialog)
-        conversation.context = len(wanted) + 1
+        conversation.context = 2 * len(wanted) + 1
         assert conversation.prompt(turn) == wanted
     assert len(turn.dialog) == len(dialog) + 1
 
@@ -305,11 +307,73 @@ def test_tool_calls_are_not_loaded_for_a_model_without_tools(conversation, tmp_p
     assert conversation.messages == []
 
 
-def test_a_dialog_that_leaves_no_space_names_the_remedy(conversation):
+def test_a_question_that_leaves_no_space_names_the_remedy(conversation):
+    turn = conversation.handle("x" * 200)
     with pytest.raises(
-        ValueError, match=r"the context of 128 tokens: /undo .* /clear .* --max_seq_len"
+        ValueError, match=r"the context of 128 tokens: shorten it, .* --max_seq_len"
     ):
-        conversation.prompt(conversation.handle("x" * 200))
+        conversation.prompt(turn)
+    ids = conversation.encode(turn.dialog)
+    conversation.context = len(ids) + 1
+    assert conversation.prompt(turn) == ids
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_a_full_context_leaves_out_the_oldest_turns(shared_llama, system):
+    """A full context leaves out the oldest turns of the prompt, and of nothing else.
+
+    The system message and the question are always sent. Turns are left out many at a time, so that
+    most prompts begin as the one before.
+    """
+    conversation = Conversation(encoder(shared_llama), 256, system=system)
+    beginnings = []
+    for i in range(20):
+        turn = conversation.handle(f"question {i}")
+        ids = conversation.prompt(turn)
+        sent = [*turn.dialog]
+        first = 0 if system is None else 1
+        del sent[first : first + 2 * conversation.num_left_out]
+        assert ids == conversation.encode(sent) and sent[-1] == user(f"question {i}")
+        assert len(ids) <= 192 and (len(ids) <= 128 or conversation.num_left_out in beginnings)
+        assert (conversation.num_left_out > 0) == (len(conversation.encode(turn.dialog)) > 192)
+        beginnings.append(conversation.num_left_out)
+        conversation.commit(turn, f"answer {i}", STATS)
+    assert beginnings == sorted(beginnings) and 2 <= len(set(beginnings)) <= 10
+    assert len(conversation.messages) == 40 + (system is not None), "/save writes all turns"
+    left_out = conversation.num_left_out
+    assert f"turns 20 | oldest turns left out: {left_out}" in conversation.handle("/stats").note
+    used = re.match(r"context (\d+) of 256", conversation.handle("/stats").note)
+    assert used and int(used[1]) < 192
+    for _ in range(18):
+        conversation.handle("/undo")
+    turn = conversation.handle("again")
+    assert conversation.prompt(turn) == conversation.encode(turn.dialog), "there is space again"
+
+
+def test_the_length_of_answers_is_left_free(shared_llama):
+    """max_gen_len is left free where it is more than a quarter, up to half of the context."""
+    conversation = Conversation(encoder(shared_llama), 256, max_gen_len=100)
+    for text in "abcdefghijkl":
+        turn = conversation.handle(text * 5)
+        assert len(conversation.prompt(turn)) <= 156
+        conversation.commit(turn, text * 5, STATS)
+    conversation.handle("/set max_gen_len 5000")
+    assert len(conversation.prompt(conversation.handle("one"))) <= 128
+
+
+def test_a_number_of_turns_can_be_the_limit(shared_llama):
+    conversation = Conversation(encoder(shared_llama), 4096, system="Be brief.", max_turns=2)
+    answered(conversation, "one", "two", "three")
+    turn = conversation.handle("four")
+    system = {"role": "system", "content": "Be brief."}
+    sent = [system, user("three"), assistant("THREE"), user("four")]
+    assert conversation.prompt(turn) == conversation.encode(sent)
+    assert conversation.num_left_out == 2
+    conversation.commit(turn, "FOUR", STATS)
+    again = conversation.handle("/retry")
+    assert conversation.prompt(again) == conversation.encode(sent), "as the first time"
+    conversation.handle("/clear")
+    assert conversation.prompt(conversation.handle("x")) == conversation.encode([system, user("x")])
 
 
 def test_chat_refuses_several_groups(shared_llama):
@@ -378,7 +442,7 @@ def test_a_saved_dialog_with_tool_calls_goes_on_in_the_terminal(
 def test_a_question_too_long_is_not_kept_and_the_chat_goes_on(demo, piped):
     out, err = piped(f"{'cat ' * 600}\n{FRANCE}\n/stats\n", temperature=0.0)
     assert out == replies(demo, FRANCE)
-    assert "the context of 512 tokens: /undo" in err and "The question was not kept." in err
+    assert "the context of 512 tokens: shorten it" in err and "The question was not kept." in err
     assert "turns 1" in err
 
 
@@ -400,10 +464,31 @@ def test_an_error_in_an_answer_is_not_the_end(demo, piped, monkeypatch):
 def test_a_full_context_says_so(demo, piped):
     long = "cat " * 450
     _, err = piped(f"/set min_tokens 99\n{long}\n{FRANCE}\n/undo\n/set min_tokens 0\n{FRANCE}\n")
-    assert "the context is full: use /undo or /clear" in err and "context 512 of 512" in err
-    assert "must fit into the context of 512 tokens" in err and err.count("tokens/s") == 2
+    assert "cut because the context is full | " in err and "context 512 of 512" in err
+    assert err.count("oldest turns left out: 1 | ") == 2 and err.count("tokens/s") == 3
     _, err = piped(f"{STORY}\n", max_gen_len=5)
     assert "cut at max_gen_len" in err
+
+
+def test_a_chat_goes_on_when_its_context_is_full(demo, piped):
+    """A chat goes on when its context is full, and says how many turns it leaves out."""
+    out, err = piped(f"{FRANCE}\n" * 25, temperature=0.0)
+    assert err.count("tokens/s") == 25 and out[0] == replies(demo, FRANCE)[0]
+    assert "error" not in err and "oldest turns left out: " in err
+
+
+def test_the_demo_model_answers_rightly_in_a_long_chat(monkeypatch, capsys):
+    """The demo model answers rightly in a long chat, which it is sent in short pieces.
+
+    It was trained on three turns; when it was sent all of ten turns, one answer in eight was right.
+    """
+    known = facts()[::30][:12]
+    text = "".join(f"{fact.questions[0]}\n" for fact in known)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert main(["chat", "--temperature", "0", "--device", "cpu"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == [fact.answer for fact in known]
+    assert "oldest turns left out: 9 | " in shown.err
 
 
 def test_retry_gives_another_answer_and_the_chat_is_reproducible(piped):

@@ -4,6 +4,7 @@ The oracle is the same chat on the engine.
 """
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -58,6 +59,14 @@ def test_answers_are_those_of_the_engine(server, demo):
     assert done.stderr.count(" of 512 tokens, ") == 3 and "turns 2" in done.stderr
     refused = chat(server.url, "x\n", "--api_key", "wrong")
     assert refused.returncode == 1 and "refuses the key" in refused.stderr
+
+
+def test_a_full_context_leaves_out_the_oldest_turns(server):
+    done = chat(server.url, f"{FRANCE}\n" * 25, "--api_key", "k")
+    assert done.stderr.count("tokens/s") == 25, done.stderr
+    assert "error" not in done.stderr and "oldest turns left out: " in done.stderr
+    counts = [int(n) for n in re.findall(r"context (\d+) of 512 tokens", done.stderr)]
+    assert 350 < max(counts) < 420, "turns are left out at three quarters of the context"
 
 
 def test_ctrl_c_stops_the_answer_and_frees_the_server(server, demo):

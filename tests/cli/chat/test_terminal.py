@@ -1,8 +1,10 @@
 """The chat as a person uses it: scripts/chat.py in a pseudo-terminal, alone and on two ranks."""
 
 import io
+import json
 import os
 import signal
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +117,56 @@ def test_what_is_typed_during_an_answer(sessions, demo):
     session.process.send_signal(signal.SIGTERM)
     session.expect(FIGURES)
     assert session.ended() == 0
+
+
+PASTE = "\x1b[200~{}\x1b[201~"  # as a terminal marks pasted text
+
+
+def test_a_paste_tab_and_the_history(sessions, tmp_path):
+    """A paste is one message, Tab completes, and the next chat recalls what was typed."""
+    state = {"XDG_STATE_HOME": str(tmp_path / "state"), "LLAMA_NO_HISTORY": "0"}
+    session = Session(**state)
+    sessions.append(session)
+    pasted = "And of\tJapan?\n\n/help is text\n  the last line"
+    session.at_prompt("Text: " + PASTE.format(pasted.replace("\n", "\r")))
+    session.expect("the last line")
+    session.keys("\r")
+    session.expect(FIGURES)
+    session.at_prompt("/sav\t" + f"{tmp_path}/talk.json\r")
+    session.expect("2 messages written")
+    question, _ = json.loads((tmp_path / "talk.json").read_text())
+    assert question["content"] == f"Text: {pasted}"
+    session.at_prompt(f"/clear\r/load {tmp_path}/ta\t\r")
+    session.expect("2 messages read")
+    session.at_prompt("/bye\r")
+    assert session.ended() == 0
+    history = tmp_path / "state" / "llama" / "chat_history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert stat.S_IMODE(history.parent.stat().st_mode) == 0o700
+    assert [json.loads(line) for line in history.read_text().splitlines()] == [
+        f"Text: {pasted}",
+        f"/save {tmp_path}/talk.json",
+        "/clear",
+        f"/load {tmp_path}/talk.json",
+        "/bye",
+    ]
+    again = Session(**state)
+    sessions.append(again)
+    again.at_prompt("\x1b[A\x1b[A\r")
+    again.expect("2 messages read")
+    again.at_prompt("\x1b[A" * 6 + "\r")
+    again.expect(FIGURES)
+    again.at_prompt(f"/save {tmp_path}/again.json\r")
+    again.expect("4 messages written")
+    assert json.loads((tmp_path / "again.json").read_text())[2]["content"] == f"Text: {pasted}"
+
+
+def test_a_flag_turns_the_history_off(sessions, tmp_path):
+    session = Session("--no_history", XDG_STATE_HOME=str(tmp_path))
+    sessions.append(session)
+    session.command("/stats", "turns 0")
+    session.at_prompt("/bye\r")
+    assert session.ended() == 0 and not [*tmp_path.iterdir()]
 
 
 def test_a_signal_before_the_first_prompt_ends_the_chat(monkeypatch):
