@@ -307,13 +307,14 @@ def test_tool_calls_are_not_loaded_for_a_model_without_tools(conversation, tmp_p
     assert conversation.messages == []
 
 
-def test_a_question_that_leaves_no_space_names_the_remedy(conversation):
+def test_a_question_that_leaves_no_space_names_the_remedy(conversation, shared_llama):
+    encode = encoder(shared_llama)
     turn = conversation.handle("x" * 200)
     with pytest.raises(
         ValueError, match=r"the context of 128 tokens: shorten it, .* --max_seq_len"
     ):
         conversation.prompt(turn)
-    ids = conversation.encode(turn.dialog)
+    ids = encode(turn.dialog)
     conversation.context = len(ids) + 1
     assert conversation.prompt(turn) == ids
 
@@ -325,7 +326,8 @@ def test_a_full_context_leaves_out_the_oldest_turns(shared_llama, system):
     The system message and the question are always sent. Turns are left out many at a time, so that
     most prompts begin as the one before.
     """
-    conversation = Conversation(encoder(shared_llama), 256, system=system)
+    encode = encoder(shared_llama)
+    conversation = Conversation(encode, 256, system=system)
     beginnings = []
     for i in range(20):
         turn = conversation.handle(f"question {i}")
@@ -333,9 +335,9 @@ def test_a_full_context_leaves_out_the_oldest_turns(shared_llama, system):
         sent = [*turn.dialog]
         first = 0 if system is None else 1
         del sent[first : first + 2 * conversation.num_left_out]
-        assert ids == conversation.encode(sent) and sent[-1] == user(f"question {i}")
+        assert ids == encode(sent) and sent[-1] == user(f"question {i}")
         assert len(ids) <= 192 and (len(ids) <= 128 or conversation.num_left_out in beginnings)
-        assert (conversation.num_left_out > 0) == (len(conversation.encode(turn.dialog)) > 192)
+        assert (conversation.num_left_out > 0) == (len(encode(turn.dialog)) > 192)
         beginnings.append(conversation.num_left_out)
         conversation.commit(turn, f"answer {i}", STATS)
     assert beginnings == sorted(beginnings) and 2 <= len(set(beginnings)) <= 10
@@ -347,7 +349,7 @@ def test_a_full_context_leaves_out_the_oldest_turns(shared_llama, system):
     for _ in range(18):
         conversation.handle("/undo")
     turn = conversation.handle("again")
-    assert conversation.prompt(turn) == conversation.encode(turn.dialog), "there is space again"
+    assert conversation.prompt(turn) == encode(turn.dialog), "there is space again"
 
 
 def test_the_length_of_answers_is_left_free(shared_llama):
@@ -362,18 +364,19 @@ def test_the_length_of_answers_is_left_free(shared_llama):
 
 
 def test_a_number_of_turns_can_be_the_limit(shared_llama):
-    conversation = Conversation(encoder(shared_llama), 4096, system="Be brief.", max_turns=2)
+    encode = encoder(shared_llama)
+    conversation = Conversation(encode, 4096, system="Be brief.", max_turns=2)
     answered(conversation, "one", "two", "three")
     turn = conversation.handle("four")
     system = {"role": "system", "content": "Be brief."}
     sent = [system, user("three"), assistant("THREE"), user("four")]
-    assert conversation.prompt(turn) == conversation.encode(sent)
+    assert conversation.prompt(turn) == encode(sent)
     assert conversation.num_left_out == 2
     conversation.commit(turn, "FOUR", STATS)
     again = conversation.handle("/retry")
-    assert conversation.prompt(again) == conversation.encode(sent), "as the first time"
+    assert conversation.prompt(again) == encode(sent), "as the first time"
     conversation.handle("/clear")
-    assert conversation.prompt(conversation.handle("x")) == conversation.encode([system, user("x")])
+    assert conversation.prompt(conversation.handle("x")) == encode([system, user("x")])
 
 
 def test_chat_refuses_several_groups(shared_llama):

@@ -124,8 +124,7 @@ PASTE = "\x1b[200~{}\x1b[201~"  # as a terminal marks pasted text
 
 def test_a_paste_tab_and_the_history(sessions, tmp_path):
     """A paste is one message, Tab completes, and the next chat recalls what was typed."""
-    state = {"XDG_STATE_HOME": str(tmp_path / "state"), "LLAMA_NO_HISTORY": "0"}
-    session = Session(**state)
+    session = Session(XDG_STATE_HOME=str(tmp_path / "state"), LLAMA_NO_HISTORY="0")
     sessions.append(session)
     pasted = "And of\tJapan?\n\n/help is text\n  the last line"
     session.at_prompt("Text: " + PASTE.format(pasted.replace("\n", "\r")))
@@ -150,7 +149,7 @@ def test_a_paste_tab_and_the_history(sessions, tmp_path):
         f"/load {tmp_path}/talk.json",
         "/bye",
     ]
-    again = Session(**state)
+    again = Session(XDG_STATE_HOME=str(tmp_path / "state"), LLAMA_NO_HISTORY="0")
     sessions.append(again)
     again.at_prompt("\x1b[A\x1b[A\r")
     again.expect("2 messages read")
