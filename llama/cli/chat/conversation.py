@@ -6,7 +6,6 @@ question. This module must know neither the terminal nor the model, so that a ch
 text by text.
 """
 
-import bisect
 import json
 import os
 import secrets
@@ -15,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from llama.cli.chat.window import ContextWindow, Dialog, num_system
 from llama.cli.flags import SAMPLING_FIELDS, SAMPLING_FLAGS
 from llama.cli.model import BUILD_FLAGS
-from llama.prompts.messages import HEADER_ROLES, read_messages, text_of
+from llama.prompts.messages import read_messages, text_of
 from llama.requests.request import Usage
 from llama.sampling_params import SamplingParams
 
@@ -43,9 +43,6 @@ _MORE_HELP = '''\
 A \\ at the end of a line continues the text on the next line. A line of """ begins a text of
 several lines, and another one ends it. //text sends "/text" to the model. Ctrl-C stops an answer
 and keeps the part that was shown.'''
-
-
-_Dialog = tuple[Mapping[str, Any], ...]
 
 
 class DialogEncoder(Protocol):
@@ -105,7 +102,7 @@ class Turn:
     """The action that follows a text: show a note, have a dialog answered, or end the chat."""
 
     note: str = ""
-    dialog: _Dialog = ()
+    dialog: Dialog = ()
     attempt: int = 0  # number of earlier answers to this dialog
     leave: bool = False
 
@@ -139,10 +136,7 @@ class Conversation:
             ValueError: A setting has a value that is not allowed.
         """
         self.encode = encode
-        self.context = context
-        self.max_turns = max_turns
-        self.num_left_out = 0  # oldest turns that the model was not sent with the last question
-        self._num_skipped = 0  # messages of these turns
+        self.window = ContextWindow(context, max_turns)
         self.messages: list[Mapping[str, Any]] = []
         self.params = SamplingParams(max_tokens=None)
         self.stats: list[TurnStats] = []  # one entry per answer
@@ -179,54 +173,24 @@ class Conversation:
         return replace(self.params, seed=(seed + attempt) % 2**63)
 
     def prompt(self, turn: Turn) -> list[int]:
-        """Return the token ids of the messages that `fit` returns.
+        """Return the token ids of the messages of a turn that fit the context.
 
         Raises:
             ValueError: The dialog cannot be encoded, or its last question leaves no space for an
                 answer.
         """
         encode = self.encode
-        assert encode is not None and self.context is not None
-        ids = encode(self.fit(turn.dialog, lambda dialog: len(encode(dialog))))
-        if len(ids) >= self.context:
+        context = self.window.context
+        assert encode is not None and context is not None
+        answer_tokens = self.params.max_tokens or 0
+        ids = encode(self.window.fit(turn.dialog, answer_tokens, lambda sent: len(encode(sent))))
+        if len(ids) >= context:
             raise ValueError(
                 f"the question has {len(ids)} tokens, with the system message if there is one, but "
-                f"question and answer must fit into the context of {self.context} tokens: shorten "
+                f"question and answer must fit into the context of {context} tokens: shorten "
                 "it, or start with a larger --max_seq_len"
             )
         return ids
-
-    def fit(self, dialog: Sequence[Mapping[str, Any]], count: Callable[[_Dialog], int]) -> _Dialog:
-        """Return the messages of a dialog that the model is sent.
-
-        These are the system message and the last turns. Once they leave less than a quarter of the
-        context to the answer, or less than max_gen_len if that is more, the oldest turns are left
-        out until half of the context is free. Later prompts then begin with the same messages for
-        several turns, so that these stay in the prefix cache. `messages` keeps all turns.
-
-        Args:
-            dialog: The messages, the last of which is a question or a result of a tool.
-            count: Counts the tokens of a prompt.
-        """
-        first = _num_system(dialog)
-        turns = [i for i in range(first, len(dialog)) if dialog[i]["role"] == "user"]
-        turns[:1] = [first]  # What precedes the first question belongs to its turn.
-        recent = turns[-self.max_turns :] if self.max_turns else turns
-        starts = [i for i in recent if i >= first + self._num_skipped] or recent[-1:]
-
-        def sent_from(start: int) -> _Dialog:
-            return (*dialog[:first], *dialog[start:])
-
-        start = starts[0]
-        if self.context is not None:
-            half = self.context // 2
-            reserve = min(max(self.context // 4, self.params.max_tokens or 0), half)
-            if count(sent_from(start)) > self.context - reserve:
-                index = bisect.bisect_left(starts, True, key=lambda i: count(sent_from(i)) <= half)
-                start = starts[min(index, len(starts) - 1)]
-        self._num_skipped = start - first
-        self.num_left_out = turns.index(start)
-        return sent_from(start)
 
     def _run_command(self, text: str) -> Turn:
         parts = text.split(maxsplit=1)
@@ -250,11 +214,6 @@ class Conversation:
     def _ask(self, question: str) -> Turn:
         return Turn(dialog=(*self.messages, {"role": "user", "content": question}))
 
-    def _send_all(self) -> None:
-        """Let the next prompt begin with the first turn again, since the turns have changed."""
-        self.num_left_out = 0
-        self._num_skipped = 0
-
     def _last_question(self) -> int:
         """Return the index of the last message of the user."""
         for i in reversed(range(len(self.messages))):
@@ -264,20 +223,20 @@ class Conversation:
 
     def _system(self, text: str) -> str:
         if text:
-            self.messages[: _num_system(self.messages)] = [{"role": "system", "content": text}]
+            self.messages[: num_system(self.messages)] = [{"role": "system", "content": text}]
             return "the system message is set"
-        if _num_system(self.messages):
+        if num_system(self.messages):
             return _shown(self.messages[0])
         return "there is no system message"
 
     def _clear(self, argument: str) -> str:
         if argument not in ("", "all"):
             raise ValueError(f"/clear {argument} is unknown: write /clear or /clear all")
-        self._send_all()
-        if argument == "all" or not _num_system(self.messages):
+        self.window.reset()
+        if argument == "all" or not num_system(self.messages):
             self.messages.clear()
             return "all messages are removed"
-        del self.messages[_num_system(self.messages) :]
+        del self.messages[num_system(self.messages) :]
         return "all messages are removed except the system message"
 
     def _undo(self, _: str) -> str:
@@ -285,7 +244,7 @@ class Conversation:
         question = _shown(self.messages[last])
         del self.messages[last:]
         self._attempt = 0
-        self._send_all()
+        self.window.reset()
         return f"removed: {question}"
 
     def _retry(self, _: str) -> Turn:
@@ -326,7 +285,7 @@ class Conversation:
                 raise ValueError(f"{path} cannot be continued with this model: {error}") from None
         self.messages = messages
         self._attempt = 0
-        self._send_all()
+        self.window.reset()
         self._files.add(path)
         return f"{len(messages)} messages read from {path}"
 
@@ -362,16 +321,15 @@ class Conversation:
         if self.encode is not None:
             used = 0
             if self.messages:
-                first = _num_system(self.messages)
-                sent = (*self.messages[:first], *self.messages[first + self._num_skipped :])
+                sent = self.window.of(self.messages)
                 used = len(self.encode(sent, add_generation_prompt=False))
-            lines = [f"context {used} of {self.context} tokens | turns {turns}"]
-        if self.num_left_out:
-            lines[0] += f" | oldest turns left out: {self.num_left_out}"
+            lines = [f"context {used} of {self.window.context} tokens | turns {turns}"]
+        if self.window.num_left_out:
+            lines[0] += f" | oldest turns left out: {self.window.num_left_out}"
         if self.stats:
             tokens = sum(stats.usage.completion_tokens for stats in self.stats)
             seconds = sum(stats.last_seconds for stats in self.stats)
-            lines.append(f"last answer: {self.stats[-1].describe(self.context)}")
+            lines.append(f"last answer: {self.stats[-1].describe(self.window.context)}")
             lines.append(f"all answers: {len(self.stats)}, {tokens} tokens in {seconds:.1f} s")
         return "\n".join(lines)
 
@@ -415,11 +373,6 @@ COMMANDS = {
     "help": Command("", "Show this list.", Conversation._help),
     "bye": Command("", "Leave the chat; Ctrl-D does so too.", Conversation._leave),
 }
-
-
-def _num_system(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of system messages at the beginning: 0 or 1."""
-    return int(bool(messages) and HEADER_ROLES[messages[0]["role"]] == "system")
 
 
 def _shown(message: Mapping[str, Any]) -> str:

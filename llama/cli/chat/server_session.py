@@ -58,7 +58,7 @@ def chat_on_server(
         """
         nonlocal tokens_per_char
         params = conversation.sampling(turn.attempt)
-        dialog = conversation.fit(turn.dialog, estimate)
+        dialog = conversation.window.fit(turn.dialog, params.max_tokens or 0, estimate)
         reason = None
         usage = None
         rate = None

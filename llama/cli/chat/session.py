@@ -37,10 +37,10 @@ def talk(answers: Answers, conversation: Conversation, terminal: Terminal) -> No
     """
     with terminal.open():
         if terminal.screen:
-            if conversation.max_turns:
+            if conversation.window.max_turns:
                 terminal.note(
                     "this model was trained on short chats: it is sent the last "
-                    f"{conversation.max_turns} questions only, with their answers"
+                    f"{conversation.window.max_turns} questions only, with their answers"
                 )
             terminal.note("/help lists the commands, /bye ends the chat")
         while (text := _read(terminal)) is not None and not terminal.stops:
@@ -95,10 +95,10 @@ def _answer(answers: Answers, conversation: Conversation, turn: Turn, terminal: 
     usage = part.usage or Usage(0, len(times), 0)
     stats = TurnStats(times[0], times[-1], usage, part.rate)
     conversation.commit(turn, text, stats)
-    end = _end(part, conversation.context)
-    if conversation.num_left_out:
-        end += f"oldest turns left out: {conversation.num_left_out} | "
-    terminal.note(end + stats.describe(conversation.context))
+    end = _end(part, conversation.window.context)
+    if conversation.window.num_left_out:
+        end += f"oldest turns left out: {conversation.window.num_left_out} | "
+    terminal.note(end + stats.describe(conversation.window.context))
 
 
 def _end(part: Part, context: int | None) -> str:

@@ -269,7 +269,7 @@ def test_a_plain_dialog_has_the_ids_of_the_chat_format(shared_llama, conversatio
         conversation.handle(text)
         turn = conversation.handle("one")
         wanted = shared_llama.formatter.encode_dialog_prompt(turn.dialog)
-        conversation.context = 2 * len(wanted) + 1
+        conversation.window.context = 2 * len(wanted) + 1
         assert conversation.prompt(turn) == wanted
     assert len(turn.dialog) == len(dialog) + 1
 
@@ -315,7 +315,7 @@ def test_a_question_that_leaves_no_space_names_the_remedy(conversation, shared_l
     ):
         conversation.prompt(turn)
     ids = encode(turn.dialog)
-    conversation.context = len(ids) + 1
+    conversation.window.context = len(ids) + 1
     assert conversation.prompt(turn) == ids
 
 
@@ -334,15 +334,17 @@ def test_a_full_context_leaves_out_the_oldest_turns(shared_llama, system):
         ids = conversation.prompt(turn)
         sent = [*turn.dialog]
         first = 0 if system is None else 1
-        del sent[first : first + 2 * conversation.num_left_out]
+        del sent[first : first + 2 * conversation.window.num_left_out]
         assert ids == encode(sent) and sent[-1] == user(f"question {i}")
-        assert len(ids) <= 192 and (len(ids) <= 128 or conversation.num_left_out in beginnings)
-        assert (conversation.num_left_out > 0) == (len(encode(turn.dialog)) > 192)
-        beginnings.append(conversation.num_left_out)
+        assert len(ids) <= 192 and (
+            len(ids) <= 128 or conversation.window.num_left_out in beginnings
+        )
+        assert (conversation.window.num_left_out > 0) == (len(encode(turn.dialog)) > 192)
+        beginnings.append(conversation.window.num_left_out)
         conversation.commit(turn, f"answer {i}", STATS)
     assert beginnings == sorted(beginnings) and 2 <= len(set(beginnings)) <= 10
     assert len(conversation.messages) == 40 + (system is not None), "/save writes all turns"
-    left_out = conversation.num_left_out
+    left_out = conversation.window.num_left_out
     assert f"turns 20 | oldest turns left out: {left_out}" in conversation.handle("/stats").note
     used = re.match(r"context (\d+) of 256", conversation.handle("/stats").note)
     assert used and int(used[1]) < 192
@@ -371,7 +373,7 @@ def test_a_number_of_turns_can_be_the_limit(shared_llama):
     system = {"role": "system", "content": "Be brief."}
     sent = [system, user("three"), assistant("THREE"), user("four")]
     assert conversation.prompt(turn) == encode(sent)
-    assert conversation.num_left_out == 2
+    assert conversation.window.num_left_out == 2
     conversation.commit(turn, "FOUR", STATS)
     again = conversation.handle("/retry")
     assert conversation.prompt(again) == encode(sent), "as the first time"
