@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
+from helpers.fine_tunes import KINDS, make_model, ranks_of
 from helpers.gguf_files import PARAMS, write_gguf
 from helpers.kernels import KERNELS_RUN
 from helpers.weights import change_json, hf_model
@@ -16,6 +17,7 @@ from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.convert import convert, pack, reshard
 from llama.checkpoint.find import find
 from llama.checkpoint.hf_tokenizer import tokenizer_config, tokenizer_json
+from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.tokenizer import Tokenizer
 
 TEXT = "<s>{{ messages[0].content }}\n"
@@ -176,6 +178,25 @@ def test_packed_weights_keep_them(tmp_path, source):
         assert "attention_dropout" in lines[0]
     names = {path.name for path in (tmp_path / "packed").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json"} <= names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fine_tunes_tokens_and_stops_survive(tmp_path, kind):
+    """Names, ids and ends of answers are the same in every folder that a conversion writes."""
+    make_model(tmp_path / "hf", kind, hidden_size=128, intermediate_size=128)
+    of_config = len(ranks_of()) + 20  # a token that config.json alone names
+    change_json(tmp_path / "hf" / "config.json", eos_token_id=of_config)
+    expected = load_tokenizer(find(tmp_path / "hf"))
+    assert of_config in expected.stop_tokens
+    convert(tmp_path / "hf", tmp_path / "meta")
+    convert(tmp_path / "meta", tmp_path / "back")
+    convert(tmp_path / "hf", tmp_path / "int8", quantize="int8")
+    if KERNELS_RUN:
+        pack(tmp_path / "hf", tmp_path / "packed")
+    for folder in set(tmp_path.iterdir()) - {tmp_path / "hf"}:
+        found = load_tokenizer(find(folder))
+        for name in ("special_tokens", "hidden_ids", "stop_tokens", "bos_id", "eos_id", "n_words"):
+            assert getattr(found, name) == getattr(expected, name), (folder.name, name)
 
 
 def test_a_template_above_metas_weights_is_kept(tmp_path):
