@@ -89,7 +89,7 @@ def test_a_model_comes_once_and_every_command_finds_it_by_its_name(hub, files, c
         assert main(["complete", name, *COMPLETE]) == 0
         texts.append(capfd.readouterr().out)
     assert texts == [texts[0]] * 3 and len(texts[0]) > 8
-    assert find(NAME).tokenizer_path().name == "tokenizer.model"
+    assert find(NAME).tokenizer_path().name == "tokenizer.json"
     assert EngineArgs(REPO).default_params().temperature == 0.6
 
 
@@ -175,7 +175,7 @@ def test_a_file_in_the_cache_that_was_cut_is_fetched_again(hub, files, capfd):
     assert main(["download", NAME]) == 0
     assert main(["verify", NAME]) == 0
     lines = capfd.readouterr().out.splitlines()
-    for name in ("model.safetensors", "original/tokenizer.model"):
+    for name in ("model.safetensors", "tokenizer.json"):
         (line,) = [line for line in lines if line.startswith(Path(name).name)]
         assert "SHA-256 matches" in line
         blob = (model_folder(NAME) / name).resolve()
