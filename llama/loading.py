@@ -444,7 +444,7 @@ def _plain_not_finite(model: Transformer) -> list[str]:
     names: dict[str, None] = {}  # in order, and a tied matrix once
     for path, module in model.named_modules():
         if isinstance(module, Matrix) and isinstance(module.weight, weights.PlainWeight):
-            if not all_finite(module.weight.values):
+            if not all_finite(module.weight.plain()):
                 names |= dict.fromkeys(module.names)
         elif isinstance(module, RMSNorm) and not all_finite(module.weight):
             names[f"{path}.weight"] = None

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.checkpoints import random_state
+from helpers import reference
+from helpers.checkpoints import random_state, write_meta
 from helpers.drafts import PROMPTS, Drafts, answers, cached, key, requests_of, without_drafts
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
@@ -27,6 +28,7 @@ from llama.ops.batch import Batch
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS
 from llama.ops.triton.kernels import KernelSet, Tile
 from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
+from llama.weights.blocks import BlockedWeight
 
 needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
 
@@ -39,13 +41,16 @@ needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AV
         *((name, 2) for name in ("int8", "fp8", "int4")),
     ],
 )
-def test_a_row_of_a_chunk_has_the_bits_of_a_single_step(num_kv_heads, quantize, kernels):
+@pytest.mark.parametrize("vocab_size", [128, 130])
+def test_a_row_of_a_chunk_has_the_bits_of_a_single_step(
+    num_kv_heads, quantize, vocab_size, kernels
+):
     """A row of a chunk has the bits of a single decode step.
 
     The contexts lie around the edge of a chunk of 256 keys, and drafts have every length.
     """
     sizes = {"dim": 256, "n_layers": 2, "n_heads": 8, "n_kv_heads": num_kv_heads}
-    args = ModelArgs(**sizes, vocab_size=128, multiple_of=32, max_seq_len=320)
+    args = ModelArgs(**sizes, vocab_size=vocab_size, multiple_of=32, max_seq_len=320)
     in_8_bits = quantize == "KV cache"
     kv_format = FORMATS["int8"] if in_8_bits else AS_COMPUTED
     model = Transformer(args, dtype=torch.bfloat16, kv_format=kv_format)
@@ -102,6 +107,40 @@ def plain(make_checkpoint) -> Plain:
 @pytest.fixture(scope="module")
 def in_8_bits(make_checkpoint) -> Plain:
     return built(make_checkpoint, kv_cache_dtype="int8")
+
+
+@needs_kernels
+@pytest.mark.parametrize("tied", [False, True])
+def test_drafts_change_no_bit_where_the_vocabulary_does_not_fill_its_blocks(tied, make_checkpoint):
+    """The kernels multiply such an lm_head, and no answer has any of its padding.
+
+    Logits are those of a float64 model with the same weights, within the error of bf16.
+    """
+    folder, state, params = make_checkpoint(seed=24, num_tokens=2050, dim=128, vocab_size=2050)
+    if tied:
+        params = params | {"tied_output": True}
+        state = {name: x for name, x in state.items() if name != "output.weight"}
+        write_meta(folder, params, state)
+        state["output.weight"] = state["tok_embeddings.weight"]
+    llama = Llama.build(str(folder), None, 128, 8, device="cpu", dtype="bf16")
+    assert type(llama.model.output.weight) is BlockedWeight
+    found, _ = without_drafts(llama)
+    requests = list(requests_of(llama))
+    speculating = Llama(llama.model, llama.tokenizer, num_pages=300)
+    speculating.engine.speculate(7)
+    assert answers(speculating, requests) == found
+    assert speculating.engine.stats.draft_tokens > 20
+    together = [x for x in found if len(x) == 4]
+    alone = []
+    for request in requests_of(llama):
+        alone += [x for x in answers(llama, [request]) if len(x) == 4]
+    assert alone == together
+    rounded = {name: x.bfloat16().double() for name, x in state.items()}
+    for tokens in PROMPTS[:3]:
+        logits = llama.model.forward(torch.tensor([tokens]), 0)[0]
+        expected = reference.logits(rounded, params, tokens)
+        assert logits.shape == (len(tokens), 2050)
+        assert (logits - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 def built(make_checkpoint, **options) -> Plain:

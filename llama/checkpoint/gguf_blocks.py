@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llama.checkpoint.quantized_matrix import PackTarget, QuantizedMatrix
 from llama.ops.cpu import native
-from llama.ops.cpu.constants import N_BLOCK, PackState
+from llama.ops.cpu.constants import PackState, num_blocks
 from llama.storage.downloads import broken
 from llama.storage.gguf import TensorInfo, TensorType
 from llama.weights.coded import Coded
@@ -221,15 +221,15 @@ class GGUFMatrix(QuantizedMatrix):
         """Return whether the kernel can fill tensors of these sizes and types."""
         block_size = self.info.type.block_size
         num_columns = columns.stop - columns.start
-        num_blocks = len(rows) / N_BLOCK
+        blocks = num_blocks(len(rows))
         # The kernel copies scales as they are: a float16, or several bytes and a float16.
         scale_dtype = torch.uint8 if block_size > 32 else torch.float16
         return (
             columns.start % block_size == 0
             and num_columns % block_size == 0
             and num_columns == target.like.shape[1]
-            and len(target.values) == num_blocks
-            and len(target.scales) == num_blocks
+            and len(target.values) == blocks
+            and len(target.scales) == blocks
             and target.scales.dtype is scale_dtype
         )
 

@@ -12,9 +12,10 @@ import torch
 
 from llama import weights
 from llama.checkpoint.find import Checkpoint
-from llama.checkpoint.reader import CheckpointReader, matrix_names
+from llama.checkpoint.reader import CheckpointReader, matrices_in
 from llama.checkpoint.table import rank_shapes
 from llama.model.transformer import Transformer
+from llama.ops.cpu.constants import num_blocks
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import Placement
 from llama.weights.groups import GroupedWeight
@@ -82,15 +83,17 @@ def _weights_in_codes(
     num_bytes = 0.0
     formats = set()
     for module, shards in model.loading_order():
-        num_bytes += sum(shard.nbytes for shard in shards.values())
-        for names in matrix_names(module, shards):
+        if shards:  # a tied matrix is counted once
+            num_bytes += sum(weight.nbytes for weight in module.parameters())
+        for matrix in matrices_in(module, shards):
+            names = matrix.names
             coded = reader.coded(names, placement)
             if coded is None:
                 continue
             pack = weights.on_gpu if is_gpu else weights.packed
             packed = pack(coded.first)
             num_bytes += _scaled_bytes(packed, coded.n)
-            num_bytes -= sum(shards[name].nbytes for name in names)
+            num_bytes -= matrix.weight.nbytes
             if isinstance(packed, GroupedWeight):
                 formats.add(packed.quant_key)
     return _WeightsInCodes(math.ceil(num_bytes), formats)
@@ -104,5 +107,5 @@ def _scaled_bytes(packed: weights.Weight, num_rows: int) -> float:
     n, k = packed.shape
     adapter = packed.tensors().get("adaptor")
     adapter_bytes = 0 if adapter is None else adapter.nbytes
-    grown = (packed.nbytes - adapter_bytes) * num_rows / n
+    grown = (packed.nbytes - adapter_bytes) * num_blocks(num_rows) / num_blocks(n)
     return grown + adapter_bytes * (num_rows + k) / (n + k)

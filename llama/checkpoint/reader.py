@@ -28,7 +28,7 @@ from llama.checkpoint.table import ROTATED, name_in, share, whole_shapes
 from llama.checks import errors_in
 from llama.model.layers import Matrix
 from llama.model.transformer import Transformer
-from llama.ops.cpu.constants import N_BLOCK
+from llama.ops.cpu.constants import N_BLOCK, num_blocks
 from llama.ranks.placement import WHOLE, Placement
 from llama.storage.downloads import broken
 from llama.weights.coded import Coded, CodedRows, joined
@@ -40,10 +40,10 @@ _CHUNK_ELEMENTS = 1 << 22  # elements that are unpacked at a time
 Fill = Callable[[Tensor, Tensor], object]  # fills a tensor with the rows of another
 
 
-def matrix_names(module: nn.Module, shards: dict[str, Tensor]) -> list[Sequence[str]]:
-    """Return the names of each matrix in a part of a model, if it is filled with that part."""
+def matrices_in(module: nn.Module, shards: dict[str, Tensor]) -> list[Matrix]:
+    """Return the matrices in a part of a model that are filled with that part."""
     matrices = [part for part in module.modules() if isinstance(part, Matrix)]
-    return [matrix.names for matrix in matrices if matrix.names[0] in shards]
+    return [matrix for matrix in matrices if matrix.names[0] in shards]
 
 
 class _Piece(NamedTuple):
@@ -332,9 +332,13 @@ class _StackedParts:
 
     def read_first(self) -> Coded | None:
         """Read the first rows of each part, or all if they are few; None if they do not join."""
-        if any(count % N_BLOCK for count in self.row_counts):
+        if not self._has_whole_blocks():
             return self._read(None)
         return self._read(math.lcm(N_BLOCK, self.reader.params.head_dim))
+
+    def _has_whole_blocks(self) -> bool:
+        """Return whether each part begins with a block of the stacked matrix."""
+        return not any(count % N_BLOCK for count in self.row_counts[:-1])
 
     def _read(self, max_rows: int | None) -> Coded | None:
         rows: list[Coded] = []
@@ -344,9 +348,11 @@ class _StackedParts:
 
     def pack(self, first: Coded, weight_kind: int, values: Tensor, scales: Tensor) -> bool:
         """Fill a packed weight from the files, as `CodedRows` has it."""
+        if not self._has_whole_blocks():
+            return False
         begin = 0
         for part, count in zip(self.parts, self.row_counts, strict=True):
-            end = begin + count // N_BLOCK
+            end = begin + num_blocks(count)
             target = PackTarget(first, weight_kind, values[begin:end], scales[begin:end])
             if not part.matrix.pack(part.rows, _slice(part.columns), target):
                 return False
@@ -444,7 +450,8 @@ def _take_coded(
 ) -> dict[str, CodedRows]:
     """Return the matrices of a module that keep their codes, and remove them from `shards`."""
     taken = {}
-    for names in matrix_names(module, shards):
+    for matrix in matrices_in(module, shards):
+        names = matrix.names
         coded = reader.coded(names, placement)
         if coded is not None:
             taken[names[0]] = coded

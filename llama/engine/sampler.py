@@ -144,7 +144,7 @@ def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor | Non
         Log-probabilities (N) float32; the likeliest ids (N, K) and their log-probabilities (N, K)
         float32, or None and None if k is 0.
     """
-    norm = logits.logsumexp(dim=-1, keepdim=True)
+    norm = _log_sums(logits)
     chosen = logits.gather(-1, targets[:, None])
     logprobs = (chosen - norm).squeeze(-1)
     if not k:
@@ -152,6 +152,18 @@ def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor | Non
     max_k = logits.shape[-1]
     top = logits.topk(min(k, max_k))
     return logprobs, top.indices, top.values - norm
+
+
+def _log_sums(logits: Tensor) -> Tensor:
+    """Return the logarithm of the sum of exponentials of each row, (N, 1), alone as in a batch.
+
+    On a CPU, PyTorch divides the sum of a single row among its threads, but computes each of
+    several rows in one thread. The bits differ, so a single row is computed as one of two.
+    """
+    num_rows, _ = logits.shape
+    if num_rows == 1 and not logits.is_cuda:
+        logits = logits.expand(2, -1)
+    return logits.logsumexp(dim=-1, keepdim=True)[:num_rows]
 
 
 def sample_top_p(probs: Tensor, p: float) -> Tensor:

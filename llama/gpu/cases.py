@@ -23,7 +23,6 @@ from llama.device import DTYPES
 from llama.gpu.job import Job
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch, ForwardContext
-from llama.ops.cpu.constants import N_BLOCK
 from llama.ops.kv_cache import FORMATS, format_of
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
@@ -273,7 +272,7 @@ class Cases:
         """
         if format is not None and n > _PACKED_ROWS:
             few = self._weight(format, _PACKED_ROWS, k)
-            if isinstance(few, GroupedWeight) and n % N_BLOCK == 0:
+            if isinstance(few, GroupedWeight):
                 return few.repeated(n)
             format = None
         if isinstance(format, QuantKey):

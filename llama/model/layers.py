@@ -95,7 +95,8 @@ class Matrix(WatchedModule):
         """Put a plain weight into the format asked for, or the fastest; views become invalid."""
         if isinstance(self.weight, PlainWeight):
             plain = self.weight.plain()
-            self.weight = weights.packed(plain, quantize, plain.device)
+            memory = self.weight.values.data
+            self.weight = weights.packed(plain, quantize, plain.device, memory=memory)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.weight.plain()

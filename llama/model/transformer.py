@@ -180,13 +180,17 @@ class Transformer(nn.Module):
         """Give every parameter its memory, or none until its turn comes."""
         late: set[nn.Module] = set()
         if fills_late:
-            late = {module for module in self.layers.modules() if isinstance(module, PlainWeight)}
+            late = {module for module in self.layers.modules() if isinstance(module, Matrix)}
         for module in list(self.modules()):
-            module_device = "meta" if module in late else device
+            if isinstance(module, Matrix):
+                module_device = "meta" if module in late else device
+                module.weight = PlainWeight.empty(*module.weight.shape, module_device, dtype)
+                use_huge_pages(module.weight.values)  # before the first access, which decides it
+        for module in self.modules():
+            if isinstance(module, PlainWeight):
+                continue
             for name, weight in list(module.named_parameters(recurse=False)):
-                parameter = unfilled(*weight.shape, device=module_device, dtype=dtype)
-                setattr(module, name, parameter)
-                use_huge_pages(parameter)  # before the first access, which decides it
+                setattr(module, name, unfilled(*weight.shape, device=device, dtype=dtype))
 
     def _name_matrices(self) -> None:
         """Give every matrix Meta's names of the tensors that it is made of."""
@@ -221,8 +225,8 @@ class Transformer(nn.Module):
         for i, layer in zip(share.layers, self.blocks(), strict=True):
             for module in layer.modules():
                 if isinstance(module, Matrix) and module.weight.values.is_meta:
-                    values = self.norm.weight.new_empty(module.weight.shape)
-                    module.weight = PlainWeight.pack(values)
+                    like = self.norm.weight
+                    module.weight = PlainWeight.empty(*module.weight.shape, like.device, like.dtype)
             yield layer, layer.state_dict(prefix=f"layers.{i}.")
         yield self.norm, {"norm.weight": self.norm.weight.data}
         if share.has_lm_head:

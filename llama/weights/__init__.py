@@ -150,6 +150,7 @@ def packed(
     quantize: str | None = None,
     device: torch.device = _CPU,
     formats: _Formats = _CPU_FORMATS,
+    memory: Tensor | None = None,
 ) -> Weight:
     """Return a matrix in the format that was asked for, or else in the fastest one of this machine.
 
@@ -161,6 +162,8 @@ def packed(
         quantize: The format of a plain matrix, if it is to be quantized.
         device: The device that will multiply.
         formats: The formats that may store codes, in order of preference.
+        memory: A tensor that begins with the rows of a plain matrix, if that lies in one which has
+            whole blocks of rows.
     """
     if device.type == "cuda":
         return on_gpu(matrix, quantize, device)
@@ -176,6 +179,8 @@ def packed(
     if quantize is not None and QUANTIZED[quantize].fits(matrix):
         return QUANTIZED[quantize].pack(matrix)
     if BlockedWeight.fits(matrix):
+        if memory is not None:
+            return BlockedWeight.pack_memory(memory, len(matrix))
         return BlockedWeight.pack(matrix)
     return PlainWeight.pack(matrix)
 

@@ -1,8 +1,10 @@
 """bf16 in the order in which the CPU kernels read it: the same bytes in the same memory.
 
 In: a plain matrix. Out: products and rows of it. The elements lie in blocks of 32 rows, and within
-a block in pairs of columns: (N/32, K/2, 32, 2), see packed_weight.h. Quantized formats are
-subclasses, which must not be known here.
+a block in pairs of columns: (N/32, K/2, 32, 2), see packed_weight.h. Where N is not a multiple of
+32, the last block repeats the last row as padding: N/32 is rounded up in all shapes of blocks. No
+product and no row that is returned has any of it. Quantized formats are subclasses, which must not
+be known here.
 
 linear.cpp computes the product, on x86-64 CPUs with AVX2, AVX-512, avx512_bf16 or AMX. The tiles of
 AMX are compared with a plain loop at their first use; they are not used if they differ, or if Linux
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.cpu import native
-from llama.ops.cpu.constants import N_BLOCK
+from llama.ops.cpu.constants import N_BLOCK, num_blocks
 from llama.weights.weight import Weight
 
 INFINITY = 0x7F80  # the bits of infinity in bf16
@@ -45,7 +47,7 @@ class Layout(NamedTuple):
 def can_pack(plain: Tensor) -> bool:
     """Return whether a matrix can be cut into blocks.
 
-    It must be bf16 in one piece on the CPU, with N a multiple of 32 and K even.
+    It must be bf16 in one piece on the CPU, with K even.
     """
     return (
         plain.dim() == 2
@@ -54,7 +56,6 @@ def can_pack(plain: Tensor) -> bool:
         and plain.is_contiguous()
         and plain.numel() > 0
         and plain.storage_offset() % 2 == 0  # pairs of elements are moved as one
-        and plain.shape[0] % N_BLOCK == 0
         and plain.shape[1] % 2 == 0
     )
 
@@ -83,18 +84,30 @@ class BlockedWeight(Weight):
 
     @classmethod
     def pack(cls, plain: Tensor) -> Self:
-        """Return a matrix in blocks, which take its memory."""
+        """Return a matrix in blocks, which take its memory if it has whole blocks of rows."""
+        return cls.pack_memory(in_whole_blocks(plain), len(plain))
+
+    @classmethod
+    def pack_memory(cls, plain: Tensor, n: int) -> Self:
+        """Return the first n rows of a matrix in blocks, which take its memory.
+
+        Args:
+            plain: The matrix, with as many rows as n rows have in whole blocks.
+            n: The number of rows that are not padding; the others need not be initialised.
+        """
         assert can_pack(plain), (plain.shape, plain.dtype, plain.device)
-        n, k = plain.shape
+        num_rows, k = plain.shape
+        assert num_rows == num_blocks(n) * N_BLOCK, (num_rows, n)
         result = 0
         if native.kernels() is not None:
             threads = torch.get_num_threads()
             scratch = workspace("pack_workspace", 2 * k, threads)
             result = native.call("pack_bf16", plain, scratch, n, k, threads)
         else:
-            blocks = in_blocks(plain).reshape(n, k)
+            plain[n:] = plain[n - 1]
+            blocks = in_blocks(plain).reshape(num_rows, k)
             plain.copy_(blocks)
-        values = plain.view(n // N_BLOCK, k // 2, N_BLOCK, 2)
+        values = plain.view(-1, k // 2, N_BLOCK, 2)
         weight = cls((n, k), values)
         weight.set_flags(result)
         return weight
@@ -108,6 +121,11 @@ class BlockedWeight(Weight):
         """
         self.is_finite = result % _EMPTY_ROW < INFINITY
         self.has_empty_row = result >= _EMPTY_ROW
+
+    @property
+    def num_stored_rows(self) -> int:
+        """Return the number of rows with the padding of the last block."""
+        return num_blocks(self.shape[0]) * N_BLOCK
 
     def linear(
         self,
@@ -155,9 +173,9 @@ class BlockedWeight(Weight):
         first_blocks = self.gaps[::2]
         gap_sizes = self.gaps[1::2]
         gaps = list(zip(first_blocks, gap_sizes, strict=True))
-        for first_block, num_blocks in reversed(gaps):
+        for first_block, gap_blocks in reversed(gaps):
             is_behind = ids >= first_block * N_BLOCK
-            ids = ids + is_behind * (num_blocks * N_BLOCK)
+            ids = ids + is_behind * (gap_blocks * N_BLOCK)
         return ids
 
     def stored_rows(self, ids: Tensor) -> Tensor:
@@ -178,18 +196,18 @@ class BlockedWeight(Weight):
         """Return the matrix (N, K) in bf16, a copy."""
         if self.gaps:
             return self.rows(torch.arange(self.shape[0]))
+        n, k = self.shape
         rows = self.values.data.transpose(1, 2)
-        return rows.reshape(self.shape)
+        return rows.reshape(-1, k)[:n]
 
     def is_whole(self) -> bool:
         """Return whether the values have the shape and type of such a matrix."""
         n, k = self.shape
         dtype, columns, tail = self.layout
-        if n % N_BLOCK or k % columns or self.values.dtype is not dtype:
+        if k % columns or self.values.dtype is not dtype:
             return False
-        num_blocks = n // N_BLOCK
         num_steps = k // columns
-        return self.values.shape == (num_blocks, num_steps, *tail)
+        return self.values.shape == (num_blocks(n), num_steps, *tail)
 
     def part(self, rows: list[slice], columns: slice) -> Weight | None:
         """Return a part of the matrix in the same memory; None where it would cut a block."""
@@ -209,10 +227,10 @@ class BlockedWeight(Weight):
         if columns.start % step or columns.stop % step:
             return None
         for some in rows:
-            if some.start % N_BLOCK or some.stop % N_BLOCK:
+            if some.start % N_BLOCK or (some.stop % N_BLOCK and some.stop < self.shape[0]):
                 return None
         first_block = rows[0].start // N_BLOCK
-        end_block = rows[-1].stop // N_BLOCK
+        end_block = num_blocks(rows[-1].stop)
         blocks = self.values.data[first_block:end_block]
         first_step = columns.start // step
         end_step = columns.stop // step
@@ -251,8 +269,17 @@ class BlockedWeight(Weight):
         ]
 
 
+def in_whole_blocks(rows: Tensor) -> Tensor:
+    """Return rows (N, ...) as they are if N is a multiple of 32, else a copy with padding."""
+    n = len(rows)
+    num_padding = num_blocks(n) * N_BLOCK - n
+    if not num_padding:
+        return rows
+    return torch.cat([rows, rows[-1:].expand(num_padding, *rows.shape[1:])])
+
+
 def in_blocks(plain: Tensor) -> Tensor:
-    """Return a view (N/32, K/2, 32, 2) of a matrix (N, K)."""
+    """Return a view (N/32, K/2, 32, 2) of a matrix (N, K), where N is a multiple of 32."""
     num_pairs = plain.shape[1] // 2
     rows = plain.view(-1, N_BLOCK, num_pairs, 2)
     return rows.transpose(1, 2)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.ops.cpu.constants import N_BLOCK, ElementFormat
-from llama.weights.blocks import Layout, in_blocks, workspace
+from llama.ops.cpu.constants import N_BLOCK, ElementFormat, num_blocks
+from llama.weights.blocks import Layout, in_blocks, in_whole_blocks, workspace
 from llama.weights.coded import Coded
 from llama.weights.groups import GroupedWeight, pack_extras
 from llama.weights.scales import pack_scales
@@ -43,7 +43,7 @@ class BytesWeight(GroupedWeight):
     @classmethod
     def num_bytes(cls, n: int, k: int) -> int:
         """Return the bytes of a matrix (N, K) that was rounded at load."""
-        return n * k + 4 * n
+        return num_blocks(n) * N_BLOCK * (k + 4)
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
@@ -68,7 +68,7 @@ class BytesWeight(GroupedWeight):
         values = cls.empty(*coded.shape)
         octets = values.view(torch.uint8)
         if native.kernels() is None or codes.shape[1] % 8:
-            octets.copy_(in_blocks(codes))
+            octets.copy_(in_blocks(in_whole_blocks(codes)))
         else:
             native.call("pack_bytes", codes, octets, *codes.shape)
         first = int(coded.table[0])
@@ -102,7 +102,7 @@ class BytesWeight(GroupedWeight):
         if native.kernels() is None or cls is Fp8Weight:  # torch rounds to e4m3
             return cls.of(cls.rounded(plain))
         values = cls.empty(n, k)
-        scales = torch.empty(n // N_BLOCK, 1, 1, N_BLOCK)
+        scales = torch.empty(num_blocks(n), 1, 1, N_BLOCK)
         scratch = workspace("pack_workspace", k, torch.get_num_threads())
         native.call("pack_rows", plain, values, scales, scratch, n, k)
         weight = cls((n, k), values, scales)

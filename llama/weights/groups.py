@@ -17,10 +17,10 @@ from torch import Tensor
 from llama.device import use_huge_pages
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.cpu import native
-from llama.ops.cpu.constants import MAX_RANK, MIN_GROUP, N_BLOCK, ElementFormat
+from llama.ops.cpu.constants import MAX_RANK, MIN_GROUP, N_BLOCK, ElementFormat, num_blocks
 from llama.ops.linear import linear
 from llama.ops.triton.kernels import Blocks
-from llama.weights.blocks import BlockedWeight, can_pack, in_blocks
+from llama.weights.blocks import BlockedWeight, can_pack, in_blocks, in_whole_blocks
 from llama.weights.coded import Coded, CodedRows, hadamard
 from llama.weights.scales import SCALE_FORMATS, in_smallest_format, pack_scales, unpack_scales
 from llama.weights.weight import Weight
@@ -57,7 +57,7 @@ class GroupedWeight(BlockedWeight):
         scales: (N/32, G, 1 or 2, 32) float32 or float16, or the same in (N/32, G/8, 1 or 2 times
             EIGHT) bytes.
         table: 16 float32, the elements of four-bit codes; for six bits the first is used.
-        adapter: down (R, K), then up (N, R), bf16 in blocks.
+        adapter: down (R, K), then up (N, R), bf16 in blocks, the last of them padded.
         rotated: A tensor that is there if x must be rotated.
         groups: The number of groups per row.
         group: The number of columns per group.
@@ -88,7 +88,9 @@ class GroupedWeight(BlockedWeight):
         first_block = unpack_scales(scales[:1])
         _, self.groups, self.per_group, _ = first_block.shape
         self.group = shape[1] // self.groups
-        self.rank = 0 if adapter is None else adapter.numel() // sum(shape)
+        self.rank = 0
+        if adapter is not None:
+            self.rank = adapter.numel() // (self.num_stored_rows + shape[1])
         self.is_extended = adapter is not None or rotated is not None
         self.table = torch.zeros(16)
         self.first = None if self.kind in _TABLE_FORMATS else 0
@@ -120,9 +122,8 @@ class GroupedWeight(BlockedWeight):
     def empty(cls, n: int, k: int) -> Tensor:
         """Return memory for the values of a matrix (N, K)."""
         dtype, columns, tail = cls.layout
-        num_blocks = n // N_BLOCK
         num_steps = k // columns
-        values = torch.empty(num_blocks, num_steps, *tail, dtype=dtype)
+        values = torch.empty(num_blocks(n), num_steps, *tail, dtype=dtype)
         return use_huge_pages(values)
 
     @classmethod
@@ -145,9 +146,8 @@ class GroupedWeight(BlockedWeight):
         first = cls.of(matrix.first)
         k = matrix.first.shape[1]
         values = cls.empty(matrix.n, k)
-        num_blocks = matrix.n // N_BLOCK
         block_shape = first.scales.shape[1:]
-        scales = first.scales.new_empty(num_blocks, *block_shape)
+        scales = first.scales.new_empty(num_blocks(matrix.n), *block_shape)
         scales = use_huge_pages(scales)
         if not matrix.pack(matrix.first, cls.kind, values, scales):
             return cls.of(matrix.read())
@@ -161,11 +161,11 @@ class GroupedWeight(BlockedWeight):
     def repeated(self, n: int) -> Self:
         """Return a weight (n, K) that has the blocks of rows of this one again and again.
 
-        The size n is a multiple of 32. The weight has no adapter.
+        The weight has no adapter and no padding.
         """
-        assert n % N_BLOCK == 0 and not self.is_extended, (n, self.is_extended)
+        assert not self.is_extended and self.shape[0] % N_BLOCK == 0, self.shape
         values = self.values.data
-        blocks = torch.arange(n // N_BLOCK, device=values.device) % len(values)
+        blocks = torch.arange(num_blocks(n), device=values.device) % len(values)
         shape = (n, self.shape[1])
         return type(self)(shape, values[blocks], self.scales[blocks], self.table)
 
@@ -183,8 +183,8 @@ class GroupedWeight(BlockedWeight):
     @classmethod
     def takes(cls, coded: Coded) -> bool:
         """Return whether the format can store these very values, and the CPU kernels read them."""
-        n, k = coded.shape
-        if n % N_BLOCK or k % 8 or coded.group % MIN_GROUP:
+        k = coded.shape[1]
+        if k % 8 or coded.group % MIN_GROUP:
             return False
         for factor in (coded.down, coded.up):
             if factor is not None and not torch.equal(factor.bfloat16().float(), factor):
@@ -230,7 +230,7 @@ class GroupedWeight(BlockedWeight):
         """Return down (R, K) and up (N, R) in bf16."""
         n, k = self.shape
         r = self.rank
-        down, up = adapter.split_with_sizes([r * k, r * n])
+        down, up = adapter.split_with_sizes([r * k, r * self.num_stored_rows])
         down_blocks = down.view(-1, k // 2, N_BLOCK, 2)
         up_blocks = up.view(-1, r // 2, N_BLOCK, 2)
         down_weight = BlockedWeight((r, k), down_blocks)
@@ -318,7 +318,7 @@ class GroupedWeight(BlockedWeight):
         """Return whether the tensors have the shapes and types of such a matrix."""
         n, k = self.shape
         block_rows = unpack_scales(self.scales[:1]).shape[-1]
-        if len(self.scales) != n // N_BLOCK or block_rows != N_BLOCK:
+        if len(self.scales) != num_blocks(n) or block_rows != N_BLOCK:
             return False
         if self.per_group not in (1, 2):
             return False
@@ -331,7 +331,7 @@ class GroupedWeight(BlockedWeight):
                 return False
             if self.adapter.dtype is not torch.bfloat16:
                 return False
-            if self.adapter.shape != (self.rank * (n + k),):
+            if self.adapter.shape != (self.rank * (self.num_stored_rows + k),):
                 return False
         if self.rotated is not None:
             is_power_of_two = k & (k - 1) == 0
@@ -348,7 +348,7 @@ class GroupedWeight(BlockedWeight):
             return None
         k = self.shape[1]
         first_block = rows[0].start // N_BLOCK
-        end_block = rows[-1].stop // N_BLOCK
+        end_block = num_blocks(rows[-1].stop)
         scales = self.scales[first_block:end_block]
         if columns != slice(0, k) and self.groups > 1:
             group = self.group
@@ -392,7 +392,7 @@ def pack_extras(coded: Coded) -> dict[str, Tensor]:
     if coded.down is not None and coded.up is not None:
         padding = -len(coded.down) % N_BLOCK  # the rank becomes a multiple of 32
         down = F.pad(coded.down, (0, 0, 0, padding))
-        up = F.pad(coded.up, (0, padding))
+        up = F.pad(in_whole_blocks(coded.up), (0, padding))
         down_blocks = in_blocks(down.bfloat16())
         up_blocks = in_blocks(up.bfloat16())
         extras["adapter"] = torch.cat([down_blocks.flatten(), up_blocks.flatten()])

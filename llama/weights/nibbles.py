@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.ops.cpu.constants import N_BLOCK, ElementFormat
+from llama.ops.cpu.constants import N_BLOCK, ElementFormat, num_blocks
 from llama.weights.blocks import Layout
 from llama.weights.bytes import BytesWeight
 from llama.weights.coded import Coded
@@ -40,7 +40,7 @@ class NibblesWeight(GroupedWeight):
     def num_bytes(cls, n: int, k: int) -> int:
         """Return the bytes of a matrix (N, K) that was rounded at load."""
         scales = _empty_scales(n, k, "meta")
-        return n * k // 2 + scales.nbytes
+        return num_blocks(n) * N_BLOCK * k // 2 + scales.nbytes
 
     @classmethod
     def fits(cls, plain: Tensor) -> bool:
@@ -164,7 +164,7 @@ def _empty_scales(n: int, k: int, device: str = "cpu") -> Tensor:
 
     They take 10 bits each where the number of groups is a multiple of 8.
     """
-    blocks = n // N_BLOCK
+    blocks = num_blocks(n)
     groups = k // _GROUP
     if groups % 8:
         halves_shape = (blocks, groups, 2, N_BLOCK)

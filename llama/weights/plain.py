@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
+from llama.ops.cpu.constants import N_BLOCK, num_blocks
 from llama.ops.linear import linear
 from llama.weights.weight import Weight
 
@@ -22,9 +23,17 @@ def all_finite(x: Tensor) -> bool:
 
 
 class PlainWeight(Weight):
-    """A matrix whose `values` are (N, K)."""
+    """A matrix whose `values` are (N, K), with rows of padding behind them if `empty` made it."""
 
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
+
+    @classmethod
+    def empty(cls, n: int, k: int, device: torch.device | str, dtype: torch.dtype) -> Self:
+        """Return a weight without elements whose memory can be packed in place.
+
+        The values have whole blocks of rows, as the CPU kernels store a matrix.
+        """
+        return cls((n, k), torch.empty(num_blocks(n) * N_BLOCK, k, device=device, dtype=dtype))
 
     @classmethod
     def fits(cls, plain: Tensor) -> bool:
@@ -44,19 +53,24 @@ class PlainWeight(Weight):
         context: ForwardContext = DEFAULT_CONTEXT,
     ) -> Tensor:
         """Return the product of rows and this weight; see `Weight.linear`."""
-        return linear(x, self.values, dtype=dtype, kernels=context.kernels)
+        return linear(x, self._rows(), dtype=dtype, kernels=context.kernels)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows (..., K) of ids (...)."""
-        return F.embedding(ids, self.values)
+        return F.embedding(ids, self._rows())
 
     def plain(self) -> Tensor:
         """Return the matrix (N, K) itself."""
-        return self.values.data
+        return self._rows().data
+
+    def _rows(self) -> Tensor:
+        """Return the values without padding, which are a view where there is any."""
+        n, _ = self.shape
+        return self.values if len(self.values) == n else self.values[:n]
 
     def part(self, rows: list[slice], columns: slice) -> Weight:
         """Return a copy of a part of the matrix."""
-        parts = [self.values.data[some, columns] for some in rows]
+        parts = [self.plain()[some, columns] for some in rows]
         if len(parts) == 1:
             return self.pack(parts[0].contiguous())
         return self.pack(torch.cat(parts))
@@ -68,5 +82,9 @@ class PlainWeight(Weight):
 
     def refilled(self, plain: Tensor) -> Weight:
         """Copy other elements into this weight, and return it."""
-        self.values.data.copy_(plain)
+        self.plain().copy_(plain)
         return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the values without padding."""
+        return {"values": self.plain()}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import N_BLOCK, ScaleFormat
+from llama.weights.blocks import in_whole_blocks
 from llama.weights.coded import Coded
 
 EIGHT = 10 * N_BLOCK  # bytes of a block's scales of 8 groups: a float16 per row, then 8 codes each
@@ -32,7 +33,7 @@ def pack_scales(coded: Coded, element_factor: float = 1) -> Tensor:
     parts = [coded.scale / element_factor]
     if coded.offset is not None:
         parts.append(coded.offset)
-    blocks = [torch.unflatten(part, 0, (-1, N_BLOCK)).mT for part in parts]
+    blocks = [torch.unflatten(in_whole_blocks(part), 0, (-1, N_BLOCK)).mT for part in parts]
     scales = torch.stack(blocks, 2)
     return in_smallest_format(scales)
 

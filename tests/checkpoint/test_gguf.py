@@ -214,7 +214,12 @@ def test_blocks_go_from_a_file_into_a_weight(name, tmp_path):
     path.write_bytes(b"head" + data.tobytes())
     matrix = matrix_of(name, data, 1024, path, offset=4)
     oracle = torch.from_numpy(gguf.quants.dequantize(data, GGMLQuantizationType[name]))
-    for rows, columns in (range(96), slice(0, 1024)), (range(32, 96), slice(256, 768)):
+    parts = [
+        (range(96), slice(0, 1024)),
+        (range(32, 82), slice(0, 1024)),  # the last block is not full
+        (range(32, 96), slice(256, 768)),
+    ]
+    for rows, columns in parts:
         few = matrix.read(slice(rows.start, rows.start + 32), columns, CPU)
         exact = oracle[rows.start : rows.stop, columns]
         wide = alike([few, replace(few, table=torch.arange(-128.0, 128))])
@@ -248,8 +253,10 @@ def test_a_load_unpacks_the_first_rows_alone(folder, monkeypatch):
 
 
 @needs_kernels
-def test_a_tied_matrix_is_held_once_and_a_part_in_floats_makes_a_matrix_bf16(tmp_path):
-    tied, path = PARAMS | {"tied_output": True}, tmp_path / "model.gguf"
+@pytest.mark.parametrize("vocab_size", [PARAMS["vocab_size"], 514])
+def test_a_tied_matrix_is_held_once_and_a_part_in_floats_makes_a_matrix_bf16(vocab_size, tmp_path):
+    tied = PARAMS | {"tied_output": True, "vocab_size": vocab_size}
+    path = tmp_path / "model.gguf"
     state = write_gguf(path, tied, {"attn_k": "BF16", "token_embd": "Q6_K"}, default="IQ4_NL")
     model = in_codes(path)
     assert model.output.weight is model.tok_embeddings.weight

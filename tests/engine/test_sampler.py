@@ -4,7 +4,7 @@ The file has over 400 lines because each step of the pipeline has its own oracle
 """
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -445,6 +445,20 @@ def test_score_gives_each_targets_logprob_and_the_likeliest() -> None:
     assert score(logits, targets, 0)[1:] == (None, None)
     whole = score(logits, targets, 99)[1]
     assert whole is not None and whole.shape == (7, 30)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_the_score_of_a_row_has_the_bits_of_any_batch(num_threads: int) -> None:
+    """PyTorch alone would divide the sum of a single row of more than 32,768 among threads."""
+    draw = torch.Generator().manual_seed(2)
+    logits = torch.randn(40, 49_412, generator=draw) - 11
+    logits[:, 0] = 0  # sums of about 2: each of their bits is seen in their logarithm
+    targets = torch.arange(40)
+    torch.set_num_threads(num_threads)  # fixtures restore the number
+    together, _, top = score(logits, targets, 1)
+    alone = [score(logits[i : i + 1], targets[i : i + 1], 1) for i in range(40)]
+    assert torch.equal(torch.cat([x[0] for x in alone]), together)
+    assert top is not None and torch.equal(torch.cat([cast(Tensor, x[2]) for x in alone]), top)
 
 
 # --- Meta's public function ------------------------------------------------------------------

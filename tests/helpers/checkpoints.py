@@ -82,9 +82,14 @@ def write_meta(
     return folder
 
 
-def write_byte_tokenizer(folder: Path) -> None:
-    """Write a tokenizer.model of the 256 bytes; the 256 special tokens make a vocabulary of 512."""
-    lines = [f"{base64.b64encode(bytes([i])).decode()} {i}" for i in range(256)]
+def write_byte_tokenizer(folder: Path, num_tokens: int = 512) -> None:
+    """Write a tokenizer.model of the 256 bytes; the 256 special tokens make a vocabulary of 512.
+
+    A larger vocabulary has tokens of two bytes behind the bytes.
+    """
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [bytes(divmod(i, 256)) for i in range(num_tokens - 512)]
+    lines = [f"{base64.b64encode(token).decode()} {i}" for i, token in enumerate(tokens)]
     (folder / "tokenizer.model").write_text("\n".join(lines) + "\n")
 
 

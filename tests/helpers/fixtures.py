@@ -68,14 +68,16 @@ def _drafts_everywhere(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory) -> Callable[..., tuple[Path, dict, dict]]:
-    """A function make_checkpoint(num_shards=1, seed=0, **params) -> (folder, state, params)."""
+    """A function make_checkpoint(num_shards, seed, **params) -> (folder, state, params)."""
 
-    def make(num_shards: int = 1, seed: int = 0, **changes) -> tuple[Path, dict, dict]:
+    def make(
+        num_shards: int = 1, seed: int = 0, num_tokens: int = 512, **changes
+    ) -> tuple[Path, dict, dict]:
         params = {**PARAMS, **changes}
         state = random_state(params, seed)
         folder = tmp_path_factory.mktemp("checkpoint")
         write_meta(folder, params, state, num_shards)
-        write_byte_tokenizer(folder)
+        write_byte_tokenizer(folder, num_tokens)
         return folder, state, params
 
     return make

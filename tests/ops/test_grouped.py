@@ -36,6 +36,10 @@ FORMATS = [  # table, (N, K), group size, offsets, type of the stored scales: by
     ("bytes", (64, 3072), 1536, True, torch.float32),  # a group longer than a K block
     ("e4m3", (96, 1088), 1088, False, torch.float32),
     ("e4m3", (32, 2048), 1024, False, torch.float32),
+    ("unsigned", (34, 1024), 32, True, torch.uint8),  # rows that do not fill the last block
+    ("six bits", (50, 2048), 16, False, torch.uint8),
+    ("bytes", (63, 576), 192, True, torch.float16),
+    ("e4m3", (100, 1088), 1088, False, torch.float32),
 ]
 
 
@@ -91,6 +95,7 @@ def test_a_product_is_that_with_the_weights_of_the_file(kernels, request, which)
 ADDED = [  # rank of an adapter, whether x is rotated, (N, K): each case and both at once
     (16, False, (96, 1056)), (5, False, (32, 64)), (48, False, (64, 2080)), (256, False, (32, 512)),
     (0, True, (64, 2048)), (0, True, (32, 32)), (16, True, (64, 256)),
+    (5, False, (33, 64)), (200, True, (71, 256)),
 ]  # fmt: skip
 
 
@@ -152,10 +157,10 @@ def test_codes_lie_as_packed_weight_describes(kernels):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"codes": (33, 64)}, {"codes": (32, 60)}, {"group": 8},
+        {"codes": (32, 60)}, {"group": 8},
         {"table": torch.linspace(0, 1, 17)}, {"table": torch.arange(200.0)},
     ],
-    ids=["rows", "columns", "group", "fractions", "range"],
+    ids=["columns", "group", "fractions", "range"],
 )  # fmt: skip
 def test_codes_that_fit_no_format_become_bf16(changes, kernels):
     asked: dict[str, Any] = {"codes": (32, 64), "group": 32, "table": TABLES["bytes"]} | changes
@@ -205,6 +210,17 @@ def test_fp8_is_off_by_a_sixteenth_at_most(kernels):
     assert (off <= plain.float().abs() / 16 + largest / 448 / 1024).all()
     assert torch.allclose(held.exact().abs().amax(1, keepdim=True), largest, rtol=1e-6)
     check(held, held.exact(), rows(20, 128), is_rounded=False)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8", "int4"])
+def test_rows_that_do_not_fill_a_block_are_rounded_as_in_whole_blocks(kernels, quantize):
+    whole = torch.cat([rows(50, 256), rows(64, 256)[50:]])
+    expected, held = packed(whole.clone(), quantize), packed(whole[:50].clone(), quantize)
+    assert isinstance(held, GroupedWeight) and isinstance(expected, GroupedWeight)
+    assert held.shape == (50, 256) and held.is_whole() and held.is_finite
+    assert torch.equal(held.exact(), expected.exact()[:50]) and not held.has_empty_row
+    x = rows(7, 256)
+    assert torch.equal(held.linear(x), expected.linear(x)[:, :50])
 
 
 def test_four_bits_need_the_kernels(no_kernels):

@@ -307,7 +307,7 @@ struct FlushDenormals {
 template <class Kind, class Packed>
 void multiply_all(Worker& worker, const PackedX& x, Packed packed, const Weight& weight,
                   const Outputs& out) {
-  const long blocks = weight.n / N_BLOCK, height = x.height;
+  const long blocks = num_blocks(weight.n), height = x.height;
   const Partition row_blocks(x.tiles, 2);
   const Partition m_blocks(row_blocks.count, M_BLOCK / (2 * TILE_ROWS));
   // Each thread gets several panels, so that all threads have about the same amount of work.

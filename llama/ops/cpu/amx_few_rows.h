@@ -93,7 +93,7 @@ void multiply_all(Worker& worker, const FewRows& x, Packed packed, const Weight&
     if (weight.per_group && !has_groups(weight)) scale_sums(weight, block, x.m, sums);
   };
   const auto write_out = [&](long block) { write(out, weight.n, sums, 0, x.m, block * N_BLOCK); };
-  worker.run(weight.n / N_BLOCK, compute, write_out);
+  worker.run(num_blocks(weight.n), compute, write_out);
 }
 
 // The layout of x for products with nibbles in groups, for up to 16 rows: pairs (K/2, m).
@@ -210,7 +210,7 @@ void multiply_all(Worker& worker, const RowsAsPairs& x, Packed packed, const Wei
       for (long i = 0; i < N_BLOCK; i++) sums[row * N_BLOCK + i] = by_output[i * x.m + row];
   };
   const auto write_out = [&](long block) { write(out, weight.n, sums, 0, x.m, block * N_BLOCK); };
-  worker.run(weight.n / N_BLOCK, compute, write_out);
+  worker.run(num_blocks(weight.n), compute, write_out);
   if (is_configured) _tile_release();
 }
 

@@ -84,3 +84,8 @@ ALL: dict[str, int] = {
     "MATRIX_FIELDS": MATRIX_FIELDS,
     "HALF_FIELDS": HALF_FIELDS,
 }
+
+
+def num_blocks(n: int) -> int:
+    """Return the number of blocks of a weight of n rows, the last of which may be padded."""
+    return -(-n // N_BLOCK)

@@ -291,8 +291,11 @@ PackState pack_all(const FileRows& source, const PackTarget& target, long n, lon
   {
     uint8_t* rows = (uint8_t*)std::malloc(N_BLOCK * width);
 #pragma omp for schedule(dynamic)
-    for (long block = 0; block < n / N_BLOCK; block++) {
-      const bool is_read = rows && source.read(block * N_BLOCK, N_BLOCK, width, rows);
+    for (long block = 0; block < num_blocks(n); block++) {
+      const long count = std::min<long>(N_BLOCK, n - block * N_BLOCK);
+      const bool is_read = rows && source.read(block * N_BLOCK, count, width, rows);
+      for (long row = count; row < N_BLOCK && is_read; row++)  // padding, as in pack.cpp
+        std::memcpy(rows + row * width, rows + (count - 1) * width, width);
       states |= (int64_t)(is_read ? pack_block<Type>(rows, target, block, last_code)
                                   : PackState::FILE_TOO_SHORT);
     }
@@ -348,7 +351,7 @@ void unpack_gguf(const uint8_t* blocks, uint8_t* codes, float* scales, float* of
 }
 
 // Packs rows (n, k) of a type from an open file -> values and parameters of a packed weight, and a
-// PackState. n is a multiple of 32, and k of the elements of a block.
+// PackState. k is a multiple of the elements of a block.
 //
 // table: (num_codes), the element of each code. file, offset, stride: see FileRows. group,
 // per_group, format, first: see PackTarget.

@@ -50,6 +50,10 @@ void rope_and_store(const uint16_t* qkv, const float* freqs_cis, char* pages, in
 
 // --- linear.cpp: products with a packed weight (n, k), in a format of packed_weight.h ---
 
+// Returns the number of blocks of a weight of n rows. The last one may have fewer rows than 32: the
+// rest of it is padding, finite numbers that no output depends on.
+inline long num_blocks(long n) { return (n + N_BLOCK - 1) / N_BLOCK; }
+
 // A packed weight. `Weight.native_matrix` in Python describes it by these MATRIX_FIELDS integers.
 struct Matrix {
   const char* data;        // elements
@@ -105,7 +109,7 @@ struct Outputs {
   enum Kind { BF16, FLOAT32, ADDED };
   void* data;
   Kind kind;
-  const uint16_t* up = nullptr;         // (n, rank) bf16 in blocks
+  const uint16_t* up = nullptr;         // (n, rank) bf16 in blocks, the last one padded
   const float* down_outputs = nullptr;  // (m, rank), x times the down matrix
   long rank = 0;
 };

@@ -279,7 +279,7 @@ float* multiply_block(const PackedPairs& x, const char* packed, long first_block
 template <class Kind, class Packed>
 void multiply_all(Worker& worker, const PackedPairs& x, Packed packed, const Weight& weight,
                   const Outputs& out) {
-  const long blocks = weight.n / N_BLOCK;
+  const long blocks = num_blocks(weight.n);
   alignas(64) float memory[2][M_BLOCK * N_BLOCK];
   float* sums = nullptr;
   const auto compute = [&](long piece) {
@@ -429,7 +429,7 @@ long weight_rows(const int64_t* ids, const int64_t* matrix, uint16_t* out, long 
 }
 
 // Multiplies x (m, k) of bf16 by a weight (n, k), which `matrix` describes in MATRIX_FIELDS
-// integers: out (m, n) of bf16, or of float32 if is_wide. n is a multiple of 32, k of 2.
+// integers: out (m, n) of bf16, or of float32 if is_wide. k is a multiple of 2.
 void linear_packed(const uint16_t* x, const int64_t* matrix, void* out, char* workspace, long m,
                    long n, long k, bool is_wide, int threads) {
   const Outputs outputs = {out, is_wide ? Outputs::FLOAT32 : Outputs::BF16};

@@ -1,7 +1,8 @@
 // Packs matrices of a checkpoint into the layouts of packed_weight.h: a bf16 matrix (n, k) is only
 // reordered, or quantized to int8 or to 4 bits with scales and offsets; codes and scales that are
-// already quantized are reordered. llama/weights owns the tensors and checks the shapes: n is a
-// multiple of 32.
+// already quantized are reordered. The last block of n rows repeats the last row as its padding, so
+// that padding is never the largest, the smallest or the least exact of the rows. llama/weights
+// owns the tensors and checks the shapes.
 //
 // The quantization to 4 bits follows the k-quants of llama.cpp: a search over scales, with a
 // least-squares fit for each, and eight groups that share float16 super-scales.
@@ -30,17 +31,22 @@ template <class Pair> void transpose(const char* rows, Pair* out, long count) {
         out[i * N_BLOCK + row] = load<Pair>(rows + row * stride + i * sizeof(Pair));
 }
 
+// Returns the index of the row of a matrix of n rows that becomes a row of a block.
+inline long row_in_file(long block, long row, long n) {
+  return std::min(block * N_BLOCK + row, n - 1);
+}
+
 // Packs codes (n, k), one byte each, into the layout of a kind, see write_codes().
 template <class Kind>
 void pack_codes(const uint8_t* codes, char* values, long n, long k, int threads) {
   constexpr long LINE = 64;  // codes of a row that are copied at once
 #pragma omp parallel for num_threads(threads)
-  for (long block = 0; block < n / N_BLOCK; block++)
+  for (long block = 0; block < num_blocks(n); block++)
     for (long begin = 0; begin < k; begin += LINE) {
       uint8_t lines[N_BLOCK * LINE];
       const long count = std::min(LINE, k - begin);
       for (long row = 0; row < N_BLOCK; row++)
-        std::memcpy(lines + row * LINE, codes + (block * N_BLOCK + row) * k + begin, count);
+        std::memcpy(lines + row * LINE, codes + row_in_file(block, row, n) * k + begin, count);
       write_codes<Kind>(lines, LINE, count, values + (block * k + begin) * K_BYTES<Kind>);
     }
 }
@@ -124,10 +130,10 @@ inline Affine fit_group(const Floats* x) {
   return best;
 }
 
-// Loads the group from `k` on of LANES rows (LANES, row_length) as floats: x (32), a row per lane.
-inline void load_group(const uint16_t* rows, long k, long row_length, Floats* x) {
+// Loads a group of LANES rows as floats: x (32), a row per lane. rows (LANES): where it begins.
+inline void load_group(const uint16_t* const* rows, Floats* x) {
   for (int lane = 0; lane < LANES; lane++)
-    for (long i = 0; i < GROUP; i++) x[i][lane] = widen(rows[lane * row_length + k + i]);
+    for (long i = 0; i < GROUP; i++) x[i][lane] = widen(rows[lane][i]);
 }
 
 // Returns a float16 super-scale such that each of 8 values is an integer from -128 to 127 times it;
@@ -203,18 +209,18 @@ extern "C" {
 // Returns the bytes of workspace for pack_bf16 (row_bytes = 2 k) and pack_rows (row_bytes = k).
 long pack_workspace(long row_bytes, long threads) { return threads * thread_workspace(row_bytes); }
 
-// Packs a weight (n, k) of bf16 in place. Returns the largest magnitude of its elements as the bits
-// of a bf16, which are above those of infinity if an element is NaN. 2^16 is added if a row has
-// only zeros.
+// Packs a weight (n, k) of bf16 in place; the memory has whole blocks of rows, of which the last
+// may be uninitialised. Returns the largest magnitude of its elements as the bits of a bf16, which
+// are above those of infinity if an element is NaN. 2^16 is added if a row has only zeros.
 long pack_bf16(char* weight, char* workspace, long n, long k, long threads) {
   uint16_t largest = 0, smallest = 0xffff;  // over the largest magnitude of each row
 #pragma omp parallel for num_threads(threads) reduction(max : largest) reduction(min : smallest)
-  for (long block = 0; block < n / N_BLOCK; block++) {
+  for (long block = 0; block < num_blocks(n); block++) {
     char* copy = workspace + omp_get_thread_num() * thread_workspace(2 * k);
     char* rows = weight + block * N_BLOCK * 2 * k;
     for (long r = 0; r < N_BLOCK; r++) {
       uint16_t row_max = 0;
-      const auto* from = (const uint16_t*)(rows + r * 2 * k);
+      const auto* from = (const uint16_t*)weight + row_in_file(block, r, n) * k;
       auto* to = (uint16_t*)(copy + r * (2 * k + PAD));
       for (long i = 0; i < k; i++) {
         to[i] = from[i];
@@ -228,15 +234,15 @@ long pack_bf16(char* weight, char* workspace, long n, long k, long threads) {
   return largest + (smallest == 0 ? 1 << 16 : 0);
 }
 
-// Quantizes a weight (n, k) of bf16 to int8: values, packed, and scales (n), one per row.
+// Quantizes a weight (n, k) of bf16 to int8: values, packed, and scales, one per row of the blocks.
 void pack_rows(const uint16_t* weight, int8_t* values, float* scales, char* workspace, long n,
                long k, int threads) {
 #pragma omp parallel for num_threads(threads)
-  for (long block = 0; block < n / N_BLOCK; block++) {
+  for (long block = 0; block < num_blocks(n); block++) {
     char* quantized = workspace + omp_get_thread_num() * thread_workspace(k);
     for (long r = 0; r < N_BLOCK; r++) {
-      const long row = block * N_BLOCK + r;
-      scales[row] = quantize(weight + row * k, (int8_t*)quantized + r * (k + PAD), k);
+      const uint16_t* row = weight + row_in_file(block, r, n) * k;
+      scales[block * N_BLOCK + r] = quantize(row, (int8_t*)quantized + r * (k + PAD), k);
     }
     transpose(quantized, (uint16_t*)(values + block * N_BLOCK * k), k / 2);
   }
@@ -267,8 +273,8 @@ long pack_int4(const uint16_t* weight, uint32_t* nibbles, char* parameters, long
   uint16_t largest = 0, smallest = 0xffff;                  // as in pack_bf16
 #pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(max : largest) \
     reduction(min : smallest)
-  for (long block = 0; block < n / N_BLOCK; block++) {
-    for (long row = block * N_BLOCK; row < (block + 1) * N_BLOCK; row++) {
+  for (long block = 0; block < num_blocks(n); block++) {
+    for (long row = block * N_BLOCK; row < std::min((block + 1) * N_BLOCK, n); row++) {
       uint16_t row_max = 0;
       for (long i = row * k; i < (row + 1) * k; i++)
         row_max = std::max<uint16_t>(row_max, weight[i] & 0x7fff);
@@ -280,7 +286,10 @@ long pack_int4(const uint16_t* weight, uint32_t* nibbles, char* parameters, long
         Floats x[8][GROUP];
         Affine fits[8];
         for (long g = 0; g < groups; g++) {
-          load_group(weight + (block * N_BLOCK + first_row) * k, i + g * GROUP, k, x[g]);
+          const uint16_t* rows[LANES];
+          for (int lane = 0; lane < LANES; lane++)
+            rows[lane] = weight + row_in_file(block, first_row + lane, n) * k + i + g * GROUP;
+          load_group(rows, x[g]);
           fits[g] = fit_group(x[g]);
         }
         const long index = block * k + i;  // of 32 rows each

@@ -3,8 +3,9 @@
 // in; pairs of elements, scales or bf16 come out, and sums go back to the rows of the output.
 //
 // All layouts are blocked by N: a block of 32 rows of the weight (N, K) is contiguous in memory and
-// reordered, so that one vector holds the same few k of neighbouring rows. Layouts are written as
-// shapes of C-contiguous arrays.
+// reordered, so that one vector holds the same few k of neighbouring rows. If N is not a multiple
+// of 32, the last block is padded. Layouts are written as shapes of C-contiguous arrays, in which
+// N/32 is the number of blocks.
 //
 // bf16 (and int8 and fp8 with half the bytes) use the VNNI-2 layout (N/32, K/2, 32, 2). For K = 4,
 //     row 0: a0 a1 a2 a3,  row 1: b0 b1 b2 b3,  ...  is stored as
@@ -345,12 +346,15 @@ void unpack(const Weight& weight, const char* packed, uint16_t* out, long count)
         store_pairs(out, kind.pairs(kind.load(packed + row * Kind::ROW_BYTES), j));
 }
 
-// Writes sums (end_row - first_row, 32) to the 32 columns from `column` on of an output (M, n).
+// Writes the first `width` of each row of sums (end_row - first_row, 32) to the columns from
+// `column` on of an output (M, n).
 template <Outputs::Kind KIND>
-void write_as(void* data, long n, const float* sums, long first_row, long end_row, long column) {
-  for (long row = first_row; row < end_row; row++)
-    for (long index = row * n + column, i = 0; i < N_BLOCK; i++, index++) {
-      const float value = *sums++;
+[[gnu::always_inline]] inline void write_columns(void* data, long n, const float* sums,
+                                                 long first_row, long end_row, long column,
+                                                 long width) {
+  for (long row = first_row; row < end_row; row++, sums += N_BLOCK)
+    for (long index = row * n + column, i = 0; i < width; i++, index++) {
+      const float value = sums[i];
       uint16_t* narrow = (uint16_t*)data + index;
       if (KIND == Outputs::FLOAT32)
         ((float*)data)[index] = value;
@@ -359,6 +363,16 @@ void write_as(void* data, long n, const float* sums, long first_row, long end_ro
       else
         *narrow = to_bf16(widen(*narrow) + widen(to_bf16(value)));
     }
+}
+
+// Writes sums (end_row - first_row, 32) to the columns from `column` on of an output (M, n), up to
+// the last column: the padding of the last block has none.
+template <Outputs::Kind KIND>
+void write_as(void* data, long n, const float* sums, long first_row, long end_row, long column) {
+  if (n - column >= N_BLOCK)  // a constant width is faster
+    write_columns<KIND>(data, n, sums, first_row, end_row, column, N_BLOCK);
+  else
+    write_columns<KIND>(data, n, sums, first_row, end_row, column, n - column);
 }
 
 // Adds the adapter's product to sums (end_row - first_row, 32): for each output, the products of

@@ -99,14 +99,15 @@ def run(x: Tensor, weight: Tensor | Blocks, tile: Tile, dtype: torch.dtype | Non
 def plain(weight: Blocks, first: int, end: int, dtype: torch.dtype) -> Tensor:
     """Return rows [first, end) of a quantized weight as plain elements (end - first, K).
 
-    Both bounds are multiples of 32.
+    The bounds are multiples of 32, or the end is that of the weight.
     """
     k = weight.shape[1]
-    out = torch.empty(end - first, k, dtype=dtype, device=weight.values.device)
-    plain_kernel[(end - first) // _BLOCK_ROWS, k // _PLAIN_COLUMNS](
+    blocks = -(-(end - first) // _BLOCK_ROWS)
+    out = torch.empty(blocks * _BLOCK_ROWS, k, dtype=dtype, device=weight.values.device)
+    plain_kernel[blocks, k // _PLAIN_COLUMNS](
         out, first // _BLOCK_ROWS, *arguments(weight), K=k, COLUMNS=_PLAIN_COLUMNS
     )
-    return out
+    return out[: end - first]
 
 
 def arguments(weight: Tensor | Blocks) -> list[Any]:

@@ -50,6 +50,26 @@ def test_products_are_those_of_the_numbers_in_the_file(poisoned, dtype, name):
         assert (got - exact).abs().max() <= 2e-6 * exact.abs().max()
 
 
+@pytest.mark.parametrize("name", ["a byte", "Q4_K"])
+def test_rows_that_do_not_fill_a_block(poisoned, name, monkeypatch):
+    """The rows are multiplied by tiles and by the library, and the padding has no columns."""
+    monkeypatch.setattr("llama.weights.groups._CHUNK_ELEMENTS", 32 * 512)
+    file = FILES[name]
+    offset = None if file.offset is None else file.offset[:50]
+    part = replace(file, codes=file.codes[:50], scale=file.scale[:50], offset=offset)
+    weight = on_gpu(part, None, CPU)
+    assert isinstance(weight, GroupedWeight) and weight.blocks() is not None
+    n, k = weight.shape
+    for m, tiles in ((3, {(weight.kind, n, k, 4): TILES[3]}), (7, {})):
+        context = ForwardContext(kernels=replace(INTERPRETED, tiles=tiles))
+        x = rows(m, k, torch.float32)
+        with poisoned():
+            got = weight.linear(x, context=context)
+        exact = x.double() @ part.plain().double().T
+        assert got.shape == (m, 50)
+        assert (got - exact).abs().max() <= 2e-6 * exact.abs().max()
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("type_", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_plain_numbers_are_those_of_the_file(poisoned, type_, name):
