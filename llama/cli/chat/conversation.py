@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from llama.cli.chat.stats import TurnStats
 from llama.cli.chat.window import ContextWindow, Dialog, num_system
 from llama.cli.flags import SAMPLING_FIELDS, SAMPLING_FLAGS
 from llama.cli.model import BUILD_FLAGS
 from llama.prompts.messages import read_messages, text_of
-from llama.requests.request import Usage
 from llama.sampling_params import SamplingParams
 
 _LISTED = (
@@ -56,45 +56,6 @@ class DialogEncoder(Protocol):
         Raises:
             TypeError, ValueError: A message cannot be encoded; the error names it.
         """
-
-
-class TurnStats(NamedTuple):
-    """The timing and the token counts of one answer."""
-
-    first_seconds: float  # time from the question to the first token
-    last_seconds: float  # time from the question to the last token
-    usage: Usage  # prompt_tokens is 0 if it is unknown
-    server_rate: float | None = None  # tokens per second, as measured by the server
-
-    @property
-    def rate(self) -> float:
-        """Return the tokens per second after the first token.
-
-        An answer of one token has the rate up to that token.
-        """
-        if self.server_rate:
-            return self.server_rate
-        tokens = self.usage.completion_tokens
-        if tokens > 1:
-            return (tokens - 1) / (self.last_seconds - self.first_seconds)
-        return tokens / self.first_seconds
-
-    def describe(self, context: int | None) -> str:
-        """Return the figures as one line.
-
-        Args:
-            context: The maximum number of tokens of prompt and answer, if it is known.
-        """
-        usage = self.usage
-        speed = f"first token {1000 * self.first_seconds:.0f} ms | {self.rate:.1f} tokens/s"
-        if not usage.prompt_tokens:
-            return speed  # A server does not report the tokens of an answer that was stopped.
-        limit = "" if context is None else f" of {context}"
-        line = f"{speed} | context {usage.total_tokens}{limit} tokens"
-        line += f", {usage.cached_tokens} from cache"
-        if usage.draft_tokens:
-            line += f" | {usage.accepted_tokens} of {usage.draft_tokens} drafted tokens accepted"
-        return line
 
 
 @dataclass(frozen=True)
@@ -139,6 +100,7 @@ class Conversation:
         self.window = ContextWindow(context, max_turns)
         self.messages: list[Mapping[str, Any]] = []
         self.params = SamplingParams(max_tokens=None)
+        self.reasoning = ""  # reasoning before the last answer
         self.stats: list[TurnStats] = []  # one entry per answer
         self._attempt = 0  # attempt number of the last answer
         self._files: set[Path] = set()  # files of this chat, which /save may replace
@@ -159,8 +121,12 @@ class Conversation:
             return self._run_command(text[1:])
         return self._ask(text)
 
-    def commit(self, turn: Turn, answer: str, stats: TurnStats) -> None:
-        """Replace the conversation by the dialog of the turn and its answer."""
+    def commit(self, turn: Turn, answer: str, stats: TurnStats, reasoning: str = "") -> None:
+        """Replace the conversation by the dialog of the turn and its answer.
+
+        The reasoning before the answer is shown by /think, and is not part of the dialog.
+        """
+        self.reasoning = reasoning
         self.messages = [*turn.dialog, {"role": "assistant", "content": answer}]
         self._attempt = turn.attempt
         self.stats.append(stats)
@@ -333,6 +299,9 @@ class Conversation:
             lines.append(f"all answers: {len(self.stats)}, {tokens} tokens in {seconds:.1f} s")
         return "\n".join(lines)
 
+    def _think(self, _: str) -> str:
+        return self.reasoning or "there was no reasoning before the last answer"
+
     def _help(self, _: str) -> str:
         usages = {f"/{name} {c.argument}": c.description for name, c in COMMANDS.items()}
         width = max(map(len, usages))
@@ -370,6 +339,7 @@ COMMANDS = {
         Conversation._set,
     ),
     "stats": Command("", "Show the tokens in the context, turns and speeds.", Conversation._stats),
+    "think": Command("", "Show the reasoning before the last answer.", Conversation._think),
     "help": Command("", "Show this list.", Conversation._help),
     "bye": Command("", "Leave the chat; Ctrl-D does so too.", Conversation._leave),
 }

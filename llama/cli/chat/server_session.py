@@ -67,7 +67,8 @@ def chat_on_server(
                 reason = part.finish_reason or reason
                 usage = part.usage or usage
                 rate = part.rate or rate
-                yield Part(part.new_text)  # The reason is held back until the usage has come.
+                # The reason is held back until the usage has come.
+                yield Part(part.new_text, new_reasoning=part.new_reasoning)
         if usage is not None and usage.prompt_tokens:
             tokens_per_char = usage.prompt_tokens / _num_chars(dialog)
         if reason is None and usage is None:
@@ -123,11 +124,20 @@ def chat_body(
 def part_of(chunk: Any) -> Part:
     """Return the part in a chunk of a stream with one choice.
 
-    Tool calls and reasoning are not text and are left out.
+    Tool calls are not text and are left out. Servers send reasoning under one of two names.
     """
     text = json_at(chunk, "choices", 0, "delta", "content")
+    reasoning = json_at(chunk, "choices", 0, "delta", "reasoning_content")
+    if not isinstance(reasoning, str):
+        reasoning = json_at(chunk, "choices", 0, "delta", "reasoning")
     reason = json_at(chunk, "choices", 0, "finish_reason")
     rate = json_at(chunk, "timings", "predicted_per_second")
     if not isinstance(rate, float):  # It is null for an answer of one token.
         rate = None
-    return Part(text if isinstance(text, str) else "", reason, usage_of(chunk), rate)
+    return Part(
+        new_text=text if isinstance(text, str) else "",
+        finish_reason=reason,
+        usage=usage_of(chunk),
+        rate=rate,
+        new_reasoning=reasoning if isinstance(reasoning, str) else "",
+    )

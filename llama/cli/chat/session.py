@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Generator
 from typing import NamedTuple
 
-from llama.cli.chat.conversation import Conversation, Turn, TurnStats
+from llama.cli.chat.conversation import Conversation, Turn
+from llama.cli.chat.stats import TurnStats
 from llama.cli.chat.terminal import Terminal, read_turn
 from llama.requests.request import Usage
 
@@ -21,6 +22,7 @@ class Part(NamedTuple):
     finish_reason: str | None = None  # OpenAI's value, in the last part
     usage: Usage | None = None  # token counts so far, if they are known
     rate: float | None = None  # tokens per second, if a server reports it
+    new_reasoning: str = ""  # what the model thinks before its answer
 
 
 # Starts the answer to a turn. The last part is the one with a finish_reason. Closing the generator
@@ -73,6 +75,7 @@ def _answer(answers: Answers, conversation: Conversation, turn: Turn, terminal: 
     began = time.perf_counter()
     part = Part()
     text = ""
+    reasoning = ""
     times: list[float] = []  # arrival time of each part, in seconds after the question
     try:
         with terminal.watch() as pressed, contextlib.closing(answers(turn)) as parts:
@@ -81,20 +84,25 @@ def _answer(answers: Answers, conversation: Conversation, turn: Turn, terminal: 
                 part = next(parts)
                 if part != Part():
                     times.append(time.perf_counter() - began)
+                reasoning += part.new_reasoning
+                if part.new_reasoning:
+                    terminal.write_reasoning(part.new_reasoning)
                 text += part.new_text
                 terminal.write(part.new_text)
     except (TypeError, ValueError) as error:
+        terminal.fold_reasoning()
         if text:
             terminal.write("\n")
         terminal.note(f"error: {error}. The question was not kept.")
         return
+    terminal.fold_reasoning()
     if not (part.finish_reason or text):
         terminal.note("stopped before the first token: the question was not kept")
         return
     terminal.write("\n")
     usage = part.usage or Usage(0, len(times), 0)
     stats = TurnStats(times[0], times[-1], usage, part.rate)
-    conversation.commit(turn, text, stats)
+    conversation.commit(turn, text, stats, reasoning)
     end = _end(part, conversation.window.context)
     if conversation.window.num_left_out:
         end += f"oldest turns left out: {conversation.window.num_left_out} | "

@@ -10,6 +10,7 @@ import io
 import os
 import re
 import select
+import shutil
 import signal
 import sys
 import termios
@@ -28,6 +29,7 @@ PROMPT = "> "
 MORE = ". "  # prompt of a continuation line
 _CTRL_C = b"\x03"
 _END_BRACKETED_PASTE = b"\x1b[?2004l"
+_ERASE_LINE = "\x1b[K"  # control sequence that erases the rest of a line
 _DIM = "\x1b[2m{}\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except tab and newline
 _LOCAL_FLAGS = 3  # index of lflag in termios' list of attributes
@@ -79,6 +81,7 @@ class Terminal:
         self._pressed = False  # Ctrl-C was pressed.
         self._history = history
         self._editor: LineEditor | None = None
+        self._reasoning = ""  # what the line of `write_reasoning` shows
         self.stops = False  # SIGTERM has come, so that no further question is asked.
 
     @contextlib.contextmanager
@@ -214,7 +217,31 @@ class Terminal:
 
     def write(self, text: str) -> None:
         """Show a piece of an answer at once. On a screen, control characters become U+FFFD."""
+        if text:
+            self.fold_reasoning()
         sys.stdout.write(_CONTROL.sub("\ufffd", text) if self.screen else text)
+        sys.stdout.flush()
+
+    def write_reasoning(self, text: str) -> None:
+        """Show the end of what the model thinks on one line of the screen; a pipe gets nothing."""
+        if not self.screen:
+            return
+        self._reasoning += text
+        # Half of the columns are enough for characters of double width.
+        columns = shutil.get_terminal_size().columns // 2 - 1
+        line = " ".join(self._reasoning[-columns:].split())
+        self._rewrite_line(_CONTROL.sub("\ufffd", line))
+
+    def fold_reasoning(self) -> None:
+        """Replace the line of `write_reasoning`, if there is one, by a note."""
+        if self._reasoning:
+            self._reasoning = ""
+            self._rewrite_line("")
+            self.note("thought before the answer: /think shows it")
+
+    def _rewrite_line(self, text: str) -> None:
+        line = _DIM.format(text) if self._dim_notes and text else text
+        sys.stdout.write(f"\r{_ERASE_LINE}{line}")
         sys.stdout.flush()
 
     def note(self, text: str) -> None:

@@ -24,9 +24,10 @@ from llama.cli.chat.conversation import (
     Conversation,
     DialogEncoder,
     Turn,
-    TurnStats,
 )
 from llama.cli.chat.engine_session import chat_on_engine as chat
+from llama.cli.chat.session import Part, talk
+from llama.cli.chat.stats import TurnStats
 from llama.cli.chat.terminal import Terminal, read_turn
 from llama.prompts import ToolFormat, encode_chat
 from llama.ranks.collectives import ModelParallel
@@ -524,6 +525,44 @@ def test_piped_into_the_script_on_two_ranks(demo):
     assert done.stderr.count("tokens/s") == 2 and done.stderr.count("Loaded in") == 1
     assert "\n42\n" in done.stderr and "there is no command /nope" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+THOUGHT = (Part(new_reasoning="first\n"), Part(new_reasoning="then\x1b[2J"), Part("ok", "stop"))
+
+
+def run_scripted(monkeypatch, *parts: Part, screen: bool) -> Conversation:
+    """Run a chat whose model sends these parts; the user asks a question and types /think."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("q\n/think\n"))
+    conversation = Conversation(None, None)
+    terminal = Terminal()
+    terminal.screen = screen
+    terminal._notes = sys.stdout if screen else sys.stderr
+    talk(lambda turn: (part for part in parts), conversation, terminal)
+    return conversation
+
+
+def test_a_pipe_gets_the_answer_without_the_reasoning(monkeypatch, capsys):
+    conversation = run_scripted(monkeypatch, *THOUGHT, screen=False)
+    shown = capsys.readouterr()
+    assert shown.out == "ok\n" and "first\nthen\ufffd[2J" in shown.err
+    assert conversation.messages == [user("q"), assistant("ok")]
+
+
+def test_reasoning_is_folded_on_a_screen(monkeypatch, capsys):
+    """Reasoning is one line, which a note replaces when the answer begins."""
+    run_scripted(monkeypatch, *THOUGHT, screen=True)
+    lines = capsys.readouterr().out.split("\n")
+    rewritten = "\r\x1b[Kfirst\r\x1b[Kfirst then\ufffd[2J\r\x1b[Kthought before the answer: "
+    assert lines[1] == rewritten + "/think shows it" and lines[2] == "ok"
+    assert lines[4:6] == ["first", "then\ufffd[2J"], "what /think shows"
+    with_error = [Part(new_reasoning="so"), Part(finish_reason="stop")]
+    run_scripted(monkeypatch, *with_error, screen=True)
+    assert "\r\x1b[Kthought before the answer" in capsys.readouterr().out
+
+
+def test_think_without_reasoning_says_so(conversation):
+    answered(conversation, "one")
+    assert conversation.handle("/think").note == "there was no reasoning before the last answer"
 
 
 def test_an_answer_cannot_steer_the_terminal(capsys):

@@ -19,9 +19,9 @@ from helpers.terminal import CTRL_C, Session
 from helpers.waiting import wait_until
 from helpers.web import web
 from llama.cli.batch.server_job import with_defaults
-from llama.cli.chat.conversation import TurnStats
 from llama.cli.chat.server_session import chat_body, part_of
 from llama.cli.chat.session import Part
+from llama.cli.chat.stats import TurnStats
 from llama.prompts.messages import read_messages
 from llama.requests.request import Usage
 from llama.sampling_params import SamplingParams
@@ -107,6 +107,15 @@ def test_bodies_of_the_client_are_those_that_the_server_reads():
     body = with_defaults(given, SamplingParams(top_p=0.5, max_tokens=7), model="m", seed=3)
     params = parse_body(body, SamplingParams(), chat=False).params
     assert (params.top_p, params.max_tokens, params.seed) == (0.5, 4, 3)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_is_read_under_both_names(name):
+    chunk = {"choices": [{"delta": {name: "so", "content": None}}]}
+    assert part_of(chunk) == Part(new_reasoning="so")
+    both = {"choices": [{"delta": {"reasoning_content": "so", "reasoning": "so", "content": "x"}}]}
+    assert part_of(both) == Part("x", new_reasoning="so"), "not twice"
+    assert part_of({"choices": [{"delta": {name: 7}}]}) == Part()
 
 
 @pytest.mark.parametrize(
