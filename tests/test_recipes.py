@@ -5,19 +5,28 @@ report their arguments.
 """
 
 import ast
+import configparser
 import functools
+import http.server
+import json
 import os
 import re
+import shutil
 import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
+from helpers import dockerfile
+from helpers.dockerfile import instructions
 from helpers.launch import REPO
 from llama.cli import COMMANDS
 from llama.cli.flags import read
+from llama.cli.ranks import USAGE
 
 FOLDER = REPO / "torchrun_examples"
 PAGE = REPO / "docs" / "reference" / "errors.md"
@@ -145,3 +154,75 @@ def test_a_pod_sleeps_once_the_job_is_done(code, ended, tmp_path):
     assert (launch.nnodes, launch.node_rank, launch.nproc_per_node) == ("2", 1, "8")
     assert (launch.master_addr, launch.master_port) == ("llama-405b-0.llama-405b", 29500)
     assert options.resume and options.ckpt_dir == "weights"
+
+
+# --- the image and the service ---
+
+
+def test_the_image_has_a_command_of_ours_and_listens_beyond_its_loopback():
+    base = dict(instructions("base"))
+    environ = dict(pair.split("=") for pair in base["ENV"].split())
+    (program,) = json.loads(base["ENTRYPOINT"])
+    name, *flags = json.loads(base["CMD"])
+    options = read(f"{program} {name}", COMMANDS[name], flags, environ)
+    assert (options.host, str(options.port)) == ("0.0.0.0", base["EXPOSE"])
+    assert base["RUN"].endswith(f"--owner llama {environ['HF_HOME']}")
+    for stage in ("cpu", "cuda"):
+        assert instructions(stage)[-1] == ("USER", "llama"), "the server does not run as root"
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_the_health_check_of_the_image_tells_ready_from_not(status):
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/ready" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    base = dict(instructions("base"))
+    python, *arguments = json.loads(base["HEALTHCHECK"].partition(" CMD ")[2])
+    assert python == "python" and f":{base['EXPOSE']}/" in arguments[-1]
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        arguments[-1] = arguments[-1].replace(base["EXPOSE"], str(server.server_port))
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, timeout=60)
+        thread.join()
+    assert (done.returncode == 0) == (status == 200)
+
+
+@pytest.mark.skipif(not shutil.which("hadolint"), reason="hadolint is not installed")
+def test_a_linter_accepts_the_dockerfile():
+    command = ["hadolint", "--failure-threshold", "warning", str(dockerfile.FILE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+UNIT = FOLDER / "llama.service"
+
+
+def test_the_service_has_a_command_of_ours_and_time_to_drain():
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(UNIT)
+    service = unit["Service"]
+    program, name, *flags = service["ExecStart"].split()
+    options = read("llama", COMMANDS[name], flags, {})
+    assert program.endswith("/bin/llama")
+    assert float(service["TimeoutStopSec"].removesuffix("s")) > options.drain_s
+    assert service["RestartPreventExitStatus"] == str(USAGE)
+    variables = re.findall(r"^(?:Environment=|# +echo |# .*)(LLAMA_\w+)=", UNIT.read_text(), re.M)
+    assert {"LLAMA_API_KEY_FILE", "LLAMA_CKPT_DIR"} <= set(variables)
+    for variable in variables:
+        assert variable.removeprefix("LLAMA_").lower() in COMMANDS["serve"].defaults
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+def test_systemd_accepts_the_service(tmp_path):
+    path = tmp_path / UNIT.name
+    path.write_text(UNIT.read_text().replace("/opt/llama/bin/llama", sys.executable))
+    command = ["systemd-analyze", "verify", "--man=no", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -7,6 +7,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from helpers import warm
+from helpers.dockerfile import copied
 from helpers.kernels import HAS_KERNELS, library
 from llama.ops.cpu import build, native
 
@@ -47,15 +49,23 @@ def generated(
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """A wheel whose libraries come from the cache, where they are compiled with the same flags."""
+    """A wheel of the files that the Dockerfile copies.
+
+    Its libraries come from the cache, where they are compiled with the same flags.
+    """
     compiler = build.find_compiler()
     assert compiler is not None
     for body in build.INSTRUCTION_SETS:
         if build.accepts(compiler, body):
             library(body.name)
     folder = tmp_path_factory.mktemp("wheel")
-    skipped = shutil.ignore_patterns(".*", "__pycache__", "tests", "bench", "build", "*.egg-info")
-    shutil.copytree(REPO, folder / "source", ignore=skipped)
+    for name, path in copied("wheel").items():
+        source, target = REPO / name, folder / "source" / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        elif not path.startswith("/"):  # constraints.txt is for installing the wheel
+            shutil.copyfile(source, target)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "wheel"]
     options = ["--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
     env = os.environ | {"LLAMA_BUILT_KERNELS": str(native.cache_folder())}
@@ -115,6 +125,18 @@ def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(wheel, tmp_path
     _, compiled, *expected = generated(program, REPO, REPO / "checkpoints" / "demo", run=warm.run)
     assert not compiled.startswith(str(REPO))
     assert answers == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+def test_a_wheel_works_in_an_empty_environment(wheel):
+    """scripts/try_wheel passes, with the dependencies of the environment that runs the tests."""
+    command = [str(REPO / "scripts" / "try_wheel"), str(wheel), sysconfig.get_path("purelib")]
+    variables = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "/site-packages/llama/ops/cpu/kernels." in done.stdout  # doctor names the library
+    assert "g++          not found" in done.stdout
 
 
 def test_type_checkers_see_an_editable_install(tmp_path):
