@@ -15,7 +15,6 @@ from typing import Any
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
-from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,12 +86,3 @@ class VisibleEditable(editable_wheel):
     def initialize_options(self) -> None:
         super().initialize_options()
         self.mode = "compat"
-
-
-class SourceWithDemo(sdist):
-    """A source distribution with the demo model and this file, from which a wheel is built."""
-
-    def add_defaults(self) -> None:
-        super().add_defaults()
-        self.filelist.graft("checkpoints/demo")
-        self.filelist.append("scripts/wheel.py")

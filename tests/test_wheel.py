@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,26 @@ def test_a_wheel_works_in_an_empty_environment(wheel):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "/site-packages/llama/ops/cpu/kernels." in done.stdout  # doctor names the library
     assert "g++          not found" in done.stdout
+
+
+def test_a_source_distribution_has_what_a_wheel_is_built_of(tmp_path):
+    """A source distribution has the files that the Dockerfile builds a wheel of."""
+    source = tmp_path / "source"
+    skipped = shutil.ignore_patterns("__pycache__", "tests", "bench")
+    for name in ("llama", "scripts", "checkpoints"):
+        shutil.copytree(REPO / name, source / name, ignore=skipped)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copyfile(REPO / name, source / name)
+    program = "import sys, setuptools.build_meta as b; b.build_sdist(sys.argv[1])"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
+    (path,) = tmp_path.glob("llama-*.tar.gz")
+    with tarfile.open(path) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    for name in copied("wheel").keys() - {"constraints.txt"}:
+        files = [path for path in (REPO / name).rglob("*") if path.suffix not in (".md", ".pyc")]
+        files = [path for path in files if path.is_file()] or [REPO / name]
+        assert {str(path.relative_to(REPO)) for path in files} <= packed
 
 
 def test_type_checkers_see_an_editable_install(tmp_path):
