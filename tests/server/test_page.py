@@ -392,6 +392,146 @@ def test_stop_retry_and_edit(page, server):
     assert page.locator("article").count() == 0 and page.is_visible("#hint")
 
 
+def _show_version(page: Any, name: str, number: str) -> None:
+    """Show the next or the previous version of a message."""
+    page.click(f"article [aria-label='{name} version']:enabled >> nth=0")
+    page.wait_for_selector(f".versions >> text={number}")
+
+
+def _texts(page: Any) -> list[str]:
+    return page.locator("article :is(.user .text, .answer)").all_text_contents()
+
+
+def test_an_edited_message_keeps_the_old_branch(page):
+    script(page, *([{"content": f"Answer {i}"}] for i in range(1, 8)))
+
+    def done(count: int, text: str) -> None:
+        page.wait_for_selector(f"article.done >> text={text}")
+        page.wait_for_function(
+            "(n) => document.querySelectorAll('article').length === n", arg=count
+        )
+
+    send(page, "One")
+    done(2, "Answer 1")
+    send(page, "Two")
+    done(4, "Answer 2")
+    assert page.locator(".versions button").count() == 0
+    page.dispatch_event("article.user >> nth=0 >> [data-action=edit]", "click")
+    page.fill("#edited", "Other")
+    page.click("text=Save and send")
+    done(2, "Answer 3")
+    assert _texts(page) == ["Other", "Answer 3"]
+    assert page.text_content(".versions >> nth=0") == "‹2/2›"
+    assert page.locator("[aria-label='Next version']:disabled").count() == 1
+    page.focus("[aria-label='Previous version']")
+    page.keyboard.press("Enter")
+    done(4, "Answer 2")
+    assert _texts(page) == ["One", "Answer 1", "Two", "Answer 2"]
+    assert page.evaluate("document.activeElement.ariaLabel") == "Next version"
+    assert page.inner_text("#say") == "Version 1 of 2"
+    # An answer that is asked again has versions, too; those of the other branch stay.
+    page.click("article.assistant >> nth=1 >> text=Retry")
+    done(4, "Answer 4")
+    with bodies_of(page) as bodies:
+        send(page, "Three")
+        done(6, "Answer 5")
+    sent = [message["content"] for message in bodies[-1]["messages"]]
+    assert sent == ["One", "Answer 1", "Two", "Answer 4", "Three"]
+    assert all(message.keys() == {"role", "content"} for message in bodies[-1]["messages"])
+    page.wait_for_function("() => !chat.saving")
+    page.reload()
+    done(6, "Answer 5")
+    numbers = page.locator(".versions:not(:empty)").all_text_contents()
+    assert numbers == ["‹1/2›", "‹2/2›"]
+    with page.expect_download() as exported:
+        page.click("#export-all")
+    file = json.loads(Path(exported.value.path()).read_text())
+    _show_version(page, "Next", "2/2")
+    assert _texts(page) == ["Other", "Answer 3"]
+    _menu(page, "One", "Delete")
+    page.set_input_files("#import-file", _json_file(file))
+    page.click("#chat-list .title >> text=One")
+    done(6, "Answer 5")
+    page.click("article.assistant >> nth=1 >> [aria-label='Previous version']")
+    done(4, "Answer 2")
+    _show_version(page, "Next", "2/2")
+    assert _texts(page) == ["Other", "Answer 3"]
+    for versions in ({"index": 2, "tails": [None]}, {"index": 0, "tails": [None, []]}, {}):
+        file["chats"][0]["messages"][0]["versions"] = versions
+        page.set_input_files("#import-file", _json_file(file))
+        page.wait_for_selector("#toast >> text=the versions of a message are malformed")
+        page.evaluate("$('toast').hidden = true")
+
+
+def test_an_empty_answer_is_no_version(page):
+    error = json.dumps({"error": {"message": "failed"}})
+    failure = f"data: {error}\n\ndata: [DONE]\n\n"
+    script(page, [{"content": "A"}], failure, failure, [{"content": "B"}], [{"content": "C"}])
+    send(page, "One")
+    page.wait_for_selector("article.done >> text=A")
+    page.click("text=Retry")
+    page.wait_for_selector(".versions >> text=2/2")
+    page.wait_for_selector("article.done >> text=Failed.")
+    page.click("text=Retry")
+    page.wait_for_selector("article.done >> text=Failed.")
+    with bodies_of(page) as bodies:
+        send(page, "Two")
+        page.wait_for_selector("article.done >> text=B")
+    assert [message["content"] for message in bodies[-1]["messages"]] == ["One", "Two"]
+    page.click("article.assistant >> nth=0 >> [aria-label='Previous version']")
+    page.wait_for_selector("article.done >> text=A")
+    assert _texts(page) == ["One", "A"]
+
+
+def test_the_oldest_turns_are_left_out_once_the_context_is_full(page, server):
+    """What is sent fits the context; the page says from where on."""
+    script(page, *([{"content": f"Answer {i}"}] for i in range(6)))
+    limit = web.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"]
+    assert page.evaluate("contextLength") == limit == 512
+    settings(page, max_tokens="200", system="Be brief.")
+    sent = []
+    for i in range(5):
+        with bodies_of(page) as bodies:
+            send(page, f"{i} " + "word " * 90)
+            page.wait_for_selector(f"article.done >> text=Answer {i}")
+        sent.append(bodies[-1]["messages"])
+    assert [len(messages) for messages in sent][:2] == [2, 4]
+    for messages in sent:
+        assert messages[0] == {"role": "system", "content": "Be brief."}
+        assert messages[1]["role"] == "user"
+        body = {"messages": messages}
+        assert web.post(f"{server.url}/tokenize", json=body).json()["count"] + 200 <= limit
+    first = sent[-1][1]["content"]
+    assert not first.startswith("0 ")
+    note = page.inner_text(".cut")
+    assert note == "The context of 512 tokens is full: the model no longer gets the messages above."
+    assert page.text_content(".cut + article .text") == first
+    assert page.locator("article").count() == 10, "they stay in view"
+    page.click("#new-chat")
+    assert page.locator(".cut").count() == 0
+
+
+def test_reasoning_is_folded_once_the_answer_begins(page):
+    parts = [{"reasoning_content": "First **this**, "}, {"reasoning_content": "then that."}]
+    script(page, parts, [*parts, {"content": "Done"}], [{"content": "Next"}])
+    send(page, "Think")
+    page.wait_for_selector("article.done details[open] strong >> text=this")
+    page.click("text=Retry")
+    assert answer_of(page) == "Done"
+    assert page.text_content("details.thoughts .markdown") == "First this, then that."
+    assert page.locator("article.done details.thoughts:not([open])").count() == 1
+    page.click("summary >> text=Reasoning")
+    assert page.is_visible("details.thoughts >> text=then that.")
+    with bodies_of(page) as bodies:
+        send(page, "Next")
+        page.wait_for_selector("article.done >> text=Next")
+    assert bodies[-1]["messages"][1] == {"role": "assistant", "content": "Done"}
+    page.wait_for_function("() => !chat.saving")
+    page.reload()
+    page.click("summary >> text=Reasoning")
+    assert page.is_visible("details.thoughts >> text=then that.")
+
+
 def test_a_token_shows_the_likeliest_others_and_is_continued_from(page, server):
     settings(page, temperature="0", max_tokens="16")
     send(page, "Tell me a story")

@@ -94,6 +94,7 @@ const STATES = {
   broken: "Broken",
 };
 let modelName = null;
+let contextLength = null; // in tokens
 let watching = false;
 
 /** Poll the state until the server is ready, then ask for the model's name. */
@@ -116,7 +117,9 @@ async function watch() {
   }
   watching = false;
   try {
-    modelName = (await (await ask("v1/models")).json()).data[0].id;
+    const [model] = (await (await ask("v1/models")).json()).data;
+    modelName = model.id;
+    contextLength = model.max_model_len ?? null;
     $("model").textContent = modelName;
     document.title = modelName;
     setMessage($("key-problem"), "");
