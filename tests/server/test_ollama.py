@@ -4,6 +4,9 @@ Most tests use real sockets and the demo model; tool calls use the real app with
 """
 
 import json
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import httpx
@@ -13,6 +16,7 @@ from helpers.scripted import ScriptedServer
 from helpers.web import web
 from llama.prompts import encode_chat
 from llama.server.blocks import Block
+from llama.server.ollama import models
 from llama.server.ollama.answers import _is_complete_call
 from llama.server.ollama.catalog import _abbreviated, _num_parameters, tagged
 from llama.server.ollama.models import ChatBody
@@ -303,6 +307,47 @@ def test_results_belong_to_their_calls():
     _, turn, *found = body.request().messages
     assert [call["id"] for call in turn["tool_calls"]] == ["id_a", "id_b", "id_c"]
     assert [result.get("tool_call_id") for result in found] == ["id_c", "id_b", "id_a", None]
+
+
+def instructions_of(function: Callable[[], object], file: str) -> int:
+    """Return how many of Python's instructions a call executes in the code of a file."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != file:
+            return None
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("naming", ["by id", "by name", "in order"])
+def test_the_work_for_results_grows_with_their_number(naming):
+    """Twice as many calls and results take twice the work; the last call has the first result."""
+
+    def work(count: int) -> int:
+        functions = [{"name": f"f{i % 3}", "arguments": {}} for i in range(count)]
+        calls = [{"id": f"id_{i}", "function": each} for i, each in enumerate(functions)]
+        results: list[Any] = [{"role": "tool", "content": "7"} for _ in range(count)]
+        for i, result in enumerate(results):
+            if naming == "by id":
+                result["tool_call_id"] = f"id_{count - 1 - i}"
+            elif naming == "by name":
+                result["tool_name"] = "f2"
+        turn = {"role": "assistant", "tool_calls": calls}
+        body = ChatBody.model_validate({"messages": [*QUESTION, turn, *results]})
+        return instructions_of(body.request, models.__file__)
+
+    assert work(400) < 2.2 * work(200)
 
 
 def test_a_dialog_with_calls_is_that_of_the_other_apis(scripted):

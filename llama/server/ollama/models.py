@@ -4,6 +4,7 @@ In: a JSON object. Out: an `OpenAIRequest`, or a `FieldError` that names the fie
 https://docs.ollama.com/api. This file knows no network and runs no model.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -317,19 +318,17 @@ class ShowBody(Fields):
 def _openai_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return a dialog in OpenAI's format, where each result names the id of its call."""
     converted: list[dict[str, Any]] = []
-    pending: dict[str, str] = {}  # call id -> name of the tool, of calls without a result so far
+    pending = _PendingCalls({})
     for i, message in enumerate(messages):
         turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.tool_calls:
             calls = [
                 _openai_call(call, f"call_{i}_{k}") for k, call in enumerate(message.tool_calls)
             ]
-            pending = {call["id"]: call["function"]["name"] for call in calls}
+            pending = _PendingCalls({call["id"]: call["function"]["name"] for call in calls})
             turn["tool_calls"] = calls
         elif message.role == "tool" and pending:
-            call_id = _answered_call(message, pending)
-            del pending[call_id]
-            turn["tool_call_id"] = call_id
+            turn["tool_call_id"] = pending.take(message)
         converted.append(turn)
     return converted
 
@@ -339,9 +338,36 @@ def _openai_call(call: Call, default_id: str) -> dict[str, Any]:
     return {"id": call.id or default_id, "function": function}
 
 
-def _answered_call(result: Message, pending: dict[str, str]) -> str:
-    """Return the id of the call that a result belongs to: by its id, its name, or in order."""
-    if result.tool_call_id in pending:
-        return str(result.tool_call_id)
-    named = [call_id for call_id, name in pending.items() if name == result.tool_name]
-    return next(iter(named or pending))
+class _PendingCalls:
+    """Calls that have no result yet, in order; finding the call of a result takes constant time.
+
+    A call is in two queues, that of its tool's name and that of all calls. One that has its result
+    is dropped once it is at the front.
+    """
+
+    def __init__(self, names: dict[str, str]) -> None:
+        """Take the ids of the calls with the names of their tools."""
+        self._ids = set(names)
+        self._queue = deque(names)
+        self._named: dict[str | None, deque[str]] = {}
+        for call_id, name in names.items():
+            self._named.setdefault(name, deque()).append(call_id)
+
+    def __bool__(self) -> bool:
+        return bool(self._ids)
+
+    def take(self, result: Message) -> str:
+        """Remove and return the call that a result belongs to: by its id, its name, or in order."""
+        call_id = result.tool_call_id
+        if call_id not in self._ids:
+            named = self._first(self._named.get(result.tool_name, deque()))
+            call_id = named or self._first(self._queue)
+        assert call_id is not None
+        self._ids.remove(call_id)
+        return call_id
+
+    def _first(self, queue: deque[str]) -> str | None:
+        """Return the first call of a queue that has no result, or None."""
+        while queue and queue[0] not in self._ids:
+            queue.popleft()
+        return queue[0] if queue else None
