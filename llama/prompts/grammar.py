@@ -19,7 +19,6 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _DEFINITIONS = ("$defs", "definitions")
 _KEYWORD_RULES = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
 _NOTES = {"title", "description", "$schema", "$comment", "examples", "default"}
-_TEXT = r"/([ \t\r\n]{0,8}[^ \t\r\n{\[<](.|\n)*)?/"  # a text that does not begin with a call
 _INNER_REFERENCE = re.compile(r'"\$(?:id|anchor|dynamicRef|ref": "(?!#/(?:\$defs|definitions)/))')
 
 
@@ -34,7 +33,7 @@ def call_grammar(tools: Tools, tool_format: ToolFormat) -> str:
     names = tools.callable_names
     if tool_format is ToolFormat.NONE or not names:
         raise ValueError("tools: there are none that this model can call")
-    functions = [x for x in map(function_of, tools.functions) if x.get("name") in names]
+    functions = functions_of(tools)
     answers = [_built_in(name) for name in tools.built_in if name in names]
     if tool_format is not ToolFormat.LLAMA_3_2:
         rules = _json_rules(functions)
@@ -47,8 +46,23 @@ def call_grammar(tools: Tools, tool_format: ToolFormat) -> str:
         rules = []
     if not tools.must_call:
         answers.append("TEXT")
-        rules.append(f"TEXT: {_TEXT}")
+        rules.append(f"TEXT: {texts_that_call_none('{[<')}")
     return "\n".join([f"start: {' | '.join(answers)}", *rules]) + "\n"
+
+
+def functions_of(tools: Tools) -> list[Mapping[str, Any]]:
+    """Return the functions that an answer may call."""
+    names = tools.callable_names
+    return [x for x in map(function_of, tools.functions) if x.get("name") in names]
+
+
+def texts_that_call_none(first_characters: str) -> str:
+    """Return a regular expression of texts that begin with none of these characters.
+
+    They may have white space before it.
+    """
+    excluded = re.escape(first_characters).replace("/", r"\/")
+    return rf"/([ \t\r\n]{{0,8}}[^ \t\r\n{excluded}](.|\n)*)?/"
 
 
 def _json_rules(functions: list[Mapping[str, Any]]) -> list[str]:
@@ -56,8 +70,8 @@ def _json_rules(functions: list[Mapping[str, Any]]) -> list[str]:
     rules: list[str] = []
     for i, function in enumerate(functions):
         head = f'{{"name": "{function["name"]}", "parameters": '
-        rules.append(f'f{i}: {_text(head)} f{i}_json "}}"')
-        rules.append(f"f{i}_json: {_json(_schema(function))}")
+        rules.append(f'f{i}: {text_rule(head)} f{i}_json "}}"')
+        rules.append(f"f{i}_json: {json_rule(function)}")
     return rules
 
 
@@ -73,15 +87,21 @@ def _python_rules(functions: list[Mapping[str, Any]]) -> list[str]:
 def _built_in(name: str) -> str:
     if name == CODE:
         return r"<|python_tag|> /(.|\n)+/"
-    return f'<|python_tag|> {_text(f"{name}.call(query=")} {_json({"type": "string"})} ")"'
+    return f'<|python_tag|> {text_rule(f"{name}.call(query=")} {_json({"type": "string"})} ")"'
 
 
-def _text(text: str) -> str:
+def text_rule(text: str) -> str:
+    """Return a text as a terminal of a grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}"
+
+
+def json_rule(function: Mapping[str, Any]) -> str:
+    """Return a rule for the arguments of a function, as a JSON object."""
+    return _json(_schema(function))
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,11 +113,11 @@ def _python_call(rule: str, function: Mapping[str, Any]) -> Iterator[str]:
     schema = _schema(function)
     properties = schema.get("properties", {})
     if not _fits_keywords(schema, properties):
-        yield f'{rule}: {_text(function["name"] + "(**")} {rule}_json ")"'
+        yield f'{rule}: {text_rule(function["name"] + "(**")} {rule}_json ")"'
         yield f"{rule}_json: {_json(schema)}"
         return
     definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
-    yield f'{rule}: {_text(function["name"] + "(")} {rule}_first0 ")"'
+    yield f'{rule}: {text_rule(function["name"] + "(")} {rule}_first0 ")"'
     required = set(schema.get("required", []))
     for i, (key, value) in enumerate(properties.items()):
         yield f"{rule}_value{i}: {_python_value(value, definitions)}"
@@ -105,7 +125,7 @@ def _python_call(rule: str, function: Mapping[str, Any]) -> Iterator[str]:
         for state, separator in (("first", ""), ("next", ", ")):
             if state == "next" and i == 0:
                 continue
-            written = f"{_text(f'{separator}{key}=')} {rule}_value{i} {rule}_next{i + 1}"
+            written = f"{text_rule(f'{separator}{key}=')} {rule}_value{i} {rule}_next{i + 1}"
             skipped = "" if key in required else f" | {rule}_{state}{i + 1}"
             yield f"{rule}_{state}{i}: {written}{skipped}"
     last = len(properties)

@@ -72,6 +72,7 @@ class Source:
         self.text = ""
         self.pos = 0
         self.is_ended = False
+        self._kept_from: int | None = None  # a position to which the source may return
 
     @property
     def end(self) -> int:
@@ -80,8 +81,25 @@ class Source:
 
     def add(self, text: str) -> None:
         """Append text."""
-        self.text = self.text[self.pos :] + text
-        self.pos = 0
+        start = self.pos if self._kept_from is None else self._kept_from
+        self.text = self.text[start:] + text
+        self.pos -= start
+        if self._kept_from is not None:
+            self._kept_from = 0
+
+    def hold(self) -> None:
+        """Keep the text from the position on, until `release` or `restore`."""
+        self._kept_from = self.pos
+
+    def release(self) -> None:
+        """Drop the text that was kept."""
+        self._kept_from = None
+
+    def restore(self) -> None:
+        """Return to the position of `hold`."""
+        assert self._kept_from is not None
+        self.pos = self._kept_from
+        self._kept_from = None
 
     def upto(self, end: int) -> str:
         """Return the text up to a position, and advance to it."""
