@@ -24,11 +24,15 @@ from llama.checkpoint.settings_files import gguf_settings
 from llama.checkpoint.table import name_in
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.storage.gguf import DEFAULT_ALIGNMENT, MAGIC, TENSOR_TYPES, VERSION, TensorInfo
+from llama.token_files import AddedToken
+from llama.tokenizer import Tokenizer
 
 _FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "BF16": 32}  # values of general.file_type
 _TYPE_IDS = {tensor_type.name: number for number, tensor_type in TENSOR_TYPES.items()}
 _NORMAL_TOKEN = 1
 _CONTROL_TOKEN = 3
+_USER_DEFINED_TOKEN = 4
+_UNUSED_TOKEN = 5
 # Types of metadata values.
 _UINT32 = 4
 _INT32 = 5
@@ -128,8 +132,11 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     tokenizer = load_tokenizer(checkpoint)
     bpe = tokenizer_json(tokenizer)["model"]
     tokens = list(bpe["vocab"])
-    special = list(tokenizer.special_tokens)
-    token_types = [_NORMAL_TOKEN] * len(tokens) + [_CONTROL_TOKEN] * len(special)
+    token_types = [_NORMAL_TOKEN] * len(tokens)
+    for name, token_id in tokenizer.special_tokens.items():
+        if token_id >= tokenizer.num_ranks:
+            tokens.append(name)
+            token_types.append(_token_type(tokenizer.added_tokens.get(name)))
     config = hf.config_of(params, tied=False, dtype=torch.bfloat16, ids={})
     settings = gguf_settings(checkpoint)
     if checkpoint.layout == "meta":
@@ -143,14 +150,31 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
         "llama.rope.dimension_count": params.head_dim,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "llama-bpe",
-        "tokenizer.ggml.tokens": tokens + special,
+        "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": token_types,
         "tokenizer.ggml.merges": bpe["merges"],
-        "tokenizer.ggml.bos_token_id": tokenizer.bos_id,
-        "tokenizer.ggml.eos_token_id": tokenizer.eos_id,
-        "tokenizer.ggml.eot_token_id": tokenizer.eot_id,
+        **_special_ids(tokenizer),
         **settings,
     }
+
+
+def _token_type(token: AddedToken | None) -> int:
+    """Return the type of an added token, or that of a row without a token."""
+    if token is None:
+        return _UNUSED_TOKEN
+    return _CONTROL_TOKEN if token.special else _USER_DEFINED_TOKEN
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the metadata that says which tokens begin, end and pad texts."""
+    ids = {
+        "bos": tokenizer.bos_id,
+        "eos": tokenizer.roles.get("eos_token", tokenizer.eos_id),
+        "eot": tokenizer.eot_id,
+        "padding": tokenizer.roles.get("pad_token"),
+    }
+    named = {key: token_id for key, token_id in ids.items() if token_id is not None}
+    return {f"tokenizer.ggml.{key}_token_id": token_id for key, token_id in named.items()}
 
 
 def _header(metadata: dict[str, Any], tensors: dict[str, TensorInfo]) -> bytes:

@@ -10,12 +10,9 @@ from llama.checkpoint import huggingface as hf
 from llama.model.args import ModelArgs
 from llama.prompts.template import jinja_template
 from llama.prompts.tools import tool_format_of
-from llama.token_files import byte_alphabet
+from llama.token_files import AddedToken, byte_alphabet
 from llama.tokenizer import Tokenizer
 
-_BOS = "<|begin_of_text|>"
-_EOS = "<|end_of_text|>"
-_EOT = "<|eot_id|>"
 _PAD = "<|finetune_right_pad_id|>"
 # Bytes are written as letters; the pattern is in a pre-tokenizer before this one.
 _BYTE_LEVEL = {
@@ -24,18 +21,27 @@ _BYTE_LEVEL = {
     "trim_offsets": True,
     "use_regex": False,
 }
-_PLAIN_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the ids of special tokens as config.json has them, with every stop token."""
-    pad = tokenizer.special_tokens[_pad_token(tokenizer)]
-    return hf.special_ids(tokenizer.bos_id, tokenizer.stop_tokens, pad)
+    return hf.special_ids(tokenizer.bos_id, tokenizer.stop_tokens, _pad_id(tokenizer))
 
 
-def _pad_token(tokenizer: Tokenizer) -> str:
+def _pad_id(tokenizer: Tokenizer) -> int:
     """Return the token that pads in Hugging Face's programs; Llama 3.0 has no token for it."""
-    return _PAD if _PAD in tokenizer.special_tokens else _EOS
+    metas = tokenizer.special_tokens.get(_PAD, tokenizer.eos_id)
+    return tokenizer.roles.get("pad_token", metas)
+
+
+def _eos_id(tokenizer: Tokenizer) -> int:
+    """Return the token that files name as the eos_token.
+
+    Where the model's own files name none, this is `<|eot_id|>`, the choice of Meta's Instruct
+    releases.
+    """
+    metas = tokenizer.eos_id if tokenizer.eot_id is None else tokenizer.eot_id
+    return tokenizer.roles.get("eos_token", metas)
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -45,8 +51,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     Meta's tokenizer cuts runs of more than 25,000 characters without a space.
     """
     ranked = [
-        tokenizer.model.decode_single_token_bytes(rank)
-        for rank in range(tokenizer.n_words - len(tokenizer.special_tokens))
+        tokenizer.model.decode_single_token_bytes(rank) for rank in range(tokenizer.num_ranks)
     ]
     letter_of = {byte: letter for letter, byte in byte_alphabet().items()}
     letters = {token: "".join(letter_of[byte] for byte in token) for token in ranked}
@@ -54,13 +59,10 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {"id": i, "content": name, **_PLAIN_TOKEN, "special": True}
-            for name, i in tokenizer.special_tokens.items()
-        ],
+        "added_tokens": _added_tokens(tokenizer),
         "normalizer": None,
         "pre_tokenizer": _split_by(tokenizer.pat_str),
-        "post_processor": _begin_with(_BOS, tokenizer.bos_id),
+        "post_processor": _begin_with(tokenizer.decode(tokenizer.bos_id), tokenizer.bos_id),
         "decoder": _BYTE_LEVEL,
         "model": {
             "type": "BPE",
@@ -75,6 +77,22 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "merges": [f"{letters[a]} {letters[b]}" for a, b in merges(ranked)],
         },
     }
+
+
+def _added_tokens(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the added tokens as tokenizer.json has them.
+
+    The library numbers them without a gap, so that fillers for unused ids between them are written.
+    """
+    last_id = max(token.id for token in tokenizer.added_tokens.values())
+    entries = []
+    for name, token_id in tokenizer.special_tokens.items():
+        token = tokenizer.added_tokens.get(name, AddedToken(token_id))
+        if token_id <= last_id:
+            flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "special": token.special}
+            fixed = {"single_word": False, "normalized": False}
+            entries.append({"id": token_id, "content": name, **fixed, **flags})
+    return entries
 
 
 def merges(ranked: list[bytes]) -> list[tuple[bytes, bytes]]:
@@ -137,9 +155,9 @@ def tokenizer_config(
     tool_format = tool_format_of(params.rope_factor, is_guard=is_guard)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": _BOS,
-        "eos_token": _EOT,  # the choice of Meta's Instruct releases
-        "pad_token": _pad_token(tokenizer),
+        "bos_token": tokenizer.decode(tokenizer.bos_id),
+        "eos_token": tokenizer.decode(_eos_id(tokenizer)),
+        "pad_token": tokenizer.decode(_pad_id(tokenizer)),
         "clean_up_tokenization_spaces": False,  # decoding must give the text back
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": params.longest_context,

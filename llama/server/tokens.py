@@ -144,7 +144,8 @@ def _tokenizer_config(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any]:
     """Return the content of Hugging Face's tokenizer_config.json."""
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     special = {
-        str(token): {"content": name, "special": True} for token, name in sorted(names.items())
+        str(token.id): {"content": name, "special": token.special}
+        for name, token in sorted(tokenizer.added_tokens.items(), key=lambda item: item[1].id)
     }
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -365,7 +365,7 @@ def peers(at: Section) -> None:
 def _begin(engine: LLMEngine, batch: int, context: int, params: SamplingParams = _GREEDY) -> None:
     """Start `batch` sequences, and step until all of them decode."""
     draw = random.Random(batch)
-    ids = range(engine.tokenizer.n_words - 256)
+    ids = range(engine.tokenizer.num_ranks)
     for i in range(batch):
         engine.add_request(f"{time.monotonic_ns()}-{i}", draw.choices(ids, k=context), params)
     core = engine.core
@@ -412,7 +412,7 @@ def _prefill_seconds(engine: LLMEngine, tokens: int, repeats: int) -> float:
     times = []
     for i in range(repeats + 1):
         draw = random.Random(1000 + i)
-        prompt = draw.choices(range(engine.tokenizer.n_words - 256), k=tokens)
+        prompt = draw.choices(range(engine.tokenizer.num_ranks), k=tokens)
         began = time.perf_counter()
         request = engine.prepare("", prompt, SamplingParams(temperature=0.0, max_tokens=1))
         engine.run([request])
@@ -422,7 +422,7 @@ def _prefill_seconds(engine: LLMEngine, tokens: int, repeats: int) -> float:
 
 def _answer(engine: LLMEngine, lengths: list[tuple[int, int]]) -> None:
     draw = random.Random(0)
-    ids = range(engine.tokenizer.n_words - 256)
+    ids = range(engine.tokenizer.num_ranks)
     requests = [
         engine.prepare(
             "", draw.choices(ids, k=prompt),

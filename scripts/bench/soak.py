@@ -93,7 +93,7 @@ class Traffic:
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
         self.serial = 0
-        self.ids = range(self.llama.tokenizer.n_words - 256)  # the last ones are special
+        self.ids = range(self.llama.tokenizer.num_ranks)  # the last ones are special
         self.prefixes = [self.draw.choices(self.ids, k=k) for k in (20, 70, 130)]
         # Pages for a few of the longest requests: with a batch of many, some are preempted.
         core = EngineCore.for_model(

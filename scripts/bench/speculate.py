@@ -133,7 +133,7 @@ def speculate(
         else:
             llama = our_llama(bench.ours(), shape | {"speculate": speculate})
     draw = random.Random(bench.seed)
-    ids = range(llama.tokenizer.n_words - 256)
+    ids = range(llama.tokenizer.num_ranks)
     kinds: dict[str, Callable[[int], str | list[int]]] = {
         "edit": _edit, "quote": _quote, "chat": _chat, "json": _object,
         "random": lambda i: draw.choices(ids, k=300),

@@ -155,10 +155,11 @@ def make_model(folder: Path, kind: str, **config: Any) -> Path:
     Returns:
         The folder.
     """
-    rows = make_tokenizer(folder / "tokenizer", kind)
-    model = hf_model(vocab_size=rows, **config)
-    model.save_pretrained(folder)
-    for path in (folder / "tokenizer").iterdir():
-        path.rename(folder / path.name)
-    (folder / "tokenizer").rmdir()
+    rows = make_tokenizer(folder, kind)
+    path = folder / "generation_config.json"
+    generation = path.read_text()
+    ids = json.loads(generation)
+    special = {key: ids[key] for key in ("bos_token_id", "eos_token_id")}
+    hf_model(vocab_size=rows, **special, **config).save_pretrained(folder)
+    path.write_text(generation)
     return folder
