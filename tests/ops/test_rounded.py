@@ -1,0 +1,122 @@
+"""Activations in int8: the definition in PyTorch against exact arithmetic."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama.ops import rounded
+
+
+def rows(m: int, k: int, seed: int = 4) -> Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def test_rounding_is_to_the_nearest_code_of_the_largest_magnitude():
+    x = torch.zeros(1, 64)
+    x[0, :3] = torch.tensor([1, -0.5, 0.25])
+    x[0, 32:35] = torch.tensor([-2.0, 2.0, -0.0])
+    result = rounded.round_rows(x, 32)
+    assert result.codes[0, :4].tolist() == [127, -64, 32, 0]  # -63.5 becomes the even code
+    assert result.codes[0, 32:36].tolist() == [-127, 127, 0, 0]
+    scales = (torch.tensor([1.0, 2.0]) / 127).tolist()
+    assert result.scales[0].tolist() == scales
+
+
+def test_a_code_is_off_by_half_at_most_and_a_token_may_have_one_scale():
+    x = rows(7, 96) * torch.logspace(-20, 20, 7)[:, None].bfloat16()
+    for group in (32, 96):
+        result = rounded.round_rows(x, group)
+        groups = x.double().unflatten(1, (-1, group))
+        exact = 127 * groups / groups.abs().amax(-1, keepdim=True)
+        codes = result.codes.double().unflatten(1, (-1, group))
+        assert (codes - exact).abs().max() <= 0.5 + 1e-5
+        assert codes.abs().amax(-1).eq(127).all()
+        assert result.scales.shape == (7, 96 // group)
+
+
+def test_tiny_groups_are_zero_and_others_pass_on_what_is_not_finite():
+    x = torch.ones(4, 32)
+    x[0] = 2.0**-101
+    x[1, 3] = torch.inf
+    x[2, 5] = torch.nan
+    x[3] = 0
+    codes, scales = rounded.round_rows(x, 32)
+    assert scales[0].item() == 0 == scales[3].item() and not codes[0].any() and not codes[3].any()
+    assert scales[1].item() == torch.inf and scales[2].isnan().all()
+    assert codes.isfinite().all()
+    weight = rounded.IntegerWeight(torch.ones(2, 32), torch.ones(2, 1))
+    out = rounded.multiply(rounded.RoundedRows(codes, scales), weight)
+    assert out.isfinite().tolist() == [[True] * 2, [False] * 2, [False] * 2, [True] * 2]
+
+
+def test_the_worked_example_of_four_bits():
+    x = rounded.RoundedRows(torch.zeros(1, 32), torch.tensor([[0.01]]))
+    x.codes[0, :2] = torch.tensor([127.0, -64.0])
+    elements = torch.zeros(1, 32)
+    elements[0, :2] = torch.tensor([3.0, -8.0])
+    product = rounded.multiply(x, rounded.IntegerWeight(elements, torch.tensor([[0.5]])))
+    assert product.item() == pytest.approx(4.465)
+    offsets = torch.tensor([[2.0]])
+    weight = rounded.IntegerWeight(elements, torch.tensor([[0.5]]), offsets)
+    assert rounded.multiply(x, weight).item() == pytest.approx(4.465 + 63 * 0.01 * 2)
+
+
+def test_a_fused_multiply_add_rounds_once():
+    """It equals the exact value, rounded once, also where two roundings would differ."""
+    random = torch.Generator().manual_seed(1)
+    a, b, c = torch.randn(3, 400, generator=random).unbind()
+    c *= torch.logspace(-12, 12, 400)
+    # The product is 1 + 2**-11 + 2**-24, a tie in float32 that the sign of the addend decides.
+    a[:2] = b[:2] = 1 + 2**-12
+    c[0], c[1] = 2.0**-80, -(2.0**-80)
+    a[2], b[2], c[2] = 1.5, 2.0, -3.0
+    result = rounded.fused_multiply_add(a, b, c)
+    for i, value in enumerate(result):
+        exact = Fraction(a[i].item()) * Fraction(b[i].item()) + Fraction(c[i].item())
+        below = torch.nextafter(value, torch.tensor(-torch.inf)).item()
+        above = torch.nextafter(value, torch.tensor(torch.inf)).item()
+        error = abs(Fraction(value.item()) - exact)
+        assert error <= abs(Fraction(below) - exact), i
+        assert error <= abs(Fraction(above) - exact), i
+    assert result[0] > result[1]
+    infinite = rounded.fused_multiply_add(torch.tensor(torch.inf), b[:1], c[:1])
+    assert infinite.isinf().all()
+
+
+@pytest.mark.parametrize("group", [16, 32, 96, 192])
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_a_product_is_that_of_the_rounded_rows(group, has_offsets):
+    n, k = 8, 192
+    random = torch.Generator().manual_seed(2)
+    elements = torch.randint(-128, 128, (n, k), generator=random).float()
+    scales, offsets = torch.rand(2, n, k // group, generator=random)
+    weight = rounded.IntegerWeight(elements, scales, offsets if has_offsets else None)
+    exact = elements.unflatten(1, (-1, group)) * scales[..., None].double()
+    if has_offsets:
+        exact = exact + offsets[..., None]
+    for x_group in (32, k):
+        x = rounded.round_rows(rows(5, k), x_group)
+        values = x.codes.unflatten(1, (-1, x_group)) * x.scales[..., None].double()
+        out = rounded.multiply(x, weight)
+        sizes = values.flatten(1).abs() @ exact.flatten(1).abs().t()
+        expected = values.flatten(1) @ exact.flatten(1).t()
+        assert ((out - expected).abs() <= 4e-7 * sizes).all()
+        alone = rounded.multiply(rounded.RoundedRows(x.codes[2:3], x.scales[2:3]), weight)
+        assert torch.equal(alone, out[2:3])
+
+
+def test_integer_sums_over_a_long_row_are_exact():
+    """One scale per token and per row adds integers over all columns, up to 405B's widths."""
+    k = 53248
+    x = rounded.RoundedRows(torch.full((1, k), 127.0), torch.ones(1, 1))
+    weight = rounded.IntegerWeight(torch.full((1, k), -128.0), torch.ones(1, 1))
+    sums = rounded.multiply(x, weight)
+    assert sums.item() == float(torch.tensor(-128 * 127 * k).float())
+
+
+def test_sizes_that_have_no_pieces_are_refused():
+    assert rounded.can_multiply(64, 16) and rounded.can_multiply(6656, 6656)
+    assert not rounded.can_multiply(48, 16)
+    assert not rounded.can_multiply(192, 48)
