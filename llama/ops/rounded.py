@@ -1,4 +1,4 @@
-"""Products of activations that are rounded to int8, with weights whose elements are whole numbers.
+"""Products of activations that are rounded to 8 bits, with weights whose elements are whole numbers.
 
 In: rows of activations, and the elements, scales and offsets of a weight. Out: products in float32.
 This is the definition: the CPU kernels (cpu/quads.h) return the same bits, on every instruction
@@ -46,7 +46,7 @@ class IntegerWeight(NamedTuple):
 
 
 class RoundedRows(NamedTuple):
-    """Rows of activations in int8.
+    """Rows of activations in 8 bits.
 
     Attributes:
         codes: (M, K) float32, whole numbers from -127 to 127.
@@ -69,7 +69,7 @@ def can_multiply(k: int, weight_group: int) -> bool:
 
 
 def round_rows(x: Tensor, group: int) -> RoundedRows:
-    """Return rows rounded to int8.
+    """Return rows rounded to 8 bits.
 
     Infinity and NaN make the scale of their group infinite or NaN, and with it the row's products.
 
