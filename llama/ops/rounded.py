@@ -1,4 +1,4 @@
-"""Products of activations that are rounded to 8 bits, with weights whose elements are whole numbers.
+"""Products of activations in 8 bits with weights whose elements are whole numbers.
 
 In: rows of activations, and the elements, scales and offsets of a weight. Out: products in float32.
 This is the definition: the CPU kernels (cpu/quads.h) return the same bits, on every instruction
