@@ -1,6 +1,7 @@
 /* ---- math: from TeX to trees of MathML ---- */
 
 // Only the elements and attributes below are made; whatever a formula contains becomes their text.
+// It is one file because half of it is tables, which the reader below them consults.
 const MAX_TEX = 20_000; // characters of a formula; a longer one is shown as its source
 const MAX_TEX_DEPTH = 60; // nested groups
 const MAX_INLINE = 80; // characters; a longer formula in a line gets a scroll bar of its own
