@@ -50,11 +50,18 @@ class WorkerPool:
         """
         await self._take_thread(limit_s)
         future = asyncio.get_running_loop().run_in_executor(self._executor, work)
-        future.add_done_callback(lambda _: self._free_threads.release())
+        future.add_done_callback(self._free_thread)
         async with asyncio.timeout(limit_s):
             # Without the shield, a time-out would mark the future as done, and so the thread as
             # free, while the work still runs.
             return await asyncio.shield(future)
+
+    def _free_thread(self, future: asyncio.Future[_T]) -> None:
+        """Count the thread of a call that has ended as free."""
+        self._free_threads.release()
+        if not future.cancelled():
+            # If nobody waits any more, asyncio would log an error that nobody retrieves.
+            future.exception()
 
     async def _take_thread(self, limit_s: float) -> None:
         """Wait until a thread is free, and count it as taken."""
