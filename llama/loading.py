@@ -20,6 +20,7 @@ import torch
 from llama import weights
 from llama.build_args import BuildArgs
 from llama.checkpoint import memory, packed, reader
+from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import LoadCheck
@@ -35,6 +36,7 @@ from llama.ops.cpu import native
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat, pick_kv_format
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.prompts.dialog_format import DialogFormat, MetaFormat
+from llama.prompts.template_format import choose_format
 from llama.prompts.tools import tool_format_of
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
@@ -268,10 +270,18 @@ def _check_drafter(args: BuildArgs) -> None:
 
 
 def find_dialog_format(checkpoint: Checkpoint, tokenizer: Tokenizer) -> DialogFormat:
-    """Return the format of the dialogs of a checkpoint."""
+    """Return the format of the dialogs of a checkpoint.
+
+    Raises:
+        ValueError: A chat template of the files cannot be used.
+    """
     rope_factor = checkpoint.params.rope_factor
     tool_format = tool_format_of(rope_factor, is_guard=checkpoint.is_guard)
-    return MetaFormat(tokenizer, tool_format)
+    meta = MetaFormat(tokenizer, tool_format)
+    if checkpoint.is_guard:
+        return meta
+    templates = find_chat_templates(checkpoint)
+    return choose_format(templates, meta) if templates else meta
 
 
 def _find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> list[Files]:

@@ -1,0 +1,305 @@
+"""The chat template of a model's files as a `DialogFormat`.
+
+In: messages and tools in OpenAI's format. Out: the token ids that transformers' apply_chat_template
+has for them, except that no text of a message, a tool or an argument becomes a special token. What
+the template expects and what it writes is found by rendering short dialogs when it is loaded.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from llama.checks import FieldError, brief
+from llama.prompts.dialog_format import (
+    DialogFormat,
+    Messages,
+    MetaFormat,
+    PromptOptions,
+    ToolList,
+)
+from llama.prompts.marked import MarkedEncoder, MarkedText, concatenate, trusted
+from llama.prompts.messages import (
+    AssistantMessage,
+    ChatMessage,
+    ToolCall,
+    ToolMessage,
+    read_messages,
+    text_of,
+)
+from llama.prompts.parser import ToolCallParser
+from llama.prompts.sandbox import ChatTemplate, TemplateError
+from llama.prompts.template_probes import Traits, find_traits, is_meta_format
+from llama.prompts.tools import Tools
+from llama.tokenizer import Tokenizer
+
+DEFAULT = "default"  # the name of a model's only template, or of the one for chats without tools
+TOOL_USE = "tool_use"
+_ROLES = {"developer": "system", "ipython": "tool"}  # roles that templates do not know
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_THINK = ("<think>", "</think>")
+_CUT = "\ue0c5"  # a private character behind the content of a message that is left open
+_DEFAULT_OPTIONS = PromptOptions()
+
+
+def choose_format(templates: Mapping[str, str], meta: MetaFormat) -> DialogFormat:
+    """Return Meta's format if the templates of a model's files write it, else a `TemplateFormat`.
+
+    The tokens that the template writes behind an answer also end the answers of the model.
+
+    Raises:
+        ValueError: a template cannot be used; the message says why, and the remedy.
+    """
+    template_format = TemplateFormat(meta.tokenizer, templates)
+    if is_meta_format(template_format.render, template_format.has_tools, meta):
+        return meta
+    meta.tokenizer.add_stop_tokens(template_format.traits.stop_ids)
+    return template_format
+
+
+class TemplateFormat(DialogFormat):
+    """The format that a chat template in Jinja describes.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        templates: the sources by name: "default", and "tool_use" for chats with tools.
+
+    Attributes:
+        traits: what the template expects and writes.
+
+    Raises:
+        ValueError: a template cannot be used; the message says why, and the remedy.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, str]) -> None:
+        """Compile the templates and find their traits."""
+        super().__init__(tokenizer)
+        if DEFAULT not in templates:
+            names = ", ".join(map(brief, templates)) or "none"
+            raise ValueError(f"there is no chat template named {DEFAULT!r} (found: {names})")
+        self._sources = {name: templates[name] for name in (DEFAULT, TOOL_USE) if name in templates}
+        self._encoder = MarkedEncoder(tokenizer)
+        self._has_reasoning = all(name in tokenizer.special_tokens for name in _THINK)
+        name_of = {i: name for name, i in tokenizer.special_tokens.items()}
+        roles = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, **tokenizer.roles}
+        constants = {role: name_of[i] for role, i in roles.items() if i in name_of}
+        self._constants = constants.keys()
+        try:
+            self._templates = {
+                name: ChatTemplate(source, constants) for name, source in self._sources.items()
+            }
+            self.traits: Traits = find_traits(self.render, self._encoder, tokenizer)
+        except TemplateError as e:
+            remedy = "give another one: --chat_template FILE, or llama3 for Meta's format"
+            raise ValueError(f"this model's chat template cannot be used: {e}: {remedy}") from e
+        self.stop_strings = self.traits.stop_strings
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the template shows tools to the model."""
+        return self.traits.shows_tools
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> MarkedText:
+        """Render messages and tools as they are.
+
+        Raises:
+            TemplateError: the template refuses them, or fails.
+        """
+        name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
+        given = [message | {"role": trusted(message["role"])} for message in messages]
+        ours = {
+            "messages": given,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._templates[name].render({**variables, **ours})
+
+    def encode(
+        self,
+        messages: Messages,
+        tools: ToolList | None = None,
+        options: PromptOptions = _DEFAULT_OPTIONS,
+    ) -> list[int]:
+        """Return the token ids of a dialog.
+
+        They begin with a begin-of-sequence token exactly if the template writes one.
+
+        Raises:
+            TypeError, ValueError: names the message or the option at fault.
+        """
+        if options.continue_final_message and options.add_generation_prompt:
+            text = " needs add_generation_prompt to be false"
+            raise FieldError.of("continue_final_message", text)
+        dialog = read_messages(messages)
+        shown_tools = self._shown(tools if isinstance(tools, Tools) else Tools.of(tools or ()))
+        variables = self._variables(options)
+        given = [self._message(message, i) for i, message in enumerate(dialog)]
+        cut = ""
+        if options.continue_final_message:
+            cut = _open_final_message(given)
+        try:
+            text = self.render(
+                given,
+                shown_tools,
+                add_generation_prompt=options.add_generation_prompt,
+                **variables,
+            )
+        except TemplateError as e:
+            raise FieldError("messages", str(e)) from e
+        if cut:
+            text = _cut_at(text, cut, keeps_space=options.keeps_space)
+        return self._encoder.encode(text)
+
+    def _shown(self, tools: Tools) -> list[Mapping[str, Any]] | None:
+        """Return the tools as templates expect them; raise a FieldError if they cannot be shown."""
+        if not tools:
+            return None
+        if not self.has_tools:
+            raise FieldError("tools", "tools: this model's chat template has no tools")
+        if tools.built_in:
+            text = f": {tools.built_in[0]} is a tool of Meta's format: describe it as a function"
+            raise FieldError.of("tools", text)
+        return [
+            tool if "function" in tool else {"type": "function", "function": tool}
+            for tool in tools.functions
+        ]
+
+    def _variables(self, options: PromptOptions) -> dict[str, Any]:
+        """Return the variables of a request; only scalars that the template reads are allowed."""
+        field = "chat_template_kwargs"
+        readable = frozenset().union(*(t.variables for t in self._templates.values()))
+        readable -= _OURS | self._constants
+        for name, value in options.template_kwargs.items():
+            if name not in readable:
+                known = ", ".join(sorted(readable)) or "none"
+                text = (
+                    f": this model's chat template has no variable {name!r:.60}; it reads {known}"
+                )
+                raise FieldError.of(field, text)
+            if value is not None and not isinstance(value, str | int | float):
+                text = f".{name} must be a text, a number, true or false, not {brief(value)}"
+                raise FieldError.of(field, text)
+        return dict(options.template_kwargs)
+
+    def _message(self, message: ChatMessage, index: int) -> dict[str, Any]:
+        """Return a message as the template expects it."""
+        given: dict[str, Any] = {"role": _ROLES.get(message.role, message.role)}
+        if isinstance(message, ToolMessage):
+            given["content"] = _result_text(message)
+        else:
+            given["content"] = text_of(message.content)
+        labels = ("name", "tool_call_id") if isinstance(message, ToolMessage) else ("name",)
+        for label in labels:
+            if getattr(message, label) is not None:
+                given[label] = getattr(message, label)
+        if isinstance(message, AssistantMessage):
+            given["content"] = self._with_reasoning_marks(given["content"])
+            if message.reasoning_content is not None:
+                given["reasoning_content"] = message.reasoning_content
+                given["thinking"] = message.reasoning_content  # the name that gpt-oss reads
+            if message.tool_calls:
+                self._add_calls(given, message.tool_calls, index)
+        return given
+
+    def _with_reasoning_marks(self, text: str) -> str:
+        """Return the text of an answer, with the marks that the model wrote as tokens.
+
+        The first <think> at the beginning and the first </think> count as the template's; all that
+        a client can do with them is to end its own reasoning.
+        """
+        if not self._has_reasoning:
+            return text
+        start, end = _THINK
+        begin = len(text) - len(text.lstrip())
+        pieces: list[str] = []
+        if text.startswith(start, begin):
+            pieces += [text[:begin], trusted(start)]
+            begin += len(start)
+        else:
+            begin = 0
+        position = text.find(end, begin)
+        if position >= 0:
+            pieces += [text[begin:position], trusted(end)]
+            begin = position + len(end)
+        return concatenate([*pieces, text[begin:]])
+
+    def _add_calls(self, given: dict[str, Any], calls: list[ToolCall], index: int) -> None:
+        """Add calls to a message in the way that the template renders completely."""
+        style = self.traits.call_style
+        where = f"message {index}: tool_calls"
+        if style is None:
+            raise FieldError(
+                f"messages[{index}]", f"{where}: this model's chat template has no tool calls"
+            )
+        if any(isinstance(call.function.arguments, str) for call in calls):
+            raise FieldError(
+                f"messages[{index}]",
+                f"{where} have incomplete arguments, which a chat template cannot show: leave the "
+                "call out",
+            )
+        given["tool_calls"] = [
+            style.call(call.function.name, call.function.arguments, call.id) for call in calls
+        ]
+        if not given["content"]:
+            style.set_no_content(given)
+
+    def call_grammar(self, tools: Tools) -> str:
+        """Raise a ValueError: no format of calls is known for this template."""
+        raise ValueError(
+            "tools: a call cannot be forced with this model, whose chat template has a format of "
+            "calls of its own: use tool_choice auto, without strict"
+        )
+
+    def call_parser(self, tools: Tools, *, is_tagged: bool = False) -> ToolCallParser:
+        """Return a parser that understands the notations of Meta's models."""
+        return ToolCallParser(tools, is_tagged=is_tagged)
+
+    def jinja_template(self) -> str:
+        """Return the source of the template for chats without tools."""
+        return self._sources[DEFAULT]
+
+    def describe(self) -> str:
+        """Return one line that says what the template writes."""
+        return f"the chat template of the model's files; {self.traits.describe(self.tokenizer)}"
+
+
+def _result_text(message: ToolMessage) -> str:
+    """Return the result of a tool as text; a value of JSON is written as JSON."""
+    content: Any = message.content
+    if isinstance(content, str | list):
+        return text_of(content)
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _open_final_message(messages: list[dict[str, Any]]) -> str:
+    """Put a mark behind the content of the last message, and return the mark."""
+    final = messages[-1]
+    if "tool_calls" in final:
+        text = " needs a last message without tool calls"
+        raise FieldError.of("continue_final_message", text)
+    mark = _CUT
+    while any(mark in (message.get("content") or "") for message in messages):
+        mark += _CUT
+    final["content"] = final["content"] + mark + " "
+    return mark
+
+
+def _cut_at(text: MarkedText, mark: str, *, keeps_space: bool) -> MarkedText:
+    """Return the text up to a mark.
+
+    Where the template has taken white space off the content, so is it before the mark, unless the
+    caller keeps it.
+    """
+    position = text.rfind(mark)
+    if position < 0:
+        problem = " cannot be used: this model's chat template does not show the last message"
+        raise FieldError.of("continue_final_message", problem)
+    is_stripped = not text.startswith(mark + " ", position)
+    before = text[:position]
+    return before.rstrip() if is_stripped and not keeps_space else before
