@@ -59,6 +59,7 @@ class CompletionPrediction(_Scored):
 class AnswerMessage(Message, total=False):
     """An answer, with tool calls in OpenAI's format; content is None if there is no other text."""
 
+    reasoning_content: str
     tool_calls: list[dict[str, Any]]
 
 
@@ -84,12 +85,14 @@ class TextDelta:
         text: the new text.
         finish_reason: "stop", "length" or "tool_calls" in the last piece, else None.
         tool_calls: pieces of tool calls in OpenAI's format; see `Llama.stream_chat`.
+        reasoning: the new text of the reasoning, which precedes the answer.
     """
 
     index: int
     text: str
     finish_reason: str | None
     tool_calls: tuple[dict[str, Any], ...] = ()
+    reasoning: str = ""
 
 
 class Llama:
@@ -294,23 +297,35 @@ class Llama:
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool = True,
         response_format: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        thinking_token_budget: int | None = None,
     ) -> list[ChatPrediction]:
         """Answer each dialog.
 
         A message may also be in OpenAI's format: with content in parts, with tool calls, or with
         the result of a call and the role "tool". tools, tool_choice, parallel_tool_calls and
         response_format are OpenAI's, and apply to all dialogs. With tools an answer may have
-        "tool_calls": append the answer and the results to the dialog, and call again. The other
-        arguments are those of `generate`.
+        "tool_calls": append the answer and the results to the dialog, and call again.
+        chat_template_kwargs are variables of the model's chat template, and thinking_token_budget
+        is the maximum number of tokens of the reasoning. The other arguments are those of
+        `generate`.
 
         Returns:
             [{"generation": {"role": "assistant", "content": text}}, ...]; with logprobs each also
-            has "tokens" and "logprobs".
+            has "tokens" and "logprobs". The reasoning of a model that reasons is in the message,
+            too, as "reasoning_content".
 
         Raises:
             TypeError, ValueError: names the dialog and the message at fault, before any work.
         """
-        chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
+        chat = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            chat_template_kwargs,
+            thinking_token_budget,
+        )
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
         prompts = self._encode_dialogs(dialogs, chat)
         outputs = self._run(prompts, max_gen_len, sampling, logprobs, chat=chat)
@@ -351,13 +366,22 @@ class Llama:
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool = True,
         response_format: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        thinking_token_budget: int | None = None,
     ) -> Generator[TextDelta, None, None]:
         """Stream `chat_completion`; see also `stream_text`.
 
         A tool call arrives in pieces: the first one has its index, id and name, and the others have
         more of its arguments, as JSON.
         """
-        chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
+        chat = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            chat_template_kwargs,
+            thinking_token_budget,
+        )
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
         prompts = self._encode_dialogs(dialogs, chat)
         requests = self._requests(prompts, max_gen_len, sampling, chat=chat)
@@ -389,11 +413,11 @@ class Llama:
         logprobs: bool = False,
         echo: bool = False,
         *,
-        chat: ChatOptions = _NO_OPTIONS,
+        chat: ChatOptions | None = None,
     ) -> Iterator[Request]:
         """Yield a request for each prompt, which is a list of token ids.
 
-        `sampling` has further fields of `SamplingParams`. All checks run while this is iterated,
+        `sampling` has further fields of `SamplingParams`, and `chat` the options of a chat. All checks run while this is iterated,
         not when it is called: the engine iterates it where an error of one rank becomes an error of
         every rank.
         """
@@ -403,7 +427,8 @@ class Llama:
             prompt_logprobs=0 if logprobs and echo else None,
             **sampling,
         )
-        params = chat.params(params, self.dialog_format)
+        if chat is not None:
+            params = chat.params(params, self.dialog_format)
         for i, ids in enumerate(prompts):
             if isinstance(ids, str):  # the engine would accept a text as a prompt
                 raise not_ids(f"prompt {i}", ids)
@@ -431,7 +456,8 @@ class Llama:
                     ends = output.finished and i == len(deltas)
                     reason = readers[index].finish_reason(answer.finish_reason) if ends else None
                     calls = tuple(delta.get("tool_calls", ()))
-                    yield TextDelta(index, delta.get("content", ""), reason, calls)
+                    reasoning = delta.get("reasoning_content", "")
+                    yield TextDelta(index, delta.get("content", ""), reason, calls, reasoning)
 
     def _reader(self, output: RequestOutput, chat: ChatOptions) -> AnswerDeltas:
         """Return a parser of the tool calls in an answer."""
@@ -454,7 +480,7 @@ class Llama:
         for i, dialog in enumerate(_rows("dialogs", dialogs)):
             tools = chat.tool_request
             try:
-                yield self.dialog_format.encode(dialog, tools)
+                yield self.dialog_format.encode(dialog, tools, chat.prompt_options)
             except (TypeError, ValueError) as e:
                 field = getattr(e, "field", "dialogs")
                 message = f"dialog {i}, {e}"

@@ -118,23 +118,38 @@ class StructuredOutput:
 
 @checked_dataclass
 class ReasoningRule:
-    """The marks of a model's reasoning as tokens, and how much it may reason.
+    """The marks of a model's reasoning, and how much it may reason.
 
-    The format of an answer begins behind the reasoning. A `FieldError` names the field.
+    The text of an answer is its content alone; the reasoning is apart. The marks are tokens, or
+    else they are plain text. Behind marks that are tokens begins the format of an answer. A
+    `FieldError` names the field.
 
     Attributes:
-        end_id: the token that ends the reasoning.
+        end_id: the token that ends the reasoning; None where the marks are plain text.
         start_id: the token that begins it, at the end of the prompt or of an answer's beginning;
             None where only prompts begin it.
+        end_text: the text that ends the reasoning; empty where the marks are tokens.
+        start_text: the text that begins it; empty where the marks are tokens.
         budget: maximum number of tokens of the reasoning without its marks; None has no limit. 0
             ends the reasoning at once.
     """
 
     path_prefix = "reasoning"
 
-    end_id: Annotated[int, Range(0, MAX_COUNT)]
+    end_id: Annotated[int | None, Range(0, MAX_COUNT)] = None
     start_id: Annotated[int | None, Range(0, MAX_COUNT)] = None
+    end_text: str = ""
+    start_text: str = ""
     budget: Annotated[int | None, Range(0, MAX_COUNT)] = None
+
+    def __post_init__(self) -> None:
+        """Check the fields that depend on one another."""
+        is_text = bool(self.end_text and self.start_text)
+        if is_text == (self.end_id is not None):
+            problem = " must be given, or else both end_text and start_text"
+            raise FieldError.of("reasoning.end_id", problem)
+        if is_text and self.budget is not None:
+            raise FieldError.of("reasoning.budget", " needs an end mark that is a token: end_id")
 
 
 _FORMATS = ("json", "json_object", "regex", "choice", "grammar")
@@ -246,7 +261,7 @@ class SamplingParams:
     @property
     def constrains_reasoning(self) -> bool:
         """Whether reasoning has a budget, or the format of the content must wait for its end."""
-        if self.reasoning is None:
+        if self.reasoning is None or self.reasoning.end_id is None:
             return False
         return self.reasoning.budget is not None or self.structured_output is not None
 

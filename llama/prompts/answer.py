@@ -1,7 +1,7 @@
 """One answer of a chat as OpenAI's message.
 
 In: the text of an answer, while it is generated. Out: the deltas of a stream; the whole message is
-made of the same deltas. It knows no engine.
+made of the same deltas. The reasoning and the content are apart already. It knows no engine.
 """
 
 import hashlib
@@ -29,12 +29,27 @@ class AnswerSoFar(Protocol):
 
     @property
     def text(self) -> str:
-        """The whole text up to now."""
+        """The whole text up to now, without the reasoning."""
         ...
 
     @property
     def new_text(self) -> str:
         """The text since the last output."""
+        ...
+
+    @property
+    def reasoning(self) -> str:
+        """The whole reasoning up to now."""
+        ...
+
+    @property
+    def new_reasoning(self) -> str:
+        """The reasoning since the last output."""
+        ...
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The number of tokens of the reasoning, with its marks."""
         ...
 
 
@@ -48,19 +63,30 @@ class AnswerDeltas:
         key: values that the ids of the calls are derived from. It contains the prompt, so that ids
             differ between the turns of a dialog.
         shows_special: whether the text contains the special tokens.
+        shows_reasoning: whether the deltas have the reasoning.
     """
 
     dialog_format: DialogFormat
     tools: Tools | None
     key: tuple[Any, ...]
     shows_special: bool = False
+    shows_reasoning: bool = True
     _parser: ToolCallParser | None = None
 
     def push(self, answer: AnswerSoFar, *, whole: bool = False) -> list[dict[str, Any]]:
         """Return the deltas of the new text, or at once of the `whole` text.
 
-        Each of them has the key "content" or the key "tool_calls".
+        Each of them has the key "reasoning_content", "content" or "tool_calls". Reasoning comes
+        first.
         """
+        reasoning = answer.reasoning if whole else answer.new_reasoning
+        deltas = self._push_content(answer, whole=whole)
+        if reasoning and self.shows_reasoning:
+            deltas.insert(0, {"reasoning_content": reasoning})
+        return deltas
+
+    def _push_content(self, answer: AnswerSoFar, *, whole: bool) -> list[dict[str, Any]]:
+        """Return the deltas of what follows the reasoning."""
         text = answer.text if whole else answer.new_text
         is_last = whole or answer.finish_reason is not None
         if self.tools is None:
@@ -68,7 +94,9 @@ class AnswerDeltas:
         if not text and not is_last:
             return []
         if self._parser is None:
-            has_tag = answer.token_ids[:1] == [self.dialog_format.tokenizer.python_tag_id]
+            first = answer.num_reasoning_tokens
+            python_tag_id = self.dialog_format.tokenizer.python_tag_id
+            has_tag = answer.token_ids[first : first + 1] == [python_tag_id]
             is_tagged = has_tag and not self.shows_special
             self._parser = self.dialog_format.call_parser(self.tools, is_tagged=is_tagged)
         events = self._parser.push(text)
@@ -79,8 +107,11 @@ class AnswerDeltas:
     def message(self, answer: AnswerSoFar) -> dict[str, Any]:
         """Return the message that a client makes of all deltas."""
         content = ""
+        message: dict[str, Any] = {"role": "assistant"}
         calls: list[dict[str, Any]] = []
         for delta in self.push(answer, whole=True):
+            if "reasoning_content" in delta:
+                message |= delta
             content += delta.get("content", "")
             for part in delta.get("tool_calls", []):
                 if part["index"] == len(calls):
@@ -88,8 +119,8 @@ class AnswerDeltas:
                 else:
                     calls[-1]["function"]["arguments"] += part["function"]["arguments"]
         if not calls:
-            return {"role": "assistant", "content": content}
-        return {"role": "assistant", "content": content or None, "tool_calls": calls}
+            return {**message, "content": content}
+        return {**message, "content": content or None, "tool_calls": calls}
 
     def finish_reason(self, reason: str | None) -> str | None:
         """Return "tool_calls" for an answer that ended by itself and has a call."""

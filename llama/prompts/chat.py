@@ -8,37 +8,53 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from llama.checks import FieldError
-from llama.prompts.dialog_format import DialogFormat
-from llama.prompts.fields import Fields, read_as
+from llama.prompts.dialog_format import DialogFormat, PromptOptions
+from llama.prompts.fields import UNUSED, Fields, read_as
+from llama.prompts.messages import check_json
+from llama.prompts.reasoning import ReasoningMarks, effort_options
 from llama.prompts.tools import ToolFields, Tools
-from llama.sampling_params import SamplingParams, StructuredOutput
+from llama.sampling_params import MAX_COUNT, ReasoningRule, SamplingParams, StructuredOutput
 from llama.validation import with_message
 
 _NO_SCHEMA = " must be an object with a schema"
+_SCALARS = " must be an object whose values are texts, numbers or booleans"
+_TemplateKwargs = Annotated[
+    dict[str, str | bool | int | float],
+    with_message(_SCALARS, of_parts=True),
+    AfterValidator(check_json),
+]
+ThinkingBudget = Annotated[int, Field(ge=-1, le=MAX_COUNT)]
 
 
 def chat_params(
-    params: SamplingParams, tools: Tools | None, dialog_format: DialogFormat, format_field: str
+    params: SamplingParams,
+    tools: Tools | None,
+    dialog_format: DialogFormat,
+    options: PromptOptions,
+    format_field: str,
 ) -> SamplingParams:
     """Return the parameters of a chat in this format.
 
-    They have the stop strings of the format, and the grammar of the calls, if a grammar must
-    constrain the answer.
+    They have the stop strings of the format, the marks and the budget of its reasoning, and the
+    grammar of the calls, if a grammar must constrain the answer.
 
     Args:
         params: the parameters of the request.
         tools: the tools of the request.
         dialog_format: the format of the model's dialogs.
+        options: the options of the prompt. They have no effect on a model that does not reason.
         format_field: the field of the request that may ask for another format.
 
     Raises:
-        FieldError: the request asks for another format.
+        FieldError: the request asks for another format, or for a budget that cannot be kept.
     """
     if dialog_format.stop_strings:
         params = replace(params, stop=(*params.stop, *dialog_format.stop_strings))
+    if dialog_format.reasoning is not None:
+        params = replace(params, reasoning=_reasoning_rule(dialog_format.reasoning, options))
     if tools is None or not tools.needs_grammar:
         return params
     if params.structured_output is not None:
@@ -47,6 +63,17 @@ def chat_params(
         raise FieldError.of(field, text)
     grammar = StructuredOutput(grammar=dialog_format.call_grammar(tools))
     return replace(params, structured_output=grammar)
+
+
+def _reasoning_rule(marks: ReasoningMarks, options: PromptOptions) -> ReasoningRule:
+    """Return the rule of an answer's reasoning.
+
+    Reasoning that is switched off has a budget of 0 as well, since a template may have no switch,
+    and a model may not heed it.
+    """
+    if options.enable_thinking is False and marks.end_id is not None:
+        return marks.rule(0)
+    return marks.rule(options.thinking_budget)
 
 
 class JsonSchema(Fields):
@@ -85,7 +112,37 @@ ResponseFormatField = Annotated[
 ]
 
 
-class _ChatFields(ToolFields):
+class ThinkingFields(Fields):
+    """The variables of the chat template, and whether and how long the model reasons.
+
+    Attributes:
+        reasoning_effort: OpenAI's field; "none" switches reasoning off.
+        chat_template_kwargs: variables of the template. `enable_thinking` is also a switch for
+            models whose template does not read it.
+        thinking_token_budget: vLLM's field; -1 has no limit.
+    """
+
+    reasoning_effort: Annotated[str | None, UNUSED] = None
+    chat_template_kwargs: _TemplateKwargs | None = None
+    thinking_token_budget: ThinkingBudget | None = None
+
+    def thinking_options(self) -> dict[str, Any]:
+        """Return the fields of `PromptOptions` that these fields give."""
+        options: dict[str, Any] = effort_options(self.reasoning_effort)
+        template_kwargs = dict(self.chat_template_kwargs or {})
+        if "enable_thinking" in template_kwargs:
+            options["enable_thinking"] = template_kwargs.pop("enable_thinking")
+            if not isinstance(options["enable_thinking"], bool):
+                field = "chat_template_kwargs.enable_thinking"
+                raise FieldError.of(field, " must be true or false")
+        if template_kwargs:
+            options["template_kwargs"] = template_kwargs
+        if self.thinking_token_budget is not None and self.thinking_token_budget >= 0:
+            options["thinking_budget"] = self.thinking_token_budget
+        return options
+
+
+class _ChatFields(ToolFields, ThinkingFields):
     response_format: ResponseFormatField | None = None
 
 
@@ -100,6 +157,8 @@ class ChatOptions:
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     response_format: Any = None
+    chat_template_kwargs: Any = None
+    thinking_token_budget: Any = None
 
     @cached_property
     def _read(self) -> _ChatFields:
@@ -111,6 +170,11 @@ class ChatOptions:
         """The tools that may be called."""
         return self._read.tool_request()
 
+    @cached_property
+    def prompt_options(self) -> PromptOptions:
+        """The options of the prompts."""
+        return PromptOptions(**self._read.thinking_options())
+
     def params(self, params: SamplingParams, dialog_format: DialogFormat) -> SamplingParams:
         """Return the parameters with the format of the answer.
 
@@ -121,4 +185,5 @@ class ChatOptions:
             params = replace(params, structured_output=response_format.structured_output())
         if self.tool_request is not None:
             params = replace(params, skip_special_tokens=True)
-        return chat_params(params, self.tool_request, dialog_format, "response_format")
+        options = self.prompt_options
+        return chat_params(params, self.tool_request, dialog_format, options, "response_format")

@@ -4,6 +4,7 @@ In: messages and tools in OpenAI's format. Out: the token ids of a prompt, and w
 constrain and to read the answer. Nothing here reads files or knows an engine.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from llama.checks import FieldError
 from llama.prompts.grammar import call_grammar
 from llama.prompts.messages import ChatMessage
 from llama.prompts.parser import ToolCallParser
+from llama.prompts.reasoning import ReasoningMarks
 from llama.prompts.template import encode_chat, jinja_template
 from llama.prompts.tools import ToolFormat, Tools
 from llama.tokenizer import Tokenizer
@@ -23,27 +25,35 @@ ToolList = Tools | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """How the prompt of a dialog ends, and the variables of its template.
+    """How the prompt of a dialog ends, the variables of its template, and whether it reasons.
 
     Attributes:
         add_generation_prompt: end with the header of the assistant's answer.
         continue_final_message: leave the last message open instead.
         keeps_space: keep the white space at the end of a message that is left open.
         template_kwargs: variables of the chat template, `chat_template_kwargs` in a request.
+        enable_thinking: whether the answer may begin with reasoning; None leaves it to the model.
+            A template that has a variable of this name gets it.
+        reasoning_effort: how much to reason, for a template that has a variable of this name.
+        thinking_budget: maximum number of tokens of the reasoning; None has no limit.
     """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     keeps_space: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    thinking_budget: int | None = None
 
     @classmethod
-    def for_answer(cls, *, continues: bool) -> "PromptOptions":
+    def for_answer(cls, *, continues: bool, **others: Any) -> "PromptOptions":
         """Return the options of a request whose last message is continued, or answered."""
         return cls(
             add_generation_prompt=not continues,
             continue_final_message=continues,
             keeps_space=True,
+            **others,
         )
 
 
@@ -56,9 +66,11 @@ class DialogFormat(ABC):
     Attributes:
         tokenizer: the tokenizer of the model.
         stop_strings: texts that end the answer of a chat, where the end of a turn is no token.
+        reasoning: the marks of the reasoning that answers begin with; None for a model without it.
     """
 
     stop_strings: tuple[str, ...] = ()
+    reasoning: ReasoningMarks | None = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Make the format of a model with this tokenizer."""
@@ -199,4 +211,6 @@ class MetaFormat(DialogFormat):
 
     def with_tool_format(self, tool_format: ToolFormat) -> "MetaFormat":
         """Return Meta's format with another format of calls."""
-        return MetaFormat(self.tokenizer, tool_format)
+        twin = copy.copy(self)
+        twin.tool_format = tool_format
+        return twin

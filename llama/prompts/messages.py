@@ -122,13 +122,14 @@ _NO_CALLS = with_message(" need the role assistant")
 
 
 class _Labelled(Fields):
-    """Fields that are accepted without effect, as the prompt format has nothing like them."""
+    """Fields that are accepted without effect, as Meta's prompt format has nothing like them."""
 
     unknown_message: ClassVar[str] = " has unknown keys [{names}]: leave them out"
 
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's name
     tool_call_id: str | None = None
     tool_calls: Annotated[list[Any] | None, Field(max_length=0), _NO_CALLS] = None
 
@@ -141,13 +142,18 @@ class TextMessage(_Labelled):
 
 
 class AssistantMessage(_Labelled):
-    """A message of the model: text, calls, or text followed by calls."""
+    """A message of the model: text, calls, or text followed by calls; reasoning may precede it."""
 
     role: Literal["assistant"]
     content: Content | None = None
     tool_calls: Annotated[
         list[Annotated[ToolCall, WrapValidator(_call)]], with_message(" must be a list of calls")
     ] = Field(default_factory=list)
+
+    @property
+    def reasoning_text(self) -> str:
+        """The reasoning, for formats that show it to the model again."""
+        return self.reasoning_content or self.reasoning or ""
 
 
 class ToolMessage(_Labelled):

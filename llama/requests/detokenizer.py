@@ -65,7 +65,7 @@ class StopStrings:
             end, start, self.stopped = min(hits)
             self._pending = ""
             return text[: end if self._include else start], self.stopped
-        keep = self._open_suffix(text)
+        keep = open_suffix(text, self._stops)
         self._pending = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
@@ -75,10 +75,11 @@ class StopStrings:
         self._pending = ""
         return text
 
-    def _open_suffix(self, text: str) -> int:
-        """Return the length of the longest suffix that is the beginning of a stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
-        for n in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-n:]) for stop in self._stops):
-                return n
-        return 0
+
+def open_suffix(text: str, strings: Sequence[str]) -> int:
+    """Return the length of the text's longest suffix that begins one of the strings."""
+    longest = max(map(len, strings), default=1) - 1
+    for n in range(min(longest, len(text)), 0, -1):
+        if any(string.startswith(text[-n:]) for string in strings):
+            return n
+    return 0

@@ -18,7 +18,12 @@ from llama.engine.sequence import SequenceState
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.request import Answer, Request, derived_seed
-from llama.requests.thinking import ReasoningConstraint, reasoning_is_open
+from llama.requests.reasoning_text import (
+    ReasoningReader,
+    begins_with_reasoning,
+    reads_reasoning,
+)
+from llama.requests.thinking import ReasoningConstraint
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import MAX_ENCODE_CHARS, Tokenizer
 
@@ -114,19 +119,33 @@ class Preparer:
     ) -> list[Answer]:
         """Return the answers of a request, each with a sequence of at most `max_len` tokens."""
         spec = self._spec(ids, params, max_len, root)
+        rule = params.reasoning
+        is_open = rule is not None and begins_with_reasoning(ids, rule, self.tokenizer)
         answers = []
         for _ in range(params.best_of or params.n):
-            constraint = self._constraint(ids, params, root)
+            constraint = self._constraint(params, root, is_open=is_open)
             stops = StopStrings(params.stop, params.include_stop_str_in_output)
             skip = params.skip_special_tokens
             detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip)
-            answers.append(Answer(SequenceState(spec, constraint), params, detokenizer, stops))
+            sequence = SequenceState(spec, constraint)
+            answer = Answer(sequence, params, detokenizer, stops)
+            if rule is not None and reads_reasoning(params):
+                answer.reader = ReasoningReader(rule, is_open=is_open)
+            answers.append(answer)
             # The prompt is the same for all sequences: only the first one scores it.
             spec = replace(spec, prompt_logprobs=None)
         return answers
 
-    def _constraint(self, ids: list[int], params: SamplingParams, root: bytes) -> Constraint | None:
-        """Return the constraint of one answer at its beginning, if it has one."""
+    def _constraint(
+        self, params: SamplingParams, root: bytes, *, is_open: bool
+    ) -> Constraint | None:
+        """Return the constraint of one answer at its beginning, if it has one.
+
+        Args:
+            params: The sampling parameters.
+            root: The root of the prefix hashes.
+            is_open: Whether the prompt ends with the start mark of the reasoning.
+        """
         response_format = params.structured_output
         assert not isinstance(response_format, Mapping)  # SamplingParams converts mappings
         content = None
@@ -136,7 +155,6 @@ class Preparer:
             return content
         rule = params.reasoning
         assert rule is not None
-        is_open = reasoning_is_open(ids, rule.start_id, self.tokenizer)
         return ReasoningConstraint(rule, self.tokenizer.stop_tokens, content, is_open=is_open)
 
     def _spec(

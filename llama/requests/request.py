@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from llama.engine.sequence import FinishReason, SequenceState
 from llama.requests.detokenizer import Detokenizer, StopStrings
+from llama.requests.reasoning_text import ReasoningReader
 from llama.sampling_params import SamplingParams
 
 NO_TOKEN = (
@@ -32,6 +33,7 @@ class Usage:
         draft_tokens: Tokens that speculative decoding drafted. The two counts of speculative
             decoding are excluded from comparisons, because answers do not depend on them.
         accepted_tokens: Draft tokens that were accepted.
+        reasoning_tokens: Tokens of the reasoning in all answers, with its marks.
     """
 
     prompt_tokens: int
@@ -39,6 +41,7 @@ class Usage:
     cached_tokens: int
     draft_tokens: int = field(default=0, compare=False)
     accepted_tokens: int = field(default=0, compare=False)
+    reasoning_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -48,15 +51,21 @@ class Usage:
 
 @dataclass(eq=False)
 class Answer:
-    """A sequence and its text. Text is emitted as soon as it cannot be part of a stop string."""
+    """A sequence and its text. Text is emitted as soon as it cannot be part of a stop string.
+
+    The text is that of the content alone, where there is a reader of its reasoning.
+    """
 
     sequence: SequenceState
     params: SamplingParams
     detokenizer: Detokenizer
     stops: StopStrings
+    reader: ReasoningReader | None = None
     pieces: list[str] = field(default_factory=list)  # emitted text, in order
     num_read: int = 0  # output tokens decoded so far
+    num_reasoning: int = 0  # output tokens of the reasoning so far, with its marks
     num_taken: int = 0  # pieces reported by earlier outputs
+    num_reasoning_taken: int = 0  # pieces of the reasoning reported by earlier outputs
     first_token_ts: float = 0.0  # time.monotonic() at the first token; 0 before it
     last_token_ts: float = 0.0  # time.monotonic() at the latest token
     cumulative_logprob: float = 0.0
@@ -74,18 +83,36 @@ class Answer:
                 self.cumulative_logprob += seq.logprobs[self.num_read]
             token = seq.tokens[seq.num_prompt + self.num_read]
             self.num_read += 1
-            self._push(self.detokenizer.push([token]), self.num_read > self.params.min_tokens)
+            text = self._decode(token) if self.reader else self.detokenizer.push([token])
+            self._push(text, self.num_read > self.params.min_tokens)
         if seq.finished and self.stop_reason is None:
             rest = ""
             if seq.stop_id is not None and self.params.include_stop_str_in_output:
                 rest = self.detokenizer.push([seq.stop_id])
-            self._push(rest + self.detokenizer.flush(), True)
+            rest += self.detokenizer.flush()
+            if self.reader is not None:
+                rest = self.reader.push(rest) + self.reader.flush()
+            self._push(rest, True)
             self._push(self.stops.flush(), False)
         if self.stop_reason is not None:
             self.finish_reason = "stop"
         elif seq.finished:
             self.finish_reason = seq.finish_reason
             self.stop_reason = seq.stop_id
+
+    def _decode(self, token: int) -> str:
+        """Return the text that a token adds to the content of an answer that may reason."""
+        reader = self.reader
+        assert reader is not None
+        was_reasoning = reader.is_reasoning
+        if reader.is_mark(token):
+            text = reader.push(self.detokenizer.flush())
+            reader.pass_mark(token)
+        else:
+            text = reader.push(self.detokenizer.push([token]))
+        if was_reasoning or reader.is_reasoning:
+            self.num_reasoning = self.num_read
+        return text
 
     def _push(self, text: str, may_stop: bool) -> None:
         """Append text; with `may_stop`, search it for stop strings first."""
@@ -105,6 +132,7 @@ class CompletionOutput:
         cumulative_logprob: The sum of the log-probabilities of the tokens; None if they were not
             requested.
         decode_s: Seconds from the first token to the latest.
+        num_reasoning_tokens: The number of tokens of its reasoning, with the marks.
     """
 
     def __init__(self, index: int, answer: Answer) -> None:
@@ -120,10 +148,26 @@ class CompletionOutput:
         self._num_earlier_pieces = answer.num_taken
         self._num_pieces = len(answer.pieces)
         answer.num_taken = self._num_pieces
+        self.num_reasoning_tokens = answer.num_reasoning
+        self._reasoning_pieces = [] if answer.reader is None else answer.reader.pieces
+        self._num_earlier_reasoning_pieces = answer.num_reasoning_taken
+        self._num_reasoning_pieces = len(self._reasoning_pieces)
+        answer.num_reasoning_taken = self._num_reasoning_pieces
+
+    @property
+    def reasoning(self) -> str:
+        """Return the whole reasoning before the text, without its marks."""
+        return "".join(self._reasoning_pieces[: self._num_reasoning_pieces])
+
+    @property
+    def new_reasoning(self) -> str:
+        """Return the reasoning since the previous output of the request."""
+        new = slice(self._num_earlier_reasoning_pieces, self._num_reasoning_pieces)
+        return "".join(self._reasoning_pieces[new])
 
     @property
     def text(self) -> str:
-        """Return the whole text of the answer."""
+        """Return the whole text of the answer, without its reasoning."""
         return "".join(self._answer.pieces[: self._num_pieces])
 
     @property
@@ -183,6 +227,7 @@ class RequestOutput:
         error: The reason why an answer has the finish_reason "error", if one has.
         error_field: The parameter that caused the error, if one did.
         usage: The token counts.
+        has_reasoning: Whether the reasoning is apart from the text, and counted.
     """
 
     def __init__(self, request: "Request") -> None:
@@ -194,6 +239,7 @@ class RequestOutput:
             CompletionOutput(i, answer) for i, answer in enumerate(request.returned_answers())
         ]
         self._first = request.answers[0].sequence
+        self.has_reasoning = request.answers[0].reader is not None
         self.error: str | None = None
         self.error_field: str | None = None
         for answer in request.answers:
@@ -209,6 +255,7 @@ class RequestOutput:
             cached_tokens=self._first.num_cached,
             draft_tokens=sum(answer.sequence.num_drafted for answer in request.answers),
             accepted_tokens=sum(answer.sequence.num_accepted for answer in request.answers),
+            reasoning_tokens=sum(answer.num_reasoning for answer in request.answers),
         )
 
     def num_predicted(self) -> tuple[int, int]:

@@ -82,6 +82,7 @@ class Service:
         model_name: name of the model, in answers and in /v1/models.
         limits: the limits of the server.
         given_format: format of tool calls; None stands for that of the checkpoint's generation.
+        reasoning_field: name of the field of OpenAI's chats that has the reasoning.
         state: whether requests are answered.
         created: time of the start, in seconds since 1970.
         metrics: the metrics of the server.
@@ -92,6 +93,7 @@ class Service:
     model_name: str
     limits: Limits
     given_format: ToolFormat | None = None
+    reasoning_field: str = REASONING_FIELDS[0]
     state: State = State.LOADING
     created: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(default_factory=Metrics)

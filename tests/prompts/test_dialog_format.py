@@ -27,9 +27,10 @@ def test_a_date_can_be_given_and_other_variables_are_refused(demo):
 def test_the_stop_strings_of_a_format_end_the_answers_of_chats(demo):
     dialog_format = MetaFormat(demo.tokenizer, ToolFormat.NONE)
     params = SamplingParams(stop=["a"])
-    assert chat_params(params, None, dialog_format, "response_format").stop == ("a",)
+    options = PromptOptions()
+    assert chat_params(params, None, dialog_format, options, "response_format").stop == ("a",)
     dialog_format.stop_strings = ("<|im_end|>",)
-    changed = chat_params(params, None, dialog_format, "response_format")
+    changed = chat_params(params, None, dialog_format, options, "response_format")
     assert changed.stop == ("a", "<|im_end|>")
 
 

@@ -17,6 +17,9 @@ from llama.server.errors import ApiError
 from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
 
+# Names of the field with the reasoning, of which a server sends one: clients that read both would
+# show the text twice. vLLM has the second one.
+REASONING_FIELDS = ("reasoning_content", "reasoning")
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")  # fields of a usage object
 _MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
 
@@ -33,22 +36,32 @@ class ResponseMeta:
         id: id of the response, without the prefix of its API.
         model: name of the model.
         created: seconds since 1970.
+        reasoning_field: name of the field of a chat's message that has the reasoning.
     """
 
     id: str
     model: str
     created: int
+    reasoning_field: str = REASONING_FIELDS[0]
 
 
 def _usage(request: OpenAIRequest, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Return the usage object of a request, from the outputs of its prompts."""
+    """Return the usage object of a request, from the outputs of its prompts.
+
+    It counts the reasoning of a model that reasons.
+    """
     usage: dict[str, Any] = {
         name: sum(getattr(output.usage, name) for output in outputs) for name in COUNTS
     }
     num_cached = sum(output.usage.cached_tokens for output in outputs)
     usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+    details = {}
+    if any(output.has_reasoning for output in outputs):
+        details["reasoning_tokens"] = sum(output.usage.reasoning_tokens for output in outputs)
     if request.params.prediction:
-        usage["completion_tokens_details"] = _prediction_details(outputs)
+        details |= _prediction_details(outputs)
+    if details:
+        usage["completion_tokens_details"] = details
     return usage
 
 
@@ -82,6 +95,7 @@ class Completion:
         self._request = request
         self._dialog_format = dialog_format
         self._id = meta.id
+        self._reasoning_field = meta.reasoning_field
         self._kind = "chat.completion" if request.chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{meta.id}",
@@ -158,7 +172,8 @@ class Completion:
         choice = self._choice(output, answer)
         scores = choice.new_scores(answer)
         if self._request.chat:
-            content: dict[str, Any] = {"message": choice.deltas.message(answer)}
+            message = self._renamed(choice.deltas.message(answer))
+            content: dict[str, Any] = {"message": message}
         else:
             echoed = "" if choice.echo is None else choice.echo.text
             content = {"text": echoed + answer.text}
@@ -183,13 +198,20 @@ class Completion:
         if not deltas and (scores or choice.is_finished):
             deltas = [{"content": ""}] if scores or not self._request.chat else [{}]
         for delta in deltas:
-            content = {"delta": delta} if self._request.chat else {"text": delta["content"]}
+            content = {"text": delta["content"]}
+            if self._request.chat:
+                content = {"delta": self._renamed(delta)}
             chunk = self._chunk(choice, content, choice.logprobs(scores) if scores else None)
             if choice.is_finished and delta is deltas[-1]:
                 reason = choice.deltas.finish_reason(answer.finish_reason)
                 chunk["choices"][0] |= {"finish_reason": reason, "stop_reason": answer.stop_reason}
             yield chunk
             scores = []  # The first chunk has the scores of all new tokens.
+
+    def _renamed(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message or a delta with the reasoning in the field that the server has for it."""
+        names = {REASONING_FIELDS[0]: self._reasoning_field}
+        return {names.get(name, name): value for name, value in message.items()}
 
     def _chunk(
         self,

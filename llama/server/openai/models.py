@@ -9,7 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag, TypeAdapter
 
 from llama.checks import FieldError
-from llama.prompts.chat import JsonSchema, ResponseFormatField
+from llama.prompts.chat import (
+    JsonSchema,
+    ResponseFormatField,
+    ThinkingBudget,
+    ThinkingFields,
+)
 from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import UNUSED, Fields, chosen_by, read_as
 from llama.prompts.messages import Content, Dialog
@@ -176,7 +181,7 @@ class Prediction(Fields):
         return "".join(part.text for part in self.content)
 
 
-class ChatBody(ToolFields, _ChatSampling, _Body):  # type: ignore[misc, valid-type]
+class ChatBody(ToolFields, ThinkingFields, _ChatSampling, _Body):  # type: ignore[misc, valid-type]
     """The body of /v1/chat/completions."""
 
     unknown_message: ClassVar[str] = "{names} cannot be used in a chat request: leave it out"
@@ -192,6 +197,8 @@ class ChatBody(ToolFields, _ChatSampling, _Body):  # type: ignore[misc, valid-ty
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prediction: Prediction | None = None
+    thinking_budget_tokens: ThinkingBudget | None = None  # llama.cpp's name
+    include_reasoning: bool | None = None  # type: ignore[assignment]  # honored here
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
         """Return what the body asks for; `defaults` are the parameters that it does not give."""
@@ -214,9 +221,29 @@ class ChatBody(ToolFields, _ChatSampling, _Body):  # type: ignore[misc, valid-ty
                 add_generation_prompt=self.add_generation_prompt is not False,
                 continue_final_message=bool(self.continue_final_message),
                 keeps_space=True,
+                **self.thinking_options(),
             ),
+            shows_reasoning=self.include_reasoning is not False,
             fields=ErrorFields("messages", self.given_names(), answer_format=path),
         )
+
+    def thinking_options(self) -> dict[str, Any]:
+        """Return the fields of `PromptOptions` that the body gives."""
+        options = super().thinking_options()
+        budget = self.thinking_budget_tokens
+        if budget is None:
+            return options
+        if self.thinking_token_budget is not None:
+            problem = " and thinking_budget_tokens are the same: give one"
+            raise FieldError.of("thinking_token_budget", problem)
+        return {**options, "thinking_budget": budget if budget >= 0 else None}
+
+    def given_names(self) -> dict[str, str]:
+        """Return the parameters that this body gives, each with its name in the body."""
+        names = super().given_names()
+        if self.thinking_budget_tokens is not None:
+            names["thinking_token_budget"] = "thinking_budget_tokens"
+        return names
 
 
 _CHAT_ADAPTER: TypeAdapter[ChatBody] = TypeAdapter(ChatBody)

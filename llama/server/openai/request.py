@@ -35,6 +35,7 @@ class OpenAIRequest:
         tools: tools of a chat.
         prompt_options: how the prompt of a chat ends, and the variables of its template.
         max_context: number of tokens of prompt and answer together; None for the whole context.
+        shows_reasoning: whether the answer of a chat has the model's reasoning.
         fields: names of the body, for errors.
     """
 
@@ -48,6 +49,7 @@ class OpenAIRequest:
     tools: Tools | None = None
     prompt_options: PromptOptions = _ANSWERED
     max_context: int | None = None
+    shows_reasoning: bool = True
     fields: ErrorFields = field(default_factory=ErrorFields)
 
     @property
@@ -69,9 +71,10 @@ class OpenAIRequest:
         return dialog_format.encode(self.messages, self.tools, self.prompt_options)
 
     def chat_params(self, dialog_format: DialogFormat) -> SamplingParams:
-        """Return the parameters, with the grammar of the calls where a chat needs one."""
+        """Return the parameters of a chat; see `llama.prompts.chat.chat_params`."""
         format_field = first_name(self.fields.answer_format)
-        return chat_params(self.params, self.tools, dialog_format, format_field)
+        options = self.prompt_options
+        return chat_params(self.params, self.tools, dialog_format, options, format_field)
 
     def deltas(
         self,
@@ -80,10 +83,16 @@ class OpenAIRequest:
         output: RequestOutput,
         answer: CompletionOutput,
     ) -> AnswerDeltas:
-        """Return the object that reads the calls in an answer."""
+        """Return the object that reads the reasoning and the calls in an answer."""
         key = (response_id, output.prompt_token_ids, output.index, answer.index)
         shows_special = not self.params.skip_special_tokens
-        return AnswerDeltas(dialog_format, self.tools, key, shows_special=shows_special)
+        return AnswerDeltas(
+            dialog_format,
+            self.tools,
+            key,
+            shows_special=shows_special,
+            shows_reasoning=self.shows_reasoning,
+        )
 
 
 class ConvertedChat:
@@ -100,6 +109,7 @@ class ConvertedChat:
         self._messages: list[dict[str, Any]] = []  # The content of each is a list of texts.
         self.paths: list[str] = []
         self._call_ids: set[str] = set()
+        self._reasoning: list[str] = []  # reasoning whose message has not come yet
         if instructions is not None:
             self.add_text("system", instructions, path)
 
@@ -115,6 +125,20 @@ class ConvertedChat:
             self.paths.append(path)
         if text is not None:
             self._messages[-1]["content"].append(text)
+        self._take_reasoning()
+
+    def add_reasoning(self, text: str) -> None:
+        """Add reasoning; it belongs to the assistant's message that it precedes or is a part of."""
+        self._reasoning.append(text)
+
+    def _take_reasoning(self) -> None:
+        """Put the reasoning that has come into the last message, if that is the assistant's."""
+        message = self._messages[-1]
+        if self._reasoning and message["role"] == "assistant":
+            before = message.get("reasoning_content")
+            parts = [before, *self._reasoning] if before else self._reasoning
+            message["reasoning_content"] = "\n".join(parts)
+        self._reasoning = []
 
     def add_call(self, call_id: str, name: str, arguments: str | dict[str, Any], path: str) -> None:
         """Add a call; it belongs to the message before it, if that is the assistant's."""
@@ -123,6 +147,7 @@ class ConvertedChat:
         calls = self._messages[-1].setdefault("tool_calls", [])
         calls.append({"id": call_id, "function": {"name": name, "arguments": arguments}})
         self._call_ids.add(call_id)
+        self._take_reasoning()
 
     def add_result(
         self, call_id: str, content: Any, path: str, *, id_field: str, problem: str
