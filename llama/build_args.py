@@ -84,6 +84,9 @@ class BuildArgs:
         kv_cache_dtype: "int8" stores the KV cache in int8, on CPU or CUDA, with one scale per token
             and head: almost twice as many tokens fit. Default, and also "auto": `dtype`.
         timeout_s: the maximum time that a rank waits for another rank, in seconds.
+        reasoning_parser: "deepseek_r1" says that answers may begin with reasoning between <think>
+            and </think>; "none" leaves the text of answers as the model writes it. Default, "auto":
+            the model's tokens and its chat template tell.
         verify: compare the weights with their checksums, in .pth files or checklist.chk, while they
             are loaded. A warning names files without a checksum. See `llama verify`.
         mute_ranks: drop what ranks other than 0 print to `sys.stdout`, until `close`. Their stderr
@@ -158,6 +161,12 @@ class BuildArgs:
         "Data type of the KV cache: int8 takes half the memory",
         "dtype",
         choices=("int8",),
+    )
+    reasoning_parser: str = _flag(
+        "auto",
+        "NAME",
+        "Marks of the reasoning in answers: auto, deepseek_r1 or none",
+        choices=("auto", "deepseek_r1", "none"),
     )
     timeout_s: float = _flag(
         600.0, "S", "Maximum time that a rank waits for another, in seconds", may_differ=True

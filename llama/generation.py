@@ -417,9 +417,9 @@ class Llama:
     ) -> Iterator[Request]:
         """Yield a request for each prompt, which is a list of token ids.
 
-        `sampling` has further fields of `SamplingParams`, and `chat` the options of a chat. All checks run while this is iterated,
-        not when it is called: the engine iterates it where an error of one rank becomes an error of
-        every rank.
+        `sampling` has further fields of `SamplingParams`, and `chat` the options of a chat. All
+        checks run while this is iterated, not when it is called: the engine iterates it where an
+        error of one rank becomes an error of every rank.
         """
         params = SamplingParams(
             max_tokens=whole_number("max_gen_len", max_gen_len, 0, 2**31 - 1, optional=True),

@@ -36,6 +36,7 @@ from llama.ops.cpu import native
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat, pick_kv_format
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.prompts.dialog_format import DialogFormat, MetaFormat
+from llama.prompts.reasoning import find_marks
 from llama.prompts.template_format import choose_format
 from llama.prompts.tools import tool_format_of
 from llama.ranks.collectives import ModelParallel
@@ -177,6 +178,9 @@ def load_model(args: BuildArgs) -> Loaded:
         kv_format = pick_kv_format(args.kv_cache_dtype, device)
         tokenizer = load_tokenizer(files.checkpoint, args.tokenizer_path)
         dialog_format = find_dialog_format(files.checkpoint, tokenizer)
+        dialog_format.reasoning = find_marks(
+            tokenizer, dialog_format.jinja_template(), args.reasoning_parser
+        )
         models = [files, *_find_draft_files(args, files, tokenizer)]
         # A wrong name in a variable is an error before weights are read.
         allowed = selection.allowed_kernels()

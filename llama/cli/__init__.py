@@ -122,6 +122,7 @@ COMMANDS = {
             "max_connections": 4096,
             "drain_s": 20.0,
             "tool_format": None,
+            "reasoning_field": "reasoning_content",
             "lenient": False,
             **BUILD_FLAGS,
             "ranks": 1,

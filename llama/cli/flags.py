@@ -244,6 +244,12 @@ FLAGS = {
         choices=("llama3.1", "llama3.2", "none"),
     ),
     "shell": Flag(one_of(*_SHELLS), "SHELL", f"Shell: {', '.join(_SHELLS)}", choices=_SHELLS),
+    "reasoning_field": Flag(
+        one_of("reasoning_content", "reasoning"),
+        "NAME",
+        "Field of a chat's message that has the reasoning: reasoning is vLLM's name",
+        choices=("reasoning_content", "reasoning"),
+    ),
     "lenient": Flag(
         bool, "", "Ignore fields that are not supported, and name them in a response header"
     ),

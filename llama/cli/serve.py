@@ -120,7 +120,7 @@ def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket |
     limits = Limits(**{x.name: given[x.name] for x in fields(Limits) if x.name in given})
     log_to_stderr()
     return Server(
-        Service(name, limits, tool_format),
+        Service(name, limits, tool_format, options.reasoning_field),
         host=options.host,
         port=options.port,
         api_keys=_keys(options),

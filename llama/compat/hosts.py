@@ -22,7 +22,8 @@ from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import MAX_COUNT, NUMBER_TYPES, SamplingParams
-from llama.server.openai.answers import COUNTS, TextScores
+from llama.server.openai.answers import COUNTS
+from llama.server.openai.scores import TextScores
 from llama.tokenizer import Tokenizer
 
 # Keys with which hosts describe themselves, the request or the model. None of them changes the

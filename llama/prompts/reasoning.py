@@ -11,13 +11,16 @@ from llama.sampling_params import ReasoningRule
 from llama.tokenizer import Tokenizer
 
 PARSERS = ("auto", "deepseek_r1", "none")  # vLLM's names of the notations of reasoning
+# Names of the field of a message that has the reasoning. An answer has one of them, because clients
+# that read both would show the text twice. vLLM has the second one.
+REASONING_FIELDS = ("reasoning_content", "reasoning")
 _START = "<think>"
 _END = "</think>"
 
 
 @dataclass(frozen=True)
 class ReasoningMarks:
-    """What a model writes before and behind its reasoning.
+    """The texts or tokens that a model writes before and behind its reasoning.
 
     Attributes:
         start: the text of the mark that begins the reasoning.

@@ -17,12 +17,12 @@ from llama.engine.request import Constraint, SequenceSpec
 from llama.engine.sequence import SequenceState
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.requests.grammar import GrammarCompiler
-from llama.requests.request import Answer, Request, derived_seed
 from llama.requests.reasoning_text import (
     ReasoningReader,
-    begins_with_reasoning,
     reads_reasoning,
+    reasoning_is_open,
 )
+from llama.requests.request import Answer, Request, derived_seed
 from llama.requests.thinking import ReasoningConstraint
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import MAX_ENCODE_CHARS, Tokenizer
@@ -120,7 +120,7 @@ class Preparer:
         """Return the answers of a request, each with a sequence of at most `max_len` tokens."""
         spec = self._spec(ids, params, max_len, root)
         rule = params.reasoning
-        is_open = rule is not None and begins_with_reasoning(ids, rule, self.tokenizer)
+        is_open = rule is not None and reasoning_is_open(ids, rule, self.tokenizer)
         answers = []
         for _ in range(params.best_of or params.n):
             constraint = self._constraint(params, root, is_open=is_open)

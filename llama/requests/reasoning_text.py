@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from llama.requests.detokenizer import open_suffix
-from llama.requests.thinking import reasoning_is_open
 from llama.sampling_params import ReasoningRule, SamplingParams
 from llama.tokenizer import Tokenizer
 
-_MAX_TAIL = 32  # tokens at the end of a prompt among which a start mark that is text is looked for
+_MAX_TAIL = 32  # tokens at the end of a prompt that are searched for the start mark
 
 
 class _Part(Enum):
@@ -119,12 +118,16 @@ class ReasoningReader:
             self.pieces.append(text)
 
 
-def begins_with_reasoning(ids: Sequence[int], rule: ReasoningRule, tokenizer: Tokenizer) -> bool:
+def reasoning_is_open(prompt: Sequence[int], rule: ReasoningRule, tokenizer: Tokenizer) -> bool:
     """Return whether a prompt ends with the start mark, and nothing but white space behind it."""
-    if rule.end_id is not None:
-        return reasoning_is_open(ids, rule.start_id, tokenizer)
-    tail = tokenizer.decode(ids[-_MAX_TAIL:])
-    return tail.rstrip().endswith(rule.start_text)
+    if rule.end_id is None:
+        return tokenizer.decode(prompt[-_MAX_TAIL:]).rstrip().endswith(rule.start_text)
+    for token in reversed(prompt[-_MAX_TAIL:]):
+        if token == rule.start_id:
+            return True
+        if tokenizer.decode_bytes([token]).strip():
+            return False
+    return False
 
 
 def reads_reasoning(params: SamplingParams) -> bool:

@@ -5,15 +5,13 @@ Out: the tokens that may come next. A grammar cannot do this, since the reasonin
 text, and the format of an answer begins only behind it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from llama.engine.request import Constraint
 from llama.sampling_params import ReasoningRule
-from llama.tokenizer import Tokenizer
 
-_MAX_SPACES = 8  # tokens of white space behind the start mark
 _ALL = np.int32(-1)  # 32 tokens that are all allowed
 
 
@@ -42,7 +40,9 @@ class ReasoningConstraint:
             content: The constraint of the content, if there is one.
             is_open: Whether the prompt ends with the start mark.
         """
+        assert rule.end_id is not None  # `SamplingParams.constrains_reasoning` is false without it
         self._rule = rule
+        self._end_id = rule.end_id
         self._stop_ids = tuple(stop_ids)
         self._content = content
         self._is_open = is_open
@@ -82,13 +82,13 @@ class ReasoningConstraint:
             return self._content.draft([], draft)[0], False
         remaining = self._remaining(len(output))
         if remaining <= 0:
-            return [self._rule.end_id], True
+            return [self._end_id], True
         allowed: list[int] = []
         for token in draft[:remaining]:
             if token in self._stop_ids:
                 break
             allowed.append(token)
-            if token == self._rule.end_id:
+            if token == self._end_id:
                 break
         return allowed, False
 
@@ -97,8 +97,8 @@ class ReasoningConstraint:
         if self._content_index is None:
             if not self._is_open and output and output[0] != self._rule.start_id:
                 self._content_index = 0
-            elif self._rule.end_id in output[self._num_examined :]:
-                self._content_index = output.index(self._rule.end_id, self._num_examined) + 1
+            elif self._end_id in output[self._num_examined :]:
+                self._content_index = output.index(self._end_id, self._num_examined) + 1
             self._num_examined = len(output)
         return self._content_index
 
@@ -136,14 +136,14 @@ class ReasoningConstraint:
                 _set(row, self._stop_ids, False)
             else:
                 row.fill(0)
-                _set(row, [self._rule.end_id], True)
+                _set(row, [self._end_id], True)
             if index == len(drafts):
                 return
             token = drafts[index]
             if not row[token // 32] >> token % 32 & 1:
                 bits[index + 1 :].fill(0)
                 return
-            if token == self._rule.end_id:
+            if token == self._end_id:
                 known = [*tokens, *drafts[: index + 1]]
                 rest = drafts[index + 1 :]
                 self._fill_content(known, len(known), rest, bits[index + 1 :])
@@ -157,18 +157,6 @@ class ReasoningConstraint:
             bits.fill(_ALL)
         else:
             self._content.fill_allowed(tokens, first, drafts, bits)
-
-
-def reasoning_is_open(prompt: Sequence[int], start_id: int | None, tokenizer: Tokenizer) -> bool:
-    """Return whether a prompt ends with the start mark, and nothing but white space behind it."""
-    if start_id is None:
-        return False
-    for index in range(len(prompt) - 1, max(len(prompt) - 1 - _MAX_SPACES, -1), -1):
-        if prompt[index] == start_id:
-            return True
-        if tokenizer.decode_bytes([prompt[index]]).strip():
-            return False
-    return False
 
 
 def _set(row: np.ndarray, ids: Iterable[int], value: bool) -> None:

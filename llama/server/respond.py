@@ -62,9 +62,7 @@ async def respond(
     """
     check_answer_size(request, prepared, service.limits.max_answer_mb)
     model = service.model_name if request.model is None else request.model
-    meta = ResponseMeta(
-        http.state.request_id, model, int(time.time()), service.reasoning_field
-    )
+    meta = ResponseMeta(http.state.request_id, model, int(time.time()), service.reasoning_field)
     answer = make_answer(request, service.dialog_format, meta)
     outputs = service.outputs(prepared, meta.id, request.fields)
     if request.stream:

@@ -19,6 +19,7 @@ from llama.checks import FieldError
 from llama.generation import Llama
 from llama.prompts import ToolFormat
 from llama.prompts.dialog_format import DialogFormat
+from llama.prompts.reasoning import REASONING_FIELDS
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.prepare import ContextLengthError
 from llama.requests.request import Request, RequestOutput

@@ -42,8 +42,8 @@ SHORT = frozenset(
     min_tokens mirostat modalities n parallel_tool_calls presence_penalty previous_response_id
     priority raw repetition_penalty return_token_ids return_token_strs
     return_tokens_as_token_ids seed service_tier skip_special_tokens speed store stream
-    stream_options suffix temperature think thread timings_per_token top_k top_logprobs top_p
-    truncation typical_p use_beam_search
+    stream_options suffix temperature think thinking_budget_tokens thinking_token_budget thread
+    timings_per_token top_k top_logprobs top_p truncation typical_p use_beam_search
     """.split()
 )
 _LABELS = frozenset(
@@ -116,6 +116,10 @@ LONG: dict[str, dict[str, Any]] = {
     "output_config": {
         "": {"effort": _LONG[:7_000_000], "format": {"type": "json_schema", "schema": _SCHEMA}}
     },
+    "chat_template_kwargs": {
+        "": {"date_string": _LETTERS},
+        "of many": {f"v{i}": 1 for i in range(90_000)},
+    },
     "instructions": {"": _LETTERS},
     "system": {"": _LETTERS, "of blocks": [{"type": "text", "text": "a"}] * 45_000},
     "prompt": {
@@ -179,7 +183,8 @@ BASES: dict[str, dict[str, Any]] = {
     OLLAMA_CHAT: {"messages": _user("a"), "options": {"num_predict": 8}},
     OLLAMA_TEXT: {"prompt": "a", "options": {"num_predict": 8}},
 }
-_OF_DIALOG = {"messages", "tool_choice"}  # fields of /tokenize that a dialog has
+# Fields of /tokenize that a dialog has.
+_OF_DIALOG = {"messages", "tool_choice", "chat_template_kwargs"}
 _DIALOG = {"messages": _user("a")}
 
 

@@ -73,11 +73,12 @@ class ScriptedServer:
         connect: Callable[[Any], Any] = openai_client,
         http: Any = httpx,
         lenient: bool = False,
+        reasoning_field: str = "reasoning_content",
     ) -> Any:
         """Return the result of `work(client)`; `connect` wraps an HTTP client of this module."""
 
         async def run() -> Any:
-            service = Service("tiny", Limits(), tool_format)
+            service = Service("tiny", Limits(), tool_format, reasoning_field)
             service.start(self.llama)
             transport = http.ASGITransport(make_app(service, lenient=lenient))
             async with http.AsyncClient(transport=transport) as connection:

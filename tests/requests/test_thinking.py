@@ -14,7 +14,8 @@ from helpers.launch import DEMO
 from llama import Llama, SamplingParams
 from llama.checks import FieldError
 from llama.engine.request import Constraint
-from llama.requests.thinking import ReasoningConstraint, reasoning_is_open
+from llama.requests.reasoning_text import reasoning_is_open
+from llama.requests.thinking import ReasoningConstraint
 from llama.sampling_params import ReasoningRule
 
 VOCAB = 40
@@ -105,7 +106,7 @@ def test_the_allowed_tokens_are_those_of_the_definition(is_open, has_content, bu
             output.append(choose.choice(sorted(first_allowed)))
 
 
-def marks(llama: Llama) -> dict[str, int]:
+def marks(llama: Llama) -> dict[str, Any]:
     special = llama.tokenizer.special_tokens
     return {
         "start_id": special["<|reserved_special_token_0|>"],
@@ -162,8 +163,9 @@ def test_whether_a_prompt_opens_the_reasoning(demo):
         (prompt[:-1], False), ([], False), ([own["start_id"]], True),
         ([*prompt, own["end_id"]], False),
     ):  # fmt: skip
-        assert reasoning_is_open(ids, own["start_id"], demo.tokenizer) is answer, ids
-    assert not reasoning_is_open(prompt, None, demo.tokenizer)
+        assert reasoning_is_open(ids, ReasoningRule(**own), demo.tokenizer) is answer, ids
+    only_end = ReasoningRule(end_id=own["end_id"])
+    assert not reasoning_is_open(prompt, only_end, demo.tokenizer)
 
 
 def test_marks_outside_of_the_vocabulary_are_refused(demo):

@@ -15,7 +15,7 @@ from llama import Llama, SamplingParams
 from llama.engine import lookup
 from llama.server import respond
 from llama.server.encoding import ContinuedList, SharedItems, json_pieces, to_json
-from llama.server.openai.answers import TextScores
+from llama.server.openai.scores import TextScores
 from llama.server.process import Server
 
 CONTEXT = 4096

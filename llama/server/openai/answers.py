@@ -3,29 +3,21 @@
 A server or a batch file sends them. This file knows no network and runs no model.
 """
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.dialog_format import DialogFormat
-from llama.requests.detokenizer import Detokenizer
+from llama.prompts.reasoning import REASONING_FIELDS
 from llama.requests.request import CompletionOutput, RequestOutput
 from llama.server.encoding import DONE, SERVER_SENT_EVENTS, ContinuedList, SharedItems
 from llama.server.errors import ApiError
 from llama.server.openai.request import OpenAIRequest
+from llama.server.openai.scores import Scores, TextScores, chat_scores
 from llama.tokenizer import Tokenizer
 
-# Names of the field with the reasoning, of which a server sends one: clients that read both would
-# show the text twice. vLLM has the second one.
-REASONING_FIELDS = ("reasoning_content", "reasoning")
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")  # fields of a usage object
-_MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
-
-# For each position the token, and the logprobs by token id. The first token of an echoed prompt has
-# no logprobs.
-_Scores = Sequence[tuple[int, dict[int, float] | None]]
 
 
 @dataclass(frozen=True)
@@ -198,9 +190,10 @@ class Completion:
         if not deltas and (scores or choice.is_finished):
             deltas = [{"content": ""}] if scores or not self._request.chat else [{}]
         for delta in deltas:
-            content = {"text": delta["content"]}
             if self._request.chat:
                 content = {"delta": self._renamed(delta)}
+            else:
+                content = {"text": delta["content"]}
             chunk = self._chunk(choice, content, choice.logprobs(scores) if scores else None)
             if choice.is_finished and delta is deltas[-1]:
                 reason = choice.deltas.finish_reason(answer.finish_reason)
@@ -209,7 +202,7 @@ class Completion:
             scores = []  # The first chunk has the scores of all new tokens.
 
     def _renamed(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message or a delta with the reasoning in the field that the server has for it."""
+        """Return a message or a delta with the server's name of the field for reasoning."""
         names = {REASONING_FIELDS[0]: self._reasoning_field}
         return {names.get(name, name): value for name, value in message.items()}
 
@@ -304,7 +297,7 @@ class _Choice:
                 deltas.dialog_format.tokenizer, skip_special_tokens=skips_special
             )
 
-    def new_scores(self, answer: CompletionOutput) -> _Scores:
+    def new_scores(self, answer: CompletionOutput) -> Scores:
         """Return the scores of the tokens since the last call, if logprobs are asked for."""
         if self._num_top is None:
             return []
@@ -312,13 +305,13 @@ class _Choice:
         self._num_scored += len(scores)
         return scores
 
-    def logprobs(self, scores: _Scores) -> dict[str, Any]:
+    def logprobs(self, scores: Scores) -> dict[str, Any]:
         """Return the logprobs object of these tokens."""
         if self._text_scores is None:
-            return _chat_scores(scores, self._num_top or 0, self.deltas.dialog_format.tokenizer)
+            return chat_scores(scores, self._num_top or 0, self.deltas.dialog_format.tokenizer)
         return self._text_scores.push(scores)
 
-    def all_logprobs(self, scores: _Scores) -> dict[str, Any] | None:
+    def all_logprobs(self, scores: Scores) -> dict[str, Any] | None:
         """Return the logprobs object of the prompt, if it is echoed, and of these tokens."""
         if self._num_top is None:
             return None
@@ -326,77 +319,3 @@ class _Choice:
         if self.echo is None or self.echo.logprobs is None:
             return logprobs
         return self.echo.continued(logprobs)
-
-
-def _chat_scores(scores: _Scores, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the logprobs object of a chat."""
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        raw = tokenizer.decode_bytes([token])
-        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
-
-    content = []
-    for token, logprobs in scores:
-        best = _best_first(logprobs or {})
-        top = [entry(*pair) for pair in best[:num_top]]
-        content.append({**entry(token, dict(best)[token]), "top_logprobs": top})
-    return {"content": content, "refusal": None}
-
-
-class TextScores:
-    """The logprobs objects of a completion, one after the other.
-
-    Each has the lists tokens, token_logprobs, top_logprobs and text_offset.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        """Start at the beginning of a text.
-
-        Args:
-            tokenizer: the tokenizer of the model.
-            skip_special_tokens: whether the text that the offsets point into has none.
-        """
-        self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._length = 0
-
-    def fork(self) -> "TextScores":
-        """Return a copy, for one of several texts that continue this one."""
-        twin = copy.copy(self)
-        twin._detokenizer = self._detokenizer.fork()
-        return twin
-
-    def push(self, scores: _Scores) -> dict[str, Any]:
-        """Return the logprobs object of the next tokens."""
-        tokens: list[str] = []
-        token_logprobs: list[float | None] = []
-        top_logprobs: list[dict[str, float] | None] = []
-        text_offset: list[int] = []
-        for token, logprobs in scores:
-            best = dict(_best_first(logprobs or {}))  # empty for the first token of a prompt
-            by_text = {self._text(other): logprob for other, logprob in best.items()}
-            tokens.append(self._text(token))
-            token_logprobs.append(best.get(token))
-            top_logprobs.append(by_text or None)
-            text_offset.append(self._length)
-            self._length += len(self._detokenizer.push([token]))
-        return {
-            "tokens": tokens,
-            "token_logprobs": token_logprobs,
-            "top_logprobs": top_logprobs,
-            "text_offset": text_offset,
-        }
-
-    def _text(self, token: int) -> str:
-        """Return a token's text, or its bytes as OpenAI writes them where it is no valid UTF-8."""
-        raw = self._tokenizer.decode_bytes([token])
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _best_first(logprobs: dict[int, float]) -> list[tuple[int, float]]:
-    """Return tokens and their logprobs, which JSON can have, in descending order."""
-    ordered = sorted(logprobs.items(), key=lambda pair: -pair[1])
-    return [(token, max(logprob, _MIN_LOGPROB)) for token, logprob in ordered]

@@ -198,7 +198,7 @@ class ChatBody(ToolFields, ThinkingFields, _ChatSampling, _Body):  # type: ignor
     continue_final_message: bool | None = None
     prediction: Prediction | None = None
     thinking_budget_tokens: ThinkingBudget | None = None  # llama.cpp's name
-    include_reasoning: bool | None = None  # type: ignore[assignment]  # honored here
+    include_reasoning: bool | None = None  # honored, unlike in the other APIs
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
         """Return what the body asks for; `defaults` are the parameters that it does not give."""
@@ -240,7 +240,7 @@ class ChatBody(ToolFields, ThinkingFields, _ChatSampling, _Body):  # type: ignor
 
     def given_names(self) -> dict[str, str]:
         """Return the parameters that this body gives, each with its name in the body."""
-        names = super().given_names()
+        names: dict[str, str] = super().given_names()
         if self.thinking_budget_tokens is not None:
             names["thinking_token_budget"] = "thinking_budget_tokens"
         return names
