@@ -22,7 +22,6 @@ from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import MAX_COUNT, NUMBER_TYPES, SamplingParams
-from llama.server.openai.answers import COUNTS
 from llama.server.openai.scores import TextScores
 from llama.tokenizer import Tokenizer
 
@@ -274,7 +273,7 @@ def report_of(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer)
         "text": " ".join(request.echo + answer.text for answer in output.outputs),
         "error_code": 0,
         "logprobs": logprobs,
-        "usage": {name: getattr(output.usage, name) for name in COUNTS},
+        "usage": output.usage.counts,
         "finish_reason": reasons[0] if len(reasons) == 1 else reasons,
     }
 

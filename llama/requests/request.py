@@ -48,6 +48,15 @@ class Usage:
         """Return the number of tokens of the prompt and the answers."""
         return self.prompt_tokens + self.completion_tokens
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return the counts that OpenAI's objects have, by their names there."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.total_tokens,
+        }
+
 
 @dataclass(eq=False)
 class Answer:

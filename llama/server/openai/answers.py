@@ -17,8 +17,6 @@ from llama.server.openai.request import OpenAIRequest
 from llama.server.openai.scores import Scores, TextScores, chat_scores
 from llama.tokenizer import Tokenizer
 
-COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")  # fields of a usage object
-
 
 @dataclass(frozen=True)
 class ResponseMeta:
@@ -42,9 +40,8 @@ def _usage(request: OpenAIRequest, outputs: Sequence[RequestOutput]) -> dict[str
 
     It counts the reasoning of a model that reasons.
     """
-    usage: dict[str, Any] = {
-        name: sum(getattr(output.usage, name) for output in outputs) for name in COUNTS
-    }
+    counts = [output.usage.counts for output in outputs]
+    usage: dict[str, Any] = {name: sum(each[name] for each in counts) for name in counts[0]}
     num_cached = sum(output.usage.cached_tokens for output in outputs)
     usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
     details = {}
