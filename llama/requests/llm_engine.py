@@ -27,10 +27,11 @@ from llama.checks import brief
 from llama.engine.core import EngineCore
 from llama.engine.interrupts import DeferredInterrupt
 from llama.engine.sequence import SequenceState
+from llama.requests.answer import Answer
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.prepare import Preparer
 from llama.requests.rank_calls import RankCalls
-from llama.requests.request import Answer, Request, RequestOutput, derived_seed
+from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from llama.checks import FieldError, brief, index_of
 from llama.engine.request import Constraint, SequenceSpec
 from llama.engine.sequence import SequenceState
+from llama.requests.answer import Answer
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.reasoning_text import (
@@ -22,7 +23,7 @@ from llama.requests.reasoning_text import (
     reads_reasoning,
     reasoning_is_open,
 )
-from llama.requests.request import Answer, Request, derived_seed
+from llama.requests.request import Request, derived_seed
 from llama.requests.thinking import ReasoningConstraint
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import MAX_ENCODE_CHARS, Tokenizer
