@@ -123,6 +123,10 @@ class DialogFormat(ABC):
     def describe(self) -> str:
         """Return one line that says which format this is, for people."""
 
+    def describe_reasoning(self) -> str:
+        """Return the end of the line of `describe` for a model that reasons, else an empty text."""
+        return "" if self.reasoning is None else f"; {self.reasoning.describe()}"
+
     def with_tool_format(self, tool_format: ToolFormat) -> "DialogFormat":
         """Return Meta's format with another format of calls.
 
@@ -207,7 +211,7 @@ class MetaFormat(DialogFormat):
     def describe(self) -> str:
         """Return one line that says which format this is."""
         tools = f"tool calls as in {self.tool_format.value}" if self.has_tools else "no tools"
-        return f"Meta's chat format, {tools}"
+        return f"Meta's chat format, {tools}{self.describe_reasoning()}"
 
     def with_tool_format(self, tool_format: ToolFormat) -> "MetaFormat":
         """Return Meta's format with another format of calls."""

@@ -151,9 +151,9 @@ class AssistantMessage(_Labelled):
     ] = Field(default_factory=list)
 
     @property
-    def reasoning_text(self) -> str:
+    def reasoning_text(self) -> str | None:
         """The reasoning, for formats that show it to the model again."""
-        return self.reasoning_content or self.reasoning or ""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
 
 class ToolMessage(_Labelled):

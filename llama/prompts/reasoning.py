@@ -34,6 +34,11 @@ class ReasoningMarks:
     start_id: int | None = None
     end_id: int | None = None
 
+    def describe(self) -> str:
+        """Return a part of a line for people that says where the reasoning is."""
+        kind = "plain text" if self.end_id is None else "tokens"
+        return f"reasoning between {self.start} and {self.end} ({kind})"
+
     def rule(self, budget: int | None) -> ReasoningRule:
         """Return the rule of an answer whose reasoning has at most `budget` tokens.
 

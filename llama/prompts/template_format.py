@@ -171,7 +171,10 @@ class TemplateFormat(DialogFormat):
         ]
 
     def _variables(self, options: PromptOptions) -> dict[str, Any]:
-        """Return the variables of a request; only scalars that the template reads are allowed."""
+        """Return the variables of a request; only scalars that the template reads are allowed.
+
+        The switch and the effort of the reasoning are left out where the template reads neither.
+        """
         field = "chat_template_kwargs"
         readable = frozenset().union(*(t.variables for t in self._templates.values()))
         readable -= _OURS | self._constants
@@ -185,7 +188,13 @@ class TemplateFormat(DialogFormat):
             if value is not None and not isinstance(value, str | int | float):
                 text = f".{name} must be a text, a number, true or false, not {brief(value)}"
                 raise FieldError.of(field, text)
-        return dict(options.template_kwargs)
+        hints = {
+            "enable_thinking": options.enable_thinking,
+            "thinking": options.enable_thinking,  # the name in DeepSeek's and Hermes' templates
+            "reasoning_effort": options.reasoning_effort,
+        }
+        given = {n: value for n, value in hints.items() if value is not None and n in readable}
+        return {**given, **options.template_kwargs}
 
     def _message(self, message: ChatMessage, index: int) -> dict[str, Any]:
         """Return a message as the template expects it."""
@@ -200,9 +209,9 @@ class TemplateFormat(DialogFormat):
                 given[label] = getattr(message, label)
         if isinstance(message, AssistantMessage):
             given["content"] = self._with_reasoning_marks(given["content"])
-            if message.reasoning_content is not None:
-                given["reasoning_content"] = message.reasoning_content
-                given["thinking"] = message.reasoning_content  # the name that gpt-oss reads
+            if message.reasoning_text is not None:
+                given["reasoning_content"] = message.reasoning_text
+                given["thinking"] = message.reasoning_text  # the name that gpt-oss reads
             if message.tool_calls:
                 self._add_calls(given, message.tool_calls, index)
         return given
@@ -266,7 +275,8 @@ class TemplateFormat(DialogFormat):
 
     def describe(self) -> str:
         """Return one line that says what the template writes."""
-        return f"the chat template of the model's files; {self.traits.describe(self.tokenizer)}"
+        traits = self.traits.describe(self.tokenizer)
+        return f"the chat template of the model's files; {traits}{self.describe_reasoning()}"
 
 
 def _result_text(message: ToolMessage) -> str:

@@ -126,8 +126,23 @@ REASONING = """{% for m in messages %}{{ m.reasoning_content or m.thinking or '-
 
 def test_a_template_gets_the_reasoning_of_earlier_answers():
     ours = format_of("tulu", REASONING)
-    ids = ours.encode([user("a"), assistant("b", reasoning_content="Hm.")])
-    assert ours.tokenizer.decode(ids) == "-aHm.b"
+    for name in ("reasoning_content", "reasoning"):
+        ids = ours.encode([user("a"), assistant("b", **{name: "Hm."})])
+        assert ours.tokenizer.decode(ids) == "-aHm.b"
+
+
+SWITCHES = "{{ enable_thinking }}, {{ thinking }}, {{ reasoning_effort | default('-') }}"
+
+
+def test_a_template_gets_the_switch_and_the_effort_of_reasoning_if_it_reads_them():
+    ours = format_of("tulu", SWITCHES)
+    options = PromptOptions(enable_thinking=False, reasoning_effort="low", thinking_budget=3)
+    assert ours.tokenizer.decode(ours.encode([user("a")], None, options)) == "False, False, low"
+    assert ours.tokenizer.decode(ours.encode([user("a")])) == ", , -"
+    both = PromptOptions(enable_thinking=False, template_kwargs={"thinking": "x"})
+    assert ours.tokenizer.decode(ours.encode([user("a")], None, both)) == "False, x, -"
+    other = format_of("tulu", TULU)
+    assert other.encode([user("a")], None, options) == other.encode([user("a")])
 
 
 @pytest.mark.parametrize(

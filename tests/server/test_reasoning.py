@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 
+from helpers.chat_templates import R1
 from helpers.fine_tunes import make_model
 from helpers.scripted import ScriptedServer
 from llama import Llama
@@ -359,3 +360,36 @@ def test_several_requests_at_once(server):
     for answer in server.call(ask):
         message = answer.choices[0].message
         assert (message.reasoning_content, message.content) == ("Hm", "x")
+
+
+def test_a_model_with_its_own_template_end_to_end(tmp_path):
+    """The prompt of R1's template opens the reasoning; nothing is set by hand."""
+    folder = make_model(tmp_path / "r1", "r1")
+    (folder / "chat_template.jinja").write_text(R1)
+    with Llama.build(str(folder), max_seq_len=512, max_batch_size=4, device="cpu") as llama:
+        assert llama.dialog_format.describe().endswith(
+            "; reasoning between <think> and </think> (tokens)"
+        )
+        body: Any = {"max_gen_len": 40, "temperature": 0.0, "thinking_token_budget": 5}
+        (answer,) = llama.chat_completion([QUESTION], **body)
+        ids = llama.dialog_format.encode(QUESTION)
+        assert llama.tokenizer.decode(ids).endswith("<｜Assistant｜><think>\n")
+        plain = llama.generate([ids], max_gen_len=5, temperature=0.0)[0][0]
+        reasoning = llama.tokenizer.decode(plain).strip()
+        assert answer["generation"]["reasoning_content"] == reasoning
+        assert answer["generation"]["content"]
+        off: Any = {"max_gen_len": 9, "chat_template_kwargs": {"enable_thinking": False}}
+        (answer,) = llama.chat_completion([QUESTION], **off)
+        assert "reasoning_content" not in answer["generation"]
+    build: Any = {"max_seq_len": 512, "max_batch_size": 4, "device": "cpu"}
+    with Llama.build(str(folder), reasoning_parser="none", **build) as llama:
+        assert llama.dialog_format.reasoning is None
+    with pytest.raises(ValueError, match="reasoning_parser='x' must be one of auto, deepseek_r1"):
+        Llama.build(str(folder), reasoning_parser="x", **build)
+
+
+def test_marks_in_a_template_are_text_where_the_tokenizer_has_no_such_tokens(demo):
+    assert find_marks(demo.tokenizer, R1) == ReasoningMarks()
+    assert find_marks(demo.tokenizer, "{{ messages }}") is None
+    assert find_marks(demo.tokenizer, parser="deepseek_r1") == ReasoningMarks()
+    assert demo.dialog_format.reasoning is None
