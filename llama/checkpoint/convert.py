@@ -82,7 +82,7 @@ def reshard(
     for path in (checkpoint.params_path, *_tokenizer_paths(checkpoint)):
         output.others[path.name] = path
     output.others |= settings_files(checkpoint, {}, has_config=False)
-    if checkpoint.is_quantized:
+    if checkpoint.is_quantized or checkpoint.vision is not None:
         output.others["params.json"] = _meta_params(checkpoint.params)
     return write_folder(reader, output, out_dir, progress)
 

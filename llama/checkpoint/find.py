@@ -16,12 +16,15 @@ from typing import Any
 
 from llama.checkpoint import gguf_args, hf_quantized, huggingface, meta_quantized
 from llama.checkpoint.files import MappedTensor, open_tensors, read_metadata
+from llama.checkpoint.vision import VisionParts, split_config, split_params
 from llama.checks import brief
 from llama.model.args import ModelArgs
 from llama.storage import gguf
 from llama.storage.downloads import check_utf8, read_json, shown
 from llama.storage.hub import model_folder
 
+# The 11B vision model on Hugging Face has a file without a number, consolidated.pth.
+_META_FILES = "consolidated.*pth"
 _MAX_NAME_BYTES = 255  # limit of file systems for the name of a file
 # Llama Guard is recognised by the name of its folder; or, in a file beside the weights, by the name
 # of the model that was saved or by the task in a chat template of Llama Guard 1 to 3.
@@ -59,6 +62,7 @@ class Checkpoint:
         quantization: The quantization_config, as config.json has it.
         in_codes: Whether quantized matrices keep the codes of the file when they are loaded.
         packed: The metadata of a file of packed weights.
+        vision: What the files hold beside the text model that is loaded; None: nothing.
     """
 
     folder: Path
@@ -69,6 +73,7 @@ class Checkpoint:
     quantization: dict[str, Any] | None = None
     in_codes: bool = False
     packed: dict[str, str] | None = None
+    vision: VisionParts | None = None
 
     @property
     def weights_path(self) -> Path:
@@ -192,7 +197,7 @@ def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
 
 def _find_in_folder(folder: Path) -> Checkpoint:
     for candidate in (folder, folder / "original"):
-        if any(candidate.glob("consolidated.*.pth")):
+        if any(candidate.glob(_META_FILES)):
             return _find_meta(candidate)
     packed = sorted(folder.glob("packed*.safetensors"))
     if packed:
@@ -235,7 +240,7 @@ def is_tied(shard: dict[str, MappedTensor]) -> bool:
 def _find_meta(folder: Path) -> Checkpoint:
     shards = _meta_shards(folder)
     path = folder / "params.json"
-    content = read_json(path)
+    content, vision_parts = split_params(read_json(path), str(path))
     quantization = meta_quantized.config_of(content, str(path), len(shards))
     params = ModelArgs.from_params(content, source=str(path))
     if not params.tied_output and quantization is None:
@@ -243,13 +248,16 @@ def _find_meta(folder: Path) -> Checkpoint:
         params = replace(params, tied_output=tied)
     if (folder / "fp8_scales_0.pt").exists():
         quantization = {"quant_method": "fp8"}
-    return Checkpoint(folder, params, shards, "meta", quantization=quantization)
+    return Checkpoint(
+        folder, params, shards, "meta", quantization=quantization, vision=vision_parts
+    )
 
 
 def _find_hf(folder: Path) -> Checkpoint:
     path = folder / "config.json"
     config = read_json(path)
-    args = huggingface.args_of(config, source=str(path))
+    text_config, vision_parts = split_config(config, str(path))
+    args = huggingface.args_of(text_config, source=str(path))
     quantization = config.get("quantization_config")
     if quantization is None and (folder / "hf_quant_config.json").exists():
         quantization = {"quant_method": "modelopt"}
@@ -259,7 +267,8 @@ def _find_hf(folder: Path) -> Checkpoint:
             f"{path}: quantization_config is of {brief(method)}, and this runtime reads "
             f"{', '.join(hf_quantized.METHODS)}: get the model in one of these, or in bfloat16"
         )
-    return Checkpoint(folder, args, _hf_shards(folder), "hf", quantization=quantization)
+    shards = _hf_shards(folder)
+    return Checkpoint(folder, args, shards, "hf", quantization=quantization, vision=vision_parts)
 
 
 def _find_packed(folder: Path, files: list[Path], metadata: dict[str, str]) -> Checkpoint:
@@ -285,13 +294,13 @@ def _find_gguf(path: Path) -> Checkpoint:
 def _meta_shards(folder: Path) -> list[Path]:
     """Return the shards of Meta's layout in order; an error names those that are missing."""
     shards: dict[int, Path] = {}
-    for path in sorted(folder.glob("consolidated.*.pth")):
-        match = re.fullmatch(r"consolidated\.([0-9]{1,18})\.pth", path.name)
+    for path in sorted(folder.glob(_META_FILES)):
+        match = re.fullmatch(r"consolidated(?:\.([0-9]{1,18}))?\.pth", path.name)
         if match is None:
             raise ValueError(
                 f"{shown(path)}: there is no shard number in the name: rename it or move it away"
             )
-        other = shards.setdefault(int(match[1]), path)
+        other = shards.setdefault(int(match[1] or 0), path)
         if other != path:
             raise ValueError(f"{path} and {other.name} are the same shard: move one away")
     absent = (i for i in range(max(shards)) if i not in shards)

@@ -94,6 +94,8 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
     lines.append(
         f"{checkpoint.weights_path}: complete, {num_params:,} parameters in {count} file(s)"
     )
+    if checkpoint.vision is not None:
+        lines.append(f"{checkpoint.weights_path}: this is {checkpoint.vision.describe()}")
     return lines
 
 

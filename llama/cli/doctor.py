@@ -208,6 +208,8 @@ def _checkpoint(ckpt_dir: str, device: torch.device, num_ranks: int) -> Iterator
         f"dim {args.dim}, {args.n_layers} layers, {args.n_heads} heads over {args.kv_heads} "
         f"key-value heads, vocabulary {args.vocab_size}, context {args.longest_context}",
     )
+    if checkpoint.vision is not None:
+        yield Fact("vision", checkpoint.vision.describe())
     yield from _tokenizer(checkpoint)
     yield from _fits(checkpoint, device, num_ranks)
 

@@ -27,7 +27,7 @@ from llama.storage.hub import hub_cache, model_folder, repository
 _CONFIG = r"(generation_|tokenizer_)?config\.json|(original/)?tokenizer\.(model|json)"
 _TEMPLATES = r"chat_template\.\w+|additional_chat_templates/[^/]+\.jinja"
 _HUGGING_FACE = rf"model[^/]*\.safetensors(\.index\.json)?|{_TEMPLATES}|{_CONFIG}"
-_META_WEIGHTS = r"consolidated\.\d+\.pth|fp8_scales_\d+\.pt|params\.json|checklist\.chk"
+_META_WEIGHTS = r"consolidated(\.\d+)?\.pth|fp8_scales_\d+\.pt|params\.json|checklist\.chk"
 _META = rf"original/({_META_WEIGHTS})|{_CONFIG}"
 _PART = re.compile(r"\d{5}(?=\\-of\\-\d{5}\\.gguf$)")  # the number of a part, in an escaped name
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
@@ -40,6 +40,8 @@ _NAMES = [
     "Llama-3.1-405B-Instruct",
     "Llama-3.2-1B-Instruct",
     "Llama-3.2-3B-Instruct",
+    "Llama-3.2-11B-Vision-Instruct",
+    "Llama-3.2-90B-Vision-Instruct",
     "Llama-3.3-70B-Instruct",
 ]
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     TypeAdapter,
@@ -29,6 +30,8 @@ _T = TypeVar("_T")
 UNUSED = object()  # marks a field without effect: a lenient reader ignores values it cannot take
 _Ignored = list[tuple[Any, str | None]]  # objects, each with the name of a field, or None for all
 _MAX_NAMED = 8  # number of fields that one error names
+# The types that the APIs give a part of a message that is an image.
+_IMAGE_TYPES = ("image", "image_url", "input_image")
 _OTHER_TYPE = {"union_tag_invalid", "literal_error", "custom", "custom_type"}
 
 
@@ -117,6 +120,19 @@ def _unless_other_type(value: Any, read: ValidatorFunctionWrapHandler, info: Val
 
 SKIP_OTHER_TYPES = WrapValidator(_unless_other_type)
 """Annotation of the objects of a list: a lenient reader ignores those of an unknown type."""
+
+
+def _check_no_images(content: Any) -> Any:
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, dict) and part.get("type") in _IMAGE_TYPES:
+            raise custom_error(
+                f"[{index}] is an image, and the model reads text alone: leave it out"
+            )
+    return content
+
+
+NO_IMAGES = BeforeValidator(_check_no_images)
+"""Annotation of the content of a message: an image among its parts is refused as such."""
 
 
 def chosen_by(tag_of: Callable[[Any], str | None], message: str) -> Discriminator:

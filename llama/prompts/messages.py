@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from llama.checks import brief
-from llama.prompts.fields import Fields, read_as
+from llama.prompts.fields import NO_IMAGES, Fields, read_as
 from llama.tokenizer import Role
 from llama.validation import custom_error, field_error, json_type, with_message
 
@@ -71,7 +71,7 @@ class TextPart(Fields):
     text: str
 
 
-Content = Annotated[str | list[TextPart], with_message(_CONTENT, of_parts=True)]
+Content = Annotated[str | list[TextPart], with_message(_CONTENT, of_parts=True), NO_IMAGES]
 
 
 def _arguments(given: Any) -> Any:
@@ -163,6 +163,7 @@ class ToolMessage(_Labelled):
     content: Annotated[
         str | list[TextPart] | dict[str, Any] | bool | int | float,
         with_message(_CONTENT, of_parts=True),
+        NO_IMAGES,
         AfterValidator(check_json),
     ] = ""
 

@@ -126,7 +126,7 @@ BAD: list[tuple[Any, Any, str]] = [
     ([], None, "messages must be a list of at least one message"),
     ([7], None, "message 0 must be an object"),
     ([{"role": "user", "content": "x", "audio": 1}], None, "message 0 has unknown keys ['audio']"),
-    ([{"role": "user", "content": [{"type": "image_url"}]}], None, "parts of type text"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], None, "is an image, and the model"),
     ([{"role": "bot", "content": "x"}], None, "role must be one of"),
     ([{"role": "user"}], None, "message 0: content is needed"),
     ([{"role": "assistant", "tool_calls": [CALL, CALL]}], None, "message 0: tool_calls has 2"),

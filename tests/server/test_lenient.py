@@ -78,7 +78,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"topK": 1}, "prompt is needed"),
     (CHAT, {"messages": SAID, "tools": [7], "x": 1}, "tools[0] must be an object"),
     (CHAT, {"messages": SAID, "tools": [{"function": FUNCTION}]}, "tools[0].type is needed"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text alone"),
     (CHAT, {"messages": SAID, "tools": [TOOL], "tool_choice": "sometimes"}, "'none', 'auto'"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "input[0] must be"),
     (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"},

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from llama.checks import FieldError
 from llama.prompts.dialog_format import PromptOptions
-from llama.prompts.fields import SKIP_OTHER_TYPES, UNUSED, Fields
+from llama.prompts.fields import NO_IMAGES, SKIP_OTHER_TYPES, UNUSED, Fields
 from llama.prompts.messages import text_of
 from llama.prompts.tools import (
     TOOLS,
@@ -69,7 +69,7 @@ class ToolUse(_Block):
 
 
 _LIST: Any = Field(min_length=1, fail_fast=True)
-_Text = str | Annotated[list[TextBlock], _LIST]
+_Text = Annotated[str | Annotated[list[TextBlock], _LIST], NO_IMAGES]
 
 
 class ToolReference(_Block):
@@ -87,7 +87,9 @@ class ToolResult(_Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[_ResultBlock], Field(fail_fast=True)] | None = None
+    content: Annotated[
+        str | Annotated[list[_ResultBlock], Field(fail_fast=True)] | None, NO_IMAGES
+    ] = None
     is_error: bool | None = None
 
     def value(self) -> Any:
@@ -113,7 +115,7 @@ class UserMessage(Fields):
     """A message of the user, or the results of calls."""
 
     role: Literal["user"]
-    content: str | Annotated[list[_UserBlock], _LIST]
+    content: Annotated[str | Annotated[list[_UserBlock], _LIST], NO_IMAGES]
 
 
 class AssistantMessage(Fields):

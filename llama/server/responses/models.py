@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from llama.prompts.fields import UNUSED, Fields, chosen_by
+from llama.prompts.fields import NO_IMAGES, UNUSED, Fields, chosen_by
 from llama.prompts.messages import HEADER_ROLES, text_of
 from llama.prompts.tools import FunctionName, tool_request
 from llama.sampling_params import SamplingParams, StructuredOutput
@@ -35,7 +35,7 @@ class Part(Fields):
     logprobs: _EmptyList = None
 
 
-_Text = str | Annotated[list[Part], Field(min_length=1, fail_fast=True)]
+_Text = Annotated[str | Annotated[list[Part], Field(min_length=1, fail_fast=True)], NO_IMAGES]
 
 
 class _Item(Fields):
