@@ -53,6 +53,8 @@ class LabelFields(Fields):
     context_management: _Object = None
     cache_prompt: _Flag = None
     include_reasoning: _Flag = None
+    separate_reasoning: _Flag = None
+    stream_reasoning: _Flag = None
 
 
 class AcceptedFields(LabelFields):
@@ -65,6 +67,8 @@ class AcceptedFields(LabelFields):
     return_token_ids: _False = None
     return_tokens_as_token_ids: _False = None
     timings_per_token: _False = None
+    no_stop_trim: _False = None
+    return_hidden_states: _False = None
     store: _NotStored = None
     background: _NotStored = None
     documents: _EmptyList = None

@@ -85,6 +85,12 @@ def test_every_field_reaches_the_sampler():
     assert request.params == dataclasses.replace(defaults, max_tokens=4)
     assert request.prompt_options == PromptOptions(keeps_space=True)
     parts = [{"type": "text", "text": "def f"}, {"type": "text", "text": "():"}]
+    router = {  # what the routers of SGLang and vLLM add to every body
+        "no_stop_trim": False, "return_hidden_states": False,
+        "separate_reasoning": True, "stream_reasoning": True,
+    }  # fmt: skip
+    routed = parse_body({"messages": HELLO, **router}, defaults, chat=True)
+    assert routed == parse_body({"messages": HELLO}, defaults, chat=True)
     for content in ("def f():", parts):
         predicted = {"messages": HELLO, "prediction": {"type": "content", "content": content}}
         request = parse_body(predicted, defaults, chat=True)
