@@ -10,7 +10,7 @@ which is not trusted at all. A special token may then be lost, but no message ca
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, SupportsIndex, overload
+from typing import SupportsIndex, overload
 
 from llama.tokenizer import Tokenizer
 
@@ -189,18 +189,18 @@ class MarkedEncoder:
     followed by a message's text is found all the same, even if both together are a longer name.
 
     Args:
-        tokenizer: its `special_tokens` are the names of added tokens. If it has `added_tokens`,
-            their `lstrip` and `rstrip` say which of them take white space beside them.
+        tokenizer: the tokenizer of the model. Where one of its added tokens has `lstrip` or
+            `rstrip`, white space beside it belongs to the token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids = tokenizer.special_tokens
+        self._ids = {name: token.id for name, token in tokenizer.added_tokens.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        added: dict[str, Any] = getattr(tokenizer, "added_tokens", {})
-        self._strips_left = {name for name, token in added.items() if token.lstrip}
-        self._strips_right = {name for name, token in added.items() if token.rstrip}
+        added = tokenizer.added_tokens.items()
+        self._strips_left = {name for name, token in added if token.lstrip}
+        self._strips_right = {name for name, token in added if token.rstrip}
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; nothing is added before it or after it."""

@@ -6,10 +6,12 @@ the template expects and what it writes is found by rendering short dialogs when
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from llama.checks import FieldError, brief
+from llama.prompts.call_format import KNOWN_FORMATS, CallFormat, find_call_format
+from llama.prompts.call_format_parser import CallFormatParser
 from llama.prompts.dialog_format import (
     DialogFormat,
     Messages,
@@ -17,6 +19,7 @@ from llama.prompts.dialog_format import (
     PromptOptions,
     ToolList,
 )
+from llama.prompts.grammar import call_grammar
 from llama.prompts.marked import MarkedEncoder, MarkedText, concatenate, trusted
 from llama.prompts.messages import (
     AssistantMessage,
@@ -28,12 +31,13 @@ from llama.prompts.messages import (
 )
 from llama.prompts.parser import ToolCallParser
 from llama.prompts.sandbox import ChatTemplate, TemplateError
-from llama.prompts.template_probes import Traits, find_traits, is_meta_format
-from llama.prompts.tools import Tools
+from llama.prompts.template_probes import PROBE_TOOL, Traits, find_traits, is_meta_format
+from llama.prompts.tools import ToolFormat, Tools
 from llama.tokenizer import Tokenizer
 
 DEFAULT = "default"  # the name of a model's only template, or of the one for chats without tools
 TOOL_USE = "tool_use"
+CALL_PARSERS = ("auto", *KNOWN_FORMATS, "pythonic", "none")  # vLLM's names where it has them
 _ROLES = {"developer": "system", "ipython": "tool"}  # roles that templates do not know
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _THINK = ("<think>", "</think>")
@@ -41,16 +45,25 @@ _CUT = "\ue0c5"  # a private character behind the content of a message that is l
 _DEFAULT_OPTIONS = PromptOptions()
 
 
-def choose_format(templates: Mapping[str, str], meta: MetaFormat) -> DialogFormat:
+def choose_format(
+    templates: Mapping[str, str], meta: MetaFormat, tool_call_parser: str = "auto"
+) -> DialogFormat:
     """Return Meta's format if the templates of a model's files write it, else a `TemplateFormat`.
 
     The tokens that the template writes behind an answer also end the answers of the model.
 
+    Args:
+        templates: the sources of the templates by name.
+        meta: Meta's format, with the tool calls of the model's generation.
+        tool_call_parser: one of `CALL_PARSERS`; with another one than "auto" the template is used
+            in any case.
+
     Raises:
         ValueError: a template cannot be used; the message says why, and the remedy.
     """
-    template_format = TemplateFormat(meta.tokenizer, templates)
-    if is_meta_format(template_format.render, template_format.has_tools, meta):
+    template_format = TemplateFormat(meta.tokenizer, templates, tool_call_parser)
+    is_meta = is_meta_format(template_format.render, template_format.has_tools, meta)
+    if is_meta and tool_call_parser == "auto":
         return meta
     meta.tokenizer.add_stop_tokens(template_format.traits.stop_ids)
     return template_format
@@ -62,17 +75,28 @@ class TemplateFormat(DialogFormat):
     Args:
         tokenizer: the tokenizer of the model.
         templates: the sources by name: "default", and "tool_use" for chats with tools.
+        tool_call_parser: the format of calls: that which the template shows ("auto"), one of
+            `KNOWN_FORMATS`, that of Llama 3.2 ("pythonic"), or none at all ("none").
 
     Attributes:
         traits: what the template expects and writes.
+        call_format: how it writes the calls of an answer; None if that is not known.
 
     Raises:
         ValueError: a template cannot be used; the message says why, and the remedy.
     """
 
-    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: Mapping[str, str],
+        tool_call_parser: str = "auto",
+    ) -> None:
         """Compile the templates and find their traits."""
         super().__init__(tokenizer)
+        if tool_call_parser not in CALL_PARSERS:
+            text = f"={brief(tool_call_parser)} must be one of {', '.join(CALL_PARSERS)}"
+            raise FieldError.of("tool_call_parser", text)
         if DEFAULT not in templates:
             names = ", ".join(map(brief, templates)) or "none"
             raise ValueError(f"there is no chat template named {DEFAULT!r} (found: {names})")
@@ -92,6 +116,12 @@ class TemplateFormat(DialogFormat):
             remedy = "give another one: --chat_template FILE, or llama3 for Meta's format"
             raise ValueError(f"this model's chat template cannot be used: {e}: {remedy}") from e
         self.stop_strings = self.traits.stop_strings
+        self._tool_call_parser = tool_call_parser
+        self.call_format = KNOWN_FORMATS.get(tool_call_parser)
+        if tool_call_parser == "auto":
+            stop_ids = tokenizer.stop_tokens | self.traits.stop_ids
+            stop_texts = [*map(name_of.__getitem__, stop_ids), *self.stop_strings]
+            self.call_format = self._find_call_format(stop_texts)
 
     @property
     def has_tools(self) -> bool:
@@ -258,16 +288,46 @@ class TemplateFormat(DialogFormat):
         if not given["content"]:
             style.set_no_content(given)
 
+    def _find_call_format(self, stop_texts: Collection[str]) -> CallFormat | None:
+        """Return how the template writes calls, with a tool or where that fails without one."""
+        for tools in ([PROBE_TOOL], None):
+
+            def rendered(messages: list[dict[str, Any]], tools: Any = tools) -> str:
+                dialog = read_messages(messages)
+                given = [self._message(message, i) for i, message in enumerate(dialog)]
+                return self.render(given, tools).plain
+
+            call_format = find_call_format(rendered, stop_texts)
+            if call_format is not None:
+                return call_format
+        return None
+
     def call_grammar(self, tools: Tools) -> str:
-        """Raise a ValueError: no format of calls is known for this template."""
-        raise ValueError(
-            "tools: a call cannot be forced with this model, whose chat template has a format of "
-            "calls of its own: use tool_choice auto, without strict"
-        )
+        """Return a grammar of calls as the template writes them.
+
+        Raises:
+            FieldError: it is not known how the model writes calls.
+        """
+        if self._tool_call_parser == "pythonic":
+            return call_grammar(tools, ToolFormat.LLAMA_3_2)
+        if self.call_format is None:
+            raise FieldError(
+                "tools",
+                "tools: a call cannot be forced with this model, as its chat template does not "
+                "show how calls are written: use tool_choice auto without strict, or start with "
+                "--tool_call_parser NAME",
+            )
+        return self.call_format.grammar(tools, self.tokenizer.special_tokens)
 
     def call_parser(self, tools: Tools, *, is_tagged: bool = False) -> ToolCallParser:
-        """Return a parser that understands the notations of Meta's models."""
-        return ToolCallParser(tools, is_tagged=is_tagged)
+        """Return a parser of calls as the template writes them.
+
+        If it shows none, the parser understands the notations of Meta's models.
+        """
+        if self.call_format is not None:
+            return CallFormatParser(tools, self.call_format)
+        callable_tools = Tools() if self._tool_call_parser == "none" else tools
+        return ToolCallParser(callable_tools, is_tagged=is_tagged)
 
     def jinja_template(self) -> str:
         """Return the source of the template for chats without tools."""
@@ -275,7 +335,12 @@ class TemplateFormat(DialogFormat):
 
     def describe(self) -> str:
         """Return one line that says what the template writes."""
-        traits = self.traits.describe(self.tokenizer)
+        calls = ""
+        if self._tool_call_parser == "pythonic":
+            calls = "; calls as in llama3.2"
+        elif self.call_format is not None:
+            calls = f"; calls begin with {self.call_format.open + self.call_format.before!r}"
+        traits = self.traits.describe(self.tokenizer) + calls
         return f"the chat template of the model's files; {traits}{self.describe_reasoning()}"
 
 

@@ -29,7 +29,7 @@ _NEXT = {"role": "user", "content": "NEXT"}
 _PARAMETER = {"type": "string", "description": "a text"}
 _PARAMETERS = {"type": "object", "properties": {"key": _PARAMETER}, "required": ["key"]}
 _FUNCTION = {"name": "TOOLNAME", "description": "a tool", "parameters": _PARAMETERS}
-_TOOL: dict[str, Any] = {"type": "function", "function": _FUNCTION}
+PROBE_TOOL: dict[str, Any] = {"type": "function", "function": _FUNCTION}
 # A mark that is plain text, such as <|im_end|>.
 _TEXT_MARK = re.compile(r"<[^<>\s]{1,40}>")
 _DATES = r"(?:Cutting Knowledge Date: [^\n]*\nToday Date: [^\n]*\n\n)"
@@ -158,14 +158,12 @@ def find_traits(render: Render, encoder: MarkedEncoder, tokenizer: Tokenizer) ->
     ids = encoder.encode(question)
     num_begin = next((i for i, x in enumerate(ids) if x != tokenizer.bos_id), len(ids))
     stop_ids, stop_strings = _stops(probe, encoder, tokenizer)
-    shows_tools = any(
-        "TOOLNAME" in probe.try_text(messages, [_TOOL]) for messages in ([_USER], [_SYSTEM, _USER])
-    )
+    with_tool = [probe.try_text(messages, [PROBE_TOOL]) for messages in ([_USER], [_SYSTEM, _USER])]
     traits = Traits(
         num_begin=num_begin,
         stop_ids=stop_ids,
         stop_strings=stop_strings,
-        shows_tools=shows_tools,
+        shows_tools=any("TOOLNAME" in text for text in with_tool),
         call_style=_call_style(probe),
         has_prompt=question != unprompted,
         marks_roles=_marks_roles(probe, encoder),
@@ -196,7 +194,7 @@ def _stops(
 
 def _call_style(probe: _Probe) -> CallStyle | None:
     """Return the first style in which the name and the arguments of a call are rendered."""
-    for tools in (None, [_TOOL]):
+    for tools in (None, [PROBE_TOOL]):
         for style in _STYLES:
             message: dict[str, Any] = {"role": "assistant", "content": ""}
             message["tool_calls"] = [style.call("FNAME", {"KEY": "VAL"}, "call00000")]
@@ -253,12 +251,14 @@ def is_meta_format(render: Render, shows_tools: bool, meta: MetaFormat) -> bool:
                 return False
         if not shows_tools or not meta.has_tools:
             return not shows_tools
-        text = probe.text([_SYSTEM, _USER], [_TOOL], prompts=True)
+        text = probe.text([_SYSTEM, _USER], [PROBE_TOOL], prompts=True)
     except TemplateError:
         return False
-    formats = (MetaFormat(meta.tokenizer), meta)
-    wanted = [meta.tokenizer.decode(each.encode([_SYSTEM, _USER], [_TOOL])) for each in formats]
-    return _without_date(text) in map(_without_date, wanted)
+    for meta_format in (MetaFormat(meta.tokenizer), meta):
+        ids = meta_format.encode([_SYSTEM, _USER], [PROBE_TOOL])
+        if _without_date(meta.tokenizer.decode(ids)) == _without_date(text):
+            return True
+    return False
 
 
 def _header(role: str) -> str:

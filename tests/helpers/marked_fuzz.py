@@ -16,22 +16,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 PLANE = 0x100000
 _MOVED = re.compile(f"[{chr(PLANE)}-{chr(PLANE + 0xFFFD)}]+")
 
-# Names of the added tokens of five kinds of models, by the distance of their ids to the first.
-_META = {
-    0: "<|begin_of_text|>", 1: "<|end_of_text|>", 6: "<|start_header_id|>", 7: "<|end_header_id|>",
-    8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>",
-}  # fmt: skip
-_IM = ("<|im_start|>", "<|im_end|>")
-NAMES: dict[str, dict[int, str]] = {
-    "meta": _META,
-    "r1": {0: "<｜begin▁of▁sentence｜>", 1: "<｜end▁of▁sentence｜>", 11: "<｜User｜>",
-           12: "<｜Assistant｜>", 13: "<think>", 14: "</think>", 20: "<｜tool▁calls▁begin｜>"},
-    "hermes": _META | {39: _IM[0], 40: _IM[1], 41: "<tool_call>", 42: "</tool_call>"},
-    "chatml": _META | {256: _IM[1], 257: _IM[0], 258: "<|im_end|>x"},
-    "tulu": _META | {256: "<pad>"},
-}  # fmt: skip
-
-
 _KEYS = frozenset(
     "role content name tool_calls id type function arguments description parameters properties "
     "required tools add_generation_prompt kwarg".split()

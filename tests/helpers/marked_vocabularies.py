@@ -1,18 +1,16 @@
 """Chat templates over the vocabularies of fine-tunes: ours, transformers', and attacks on ours."""
 
 import functools
-import json
+import tempfile
 from dataclasses import dataclass
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
-import tokenizers
 import transformers
 
 from helpers.chat_templates import TEMPLATES
-from helpers.launch import DEMO
+from helpers.fine_tunes import KINDS, make_tokenizer, names_of
 from helpers.marked_fuzz import (
-    NAMES,
     Attacker,
     expected_ids,
     moved_back,
@@ -20,44 +18,27 @@ from helpers.marked_fuzz import (
     moved_value,
     plain_text,
 )
-from llama.checkpoint.hf_tokenizer import tokenizer_json
 from llama.prompts.marked import MarkedEncoder, MarkedText, trusted
 from llama.prompts.sandbox import ChatTemplate, TemplateError
 from llama.tokenizer import Tokenizer
 
-
-@functools.cache
-def demo() -> Tokenizer:
-    return Tokenizer(DEMO / "tokenizer.model")
-
-
-@functools.cache
-def special_of(kind: str) -> dict[str, int]:
-    """Return the added tokens of a kind of model, over the demo model's ranks."""
-    num_ranks = demo().n_words - len(demo().special_tokens)
-    names = {i: f"<|reserved_{i}|>" for i in range(256)} | NAMES[kind]
-    return {name: num_ranks + i for i, name in sorted(names.items())}
-
-
-def stand_in(special: dict[str, int], **added: Any) -> Any:
-    """Return a tokenizer with the demo model's ranks and the special tokens of a fine-tune."""
-    return SimpleNamespace(special_tokens=special, encode=demo().encode, added_tokens=added)
+NAMES = {
+    kind: [name for name in names_of(kind).values() if "reserved" not in name] for kind in KINDS
+}
 
 
 @functools.cache
-def theirs_of(kind: str) -> Any:
-    """Return the same as a tokenizer of transformers."""
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [
-        {"id": i, "content": name, **flags, "special": True} for name, i in special_of(kind).items()
-    ]
-    content = tokenizer_json(demo()) | {"post_processor": None, "added_tokens": added}
-    fast = tokenizers.Tokenizer.from_str(json.dumps(content))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=fast)
+def tokenizers_of(kind: str) -> tuple[Any, Tokenizer]:
+    """Return the tokenizer of a fine-tune in transformers and here."""
+    with tempfile.TemporaryDirectory() as folder:
+        num_rows = make_tokenizer(Path(folder), kind)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        return theirs, Tokenizer(Path(folder) / "tokenizer.json", vocab_size=num_rows)
 
 
 def constants_of(kind: str) -> dict[str, str]:
-    return {"bos_token": NAMES[kind][0], "eos_token": NAMES[kind][1]}
+    theirs, _ = tokenizers_of(kind)
+    return {"bos_token": theirs.bos_token, "eos_token": theirs.eos_token}
 
 
 def rendered(
@@ -85,16 +66,16 @@ class Target:
 
     def __init__(self, kind: str, name: str) -> None:
         self._constants = constants_of(kind)
-        self._names = list(NAMES[kind].values())
-        self._special = special_of(kind)
+        self._kind = kind
+        _, self._tokenizer = tokenizers_of(kind)
         self._source = TEMPLATES[name]
         self._template = ChatTemplate(self._source, self._constants)
-        self._encoder = MarkedEncoder(stand_in(self._special))
+        self._encoder = MarkedEncoder(self._tokenizer)
 
     def attack(self, *, seed: int, count: int) -> Result:
         """Compare the ids of attacked dialogs with those of the oracle."""
-        attacker = Attacker(seed, self._names, self._source)
-        encode = functools.partial(demo().encode, bos=False, eos=False)
+        attacker = Attacker(seed, NAMES[self._kind], self._source)
+        encode = functools.partial(self._tokenizer.encode, bos=False, eos=False)
         checked = 0
         for _ in range(count):
             messages = attacker.dialog()
@@ -106,6 +87,7 @@ class Target:
             )
             if text is None or oracle is None or moved_back(oracle) != text:
                 continue
-            assert self._encoder.encode(text) == expected_ids(oracle, self._special, encode), text
+            wanted = expected_ids(oracle, self._tokenizer.special_tokens, encode)
+            assert self._encoder.encode(text) == wanted, text
             checked += 1
         return Result(attacker.count, count, checked)

@@ -9,7 +9,7 @@ import sys
 import time
 
 from helpers.chat_templates import TEMPLATES
-from helpers.marked_fuzz import NAMES
+from helpers.fine_tunes import KINDS
 from helpers.marked_vocabularies import Target
 
 
@@ -18,7 +18,7 @@ def main() -> None:
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     start = time.monotonic()
     strings = checked = dialogs = 0
-    targets = [Target(kind, name) for kind in NAMES for name in TEMPLATES]
+    targets = [Target(kind, name) for kind in KINDS for name in TEMPLATES]
     for round_number in itertools.count(seed):
         for target in targets:
             result = target.attack(seed=round_number, count=20)

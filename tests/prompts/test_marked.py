@@ -4,7 +4,6 @@ The oracles are transformers' `apply_chat_template`, and Jinja with the texts of
 a private plane of Unicode.
 """
 
-import functools
 import itertools
 import random
 import subprocess
@@ -19,20 +18,14 @@ import pytest
 import tokenizers
 
 from helpers.chat_templates import CHATML, JOINED, TEMPLATES
+from helpers.fine_tunes import KINDS
 from helpers.hostile_templates import HOSTILE
-from helpers.marked_fuzz import NAMES, moved, moved_back, plain_text
-from helpers.marked_vocabularies import (
-    Target,
-    constants_of,
-    demo,
-    rendered,
-    special_of,
-    stand_in,
-    theirs_of,
-)
+from helpers.marked_fuzz import moved, moved_back, plain_text
+from helpers.marked_vocabularies import Target, constants_of, rendered, tokenizers_of
 from llama.prompts import filters, sandbox
 from llama.prompts.marked import MarkedEncoder, MarkedText, concatenate, mask_of, trusted
 from llama.prompts.sandbox import ChatTemplate, TemplateError
+from llama.token_files import AddedToken
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -55,11 +48,12 @@ FUNCTION = {"name": "f", "description": "d", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_benign_dialogs_have_the_ids_of_transformers(kind, name):
     template = ChatTemplate(TEMPLATES[name], constants_of(kind))
-    encoder = MarkedEncoder(stand_in(special_of(kind)))
+    theirs, tokenizer = tokenizers_of(kind)
+    encoder = MarkedEncoder(tokenizer)
     count = 0
     for messages, tools, prompted in itertools.product(BENIGN, (None, [TOOL]), (False, True)):
         options = {"tools": tools, "add_generation_prompt": prompted}
@@ -67,7 +61,6 @@ def test_benign_dialogs_have_the_ids_of_transformers(kind, name):
         wanted = plain_text(TEMPLATES[name], messages, **constants_of(kind), **options)
         assert text == wanted, messages
         if text is not None and wanted is not None:
-            theirs = theirs_of(kind)
             assert encoder.encode(text) == theirs.encode(wanted, add_special_tokens=False)
             count += 1
     assert count >= 12
@@ -78,7 +71,7 @@ def test_every_way_of_joining_constants_keeps_their_marks():
     assert mask_of(text).replace("1", "") == "0" and text.count("<|im_end|>") > 30
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_no_text_of_a_dialog_becomes_a_special_token(kind, name):
     assert Target(kind, name).attack(seed=len(kind + name), count=12).checked >= 4
@@ -190,34 +183,31 @@ def test_no_filter_trusts_more_than_it_was_given():
     ],
 )
 def test_a_token_is_the_longest_name_that_is_trusted_in_full(text, names):
-    encoder = MarkedEncoder(stand_in(special_of("chatml")))
-    special = set(special_of("chatml").values())
-    by_id = {i: name for name, i in special_of("chatml").items()}
-    assert [by_id[i] for i in encoder.encode(text) if i in special] == names
+    longer = AddedToken(3000)
+    _, tokenizer = tokenizers_of("chatml")
+    added = {**tokenizer.added_tokens, "<|im_end|>x": longer}
+    encoder = MarkedEncoder(stand_in(added))
+    by_id = {token.id: name for name, token in added.items()}
+    assert [by_id[i] for i in encoder.encode(text) if i in by_id] == names
     assert encoder.names_in(text) == set(names)
 
 
-def test_white_space_beside_a_token_goes_where_its_flags_say():
-    special = {"<L>": 900, "<R>": 901}
-    flags = {
-        "<L>": SimpleNamespace(lstrip=True, rstrip=False),
-        "<R>": SimpleNamespace(lstrip=False, rstrip=True),
-    }
-    encoder = MarkedEncoder(stand_in(special, **flags))
-    plain = functools.partial(demo().encode, bos=False, eos=False)
-    for spaces in ("", "  ", "\n\t ", "\x1c "):
-        text = concatenate(
-            ["a" + spaces, trusted("<L>"), spaces + "b" + spaces, trusted("<R>"), spaces + "c"]
-        )
-        theirs = tokenizers.Tokenizer.from_str(theirs_of("tulu").backend_tokenizer.to_str())
-        theirs.add_tokens(
-            [tokenizers.AddedToken("<L>", lstrip=True), tokenizers.AddedToken("<R>", rstrip=True)]
-        )
-        wanted = theirs.encode(str(text), add_special_tokens=False)
-        ours_of = {theirs.token_to_id(name): i for name, i in special.items()}
-        ids = [ours_of.get(i, i) for i in wanted.ids]
-        assert encoder.encode(text) == ids, repr(spaces)
-    assert plain("a") == encoder.encode("a")
+def stand_in(added: dict[str, AddedToken]) -> Any:
+    """Return a tokenizer with other added tokens."""
+    _, tokenizer = tokenizers_of("tulu")
+    return SimpleNamespace(encode=tokenizer.encode, added_tokens=added)
+
+
+@pytest.mark.parametrize("spaces", ["", "  ", "\n\t ", "\x1c "])
+def test_white_space_beside_a_token_goes_where_its_flags_say(spaces):
+    theirs = tokenizers.Tokenizer.from_str(tokenizers_of("tulu")[0].backend_tokenizer.to_str())
+    flags: dict[str, Any] = {"<L>": {"lstrip": True}, "<R>": {"rstrip": True}}
+    theirs.add_tokens([tokenizers.AddedToken(name, **flags[name]) for name in flags])
+    added = {name: AddedToken(theirs.token_to_id(name) or 0, **flags[name]) for name in flags}
+    parts = ["a" + spaces, trusted("<L>"), spaces + "b" + spaces, trusted("<R>"), spaces + "c"]
+    text = concatenate(parts)
+    wanted = theirs.encode("".join(parts), add_special_tokens=False)
+    assert MarkedEncoder(stand_in(added)).encode(text) == wanted.ids
 
 
 def test_hostile_templates_are_refused_or_stopped():

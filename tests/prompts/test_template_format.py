@@ -2,38 +2,29 @@
 
 import functools
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from helpers.chat_templates import CHATML, HERMES, LLAMA, R1, TEMPLATES, TULU
-from helpers.fine_tunes import KINDS, make_model, make_tokenizer
+from helpers.fine_tunes import KINDS, make_model
+from helpers.marked_vocabularies import tokenizers_of
 from llama import Llama
 from llama.checkpoint.find import find
 from llama.checkpoint.tokenizer_files import load_tokenizer
+from llama.checks import FieldError
 from llama.loading import find_dialog_format
 from llama.prompts import template_probes
 from llama.prompts.dialog_format import MetaFormat, PromptOptions
+from llama.prompts.parser import CallArguments, CallStart
 from llama.prompts.template import jinja_template
 from llama.prompts.template_format import TemplateFormat, choose_format
-from llama.prompts.tools import ToolFormat
-from llama.tokenizer import Tokenizer
+from llama.prompts.tools import ToolFormat, Tools
 
 UNPROMPTED = PromptOptions(add_generation_prompt=False)
 CONTINUED = PromptOptions(add_generation_prompt=False, continue_final_message=True)
-
-
-@functools.cache
-def tokenizers_of(kind: str) -> tuple[Any, Tokenizer]:
-    """Return the tokenizer of a fine-tune in transformers and here."""
-    with tempfile.TemporaryDirectory() as folder:
-        num_rows = make_tokenizer(Path(folder), kind)
-        theirs = transformers.AutoTokenizer.from_pretrained(folder)
-        return theirs, Tokenizer(Path(folder) / "tokenizer.json", vocab_size=num_rows)
 
 
 @functools.cache
@@ -201,6 +192,32 @@ def test_calls_are_given_as_the_template_renders_them(source, text):
         assert ours.tokenizer.decode(ids) == text
 
 
+@pytest.mark.parametrize(("kind", "source"), [("hermes", HERMES), ("r1", R1)])
+def test_a_template_s_own_calls_are_read_from_an_answer(kind, source):
+    """What the template writes for a call is an answer with this call to the parser."""
+    ours = format_of(kind, source)
+    tools = Tools.of([TOOL])
+    functions = [{"name": "f", "arguments": {"a": value}} for value in (1, "é")]
+    calls = [{"type": "function", "function": function} for function in functions]
+    written = ours.tokenizer.decode(
+        ours.encode([user("?"), assistant("", tool_calls=calls)], None, UNPROMPTED)
+    )
+    answer = written.partition("?")[2].partition("assistant" if kind == "hermes" else "｜>")[2]
+    parser = ours.call_parser(tools)
+    events = [*parser.push(answer), *parser.flush()]
+    arguments = [event.text for event in events if isinstance(event, CallArguments)]
+    assert next(event.name for event in events if isinstance(event, CallStart)) == "f"
+    assert "".join(arguments).startswith('{"a": 1}')
+    assert "start:" in ours.call_grammar(tools)
+
+
+def test_a_template_without_calls_forces_none():
+    ours = format_of("chatml", CHATML)
+    assert ours.call_format is None
+    with pytest.raises(ValueError, match="does not show how calls are written"):
+        ours.call_grammar(Tools.of([TOOL]))
+
+
 def chosen(source: str, tool_format: ToolFormat = ToolFormat.LLAMA_3_1) -> Any:
     meta = MetaFormat(tokenizers_of("meta")[1], tool_format)
     return choose_format({"default": source}, meta)
@@ -350,3 +367,40 @@ def test_a_folder_s_template_is_its_format(tmp_path):
     ids = dialog_format.encode([user("Hi")])
     (expected,) = model.generate([ids], max_gen_len=4, temperature=0.0)[0]
     assert answer["generation"]["content"] == model.tokenizer.decode(expected).strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "line"),
+    [
+        (
+            "hermes",
+            '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+            "<tool_call>",
+        ),
+        ("pythonic", "[f(a=1)]", "calls as in llama3.2"),
+        ("none", "[f(a=1)]", "shows tools"),
+        ("auto", '{"name": "f", "parameters": {"a": 1}}', "shows tools"),
+    ],
+)
+def test_a_format_of_calls_may_be_named(name, answer, line):
+    """A template that shows tools and no calls gets a format by name; "none" reads none."""
+    source = "{{ tools | tojson }}{{ messages[0].content }}"
+    ours = TemplateFormat(tokenizers_of("hermes")[1], {"default": source}, name)
+    tools = Tools.of([TOOL])
+    parser = ours.call_parser(tools)
+    events = [*parser.push(answer), *parser.flush()]
+    assert any(isinstance(event, CallStart) for event in events) == (name != "none")
+    assert line in ours.describe()
+    if name in ("hermes", "pythonic"):
+        assert "start:" in ours.call_grammar(tools)
+    else:
+        with pytest.raises(FieldError, match="--tool_call_parser NAME"):
+            ours.call_grammar(tools)
+
+
+def test_a_format_of_calls_that_is_named_replaces_meta_s():
+    source = jinja_template(ToolFormat.LLAMA_3_1)
+    meta = MetaFormat(tokenizers_of("meta")[1])
+    assert isinstance(choose_format({"default": source}, meta, "hermes"), TemplateFormat)
+    with pytest.raises(FieldError, match="tool_call_parser='mistral' must be one of auto, hermes"):
+        choose_format({"default": source}, meta, "mistral")
