@@ -64,6 +64,8 @@ class BuildArgs:
             folder that holds one; or the name of a model that `llama download` has fetched.
         tokenizer_path: a tokenizer.model, a tokenizer.json or a GGUF file. Default: the tokenizer
             that lies beside the weights, or inside them.
+        chat_template: the file of a Jinja chat template that replaces the model's own, or "llama3"
+            for Meta's format. Default: the template in the model's files, if they hold one.
         max_seq_len: the maximum number of tokens of a prompt and its answer together. Default: the
             model's own limit, but no more than 8,192 and no more than fits the memory.
         max_batch_size: the number of sequences that run at once; further sequences wait.
@@ -151,6 +153,9 @@ class BuildArgs:
         "Quantize the weights: int8, fp8 or int4",
         "as they are",
         choices=("int8", "fp8", "int4"),
+    )
+    chat_template: str | None = _flag(
+        None, "FILE", "Chat template (Jinja), or llama3 for Meta's format", "the model's own"
     )
     kv_cache_memory_bytes: int | None = _flag(
         None, "N", "Size of the KV cache on each rank, in bytes", "what fits", limits=(1, 2**60)

@@ -13,14 +13,16 @@ import functools
 import itertools
 import sys
 import warnings
+import zlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from llama import weights
 from llama.build_args import BuildArgs
 from llama.checkpoint import memory, packed, reader
-from llama.checkpoint.chat_templates import find_chat_templates
+from llama.checkpoint.chat_templates import DEFAULT, find_chat_templates, read_template
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import LoadCheck
@@ -35,7 +37,7 @@ from llama.model.transformer import Transformer
 from llama.ops.cpu import native
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat, pick_kv_format
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
-from llama.prompts.dialog_format import DialogFormat, MetaFormat
+from llama.prompts.dialog_format import DialogFormat, MetaFormat, MissingFormat
 from llama.prompts.reasoning import find_marks
 from llama.prompts.template_format import choose_format
 from llama.prompts.tools import tool_format_of
@@ -50,11 +52,13 @@ from llama.sizes import (
     pages_for,
     step_bytes,
 )
+from llama.storage.downloads import shown
 from llama.tokenizer import Tokenizer
 from llama.weights.plain import all_finite
 
 _CUDA_RESERVE = 3 << 29  # bytes: modules of cuBLAS, buffers of nccl, graphs
 _LARGE = 1 << 28  # bytes of weights from which on loading takes long
+_META_TEMPLATE = "llama3"  # the value of chat_template that means Meta's format
 _PROBES = (  # tokenizers that agree on these texts are taken to be the same
     "Hello, world!  The year 1984;\n\n\tdef f(x): return {x: 'é'}",
     "straße, naïve, 日本語, привет, عربى, 🎈 and antidisestablishmentarianism",
@@ -177,15 +181,19 @@ def load_model(args: BuildArgs) -> Loaded:
         files = find_files(args, replace(parallel.placement, rank=0), device)
         kv_format = pick_kv_format(args.kv_cache_dtype, device)
         tokenizer = load_tokenizer(files.checkpoint, args.tokenizer_path)
-        dialog_format = find_dialog_format(files.checkpoint, tokenizer)
-        dialog_format.reasoning = find_marks(
-            tokenizer, dialog_format.jinja_template(), args.reasoning_parser
+        dialog_format = find_dialog_format(
+            files.checkpoint,
+            tokenizer,
+            chat_template=args.chat_template,
+            reasoning_parser=args.reasoning_parser,
         )
         models = [files, *_find_draft_files(args, files, tokenizer)]
         # A wrong name in a variable is an error before weights are read.
         allowed = selection.allowed_kernels()
         native.allowed_instruction_sets()
         must_match += _compared_arguments(args, models)
+        template_crc = zlib.crc32(dialog_format.jinja_template().encode())
+        must_match.append(f"CRC-32 of the chat template={template_crc:08x}")
     with parallel.agree("the weights", world=True) as must_match:
         if parallel.world is not None:
             for model_files in models:
@@ -273,19 +281,60 @@ def _check_drafter(args: BuildArgs) -> None:
         )
 
 
-def find_dialog_format(checkpoint: Checkpoint, tokenizer: Tokenizer) -> DialogFormat:
-    """Return the format of the dialogs of a checkpoint.
+def find_dialog_format(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    *,
+    chat_template: str | None = None,
+    reasoning_parser: str = "auto",
+) -> DialogFormat:
+    """Return the format of the dialogs of a checkpoint, with the marks of its reasoning.
+
+    Args:
+        checkpoint: The model.
+        tokenizer: Its tokenizer, which gets the stop tokens of the format.
+        chat_template: The argument of `Llama.build`.
+        reasoning_parser: The argument of `Llama.build`.
 
     Raises:
-        ValueError: A chat template of the files cannot be used.
+        OSError: The file of the template cannot be read.
+        ValueError: A chat template cannot be used.
     """
+    dialog_format = _chosen_format(checkpoint, tokenizer, chat_template)
+    template = dialog_format.jinja_template()
+    dialog_format.reasoning = find_marks(tokenizer, template, reasoning_parser)
+    return dialog_format
+
+
+def _chosen_format(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, chat_template: str | None
+) -> DialogFormat:
+    """Return Meta's format, that of a template, or the one of a model without a template."""
     rope_factor = checkpoint.params.rope_factor
     tool_format = tool_format_of(rope_factor, is_guard=checkpoint.is_guard)
     meta = MetaFormat(tokenizer, tool_format)
-    if checkpoint.is_guard:
+    if chat_template == _META_TEMPLATE or (chat_template is None and checkpoint.is_guard):
         return meta
-    templates = find_chat_templates(checkpoint)
-    return choose_format(templates, meta) if templates else meta
+    if chat_template is not None:
+        templates = {DEFAULT: _given_template(chat_template)}
+    else:
+        templates = find_chat_templates(checkpoint)
+    if templates:
+        return choose_format(templates, meta)
+    # Meta's own files hold no templates, and those of its layout that a conversion wrote do.
+    is_base = checkpoint.source_layout in ("hf", "gguf")
+    return MissingFormat(tokenizer) if is_base else meta
+
+
+def _given_template(chat_template: str) -> str:
+    """Return the text of the template that `Llama.build` was given."""
+    path = Path(path_like("chat_template", chat_template))
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"chat_template={shown(path)} is no file: give the path of a Jinja template, or "
+            f"{_META_TEMPLATE} for Meta's format"
+        )
+    return read_template(path)
 
 
 def _find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> list[Files]:

@@ -36,7 +36,7 @@ def find_chat_templates(checkpoint: Checkpoint) -> dict[str, str]:
     templates = {}
     for path in template_files(folder):
         name = DEFAULT if path.name == TEMPLATE_FILE else path.stem
-        templates[name] = _read_text(path)
+        templates[name] = read_template(path)
     for file_name in _JSON_FILES:
         path = folder / file_name
         if not templates and path.is_file():
@@ -85,8 +85,13 @@ def _templates_in_gguf(header: Header) -> dict[str, str]:
     return templates
 
 
-def _read_text(path: Path) -> str:
-    """Return the text of a template's file, which unlike other files may begin as a web page."""
+def read_template(path: Path) -> str:
+    """Return the text of a template's file, which unlike other files may begin as a web page.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is too large, or not UTF-8.
+    """
     if path.stat().st_size > _MAX_BYTES:
         raise broken(path, f"is larger than {_MAX_BYTES:,} bytes, so it is no chat template")
     try:

@@ -140,6 +140,49 @@ class DialogFormat(ABC):
         )
 
 
+class MissingFormat(DialogFormat):
+    """The place of the format of a model whose files hold no chat template, as base models do.
+
+    It refuses every dialog. Texts can be completed.
+    """
+
+    _MESSAGE: ClassVar[str] = (
+        "this model's files hold no chat template, as those of base models do not: complete texts "
+        "(/v1/completions, text_completion); or, if it was trained on chats, give --chat_template "
+        "FILE, or --chat_template llama3 for Meta's format"
+    )
+
+    @property
+    def has_tools(self) -> bool:
+        """False: there are no chats that could have tools."""
+        return False
+
+    def encode(
+        self,
+        messages: Messages,
+        tools: ToolList | None = None,
+        options: PromptOptions = _DEFAULT_OPTIONS,
+    ) -> list[int]:
+        """Raise a ValueError that says what to do."""
+        raise ValueError(self._MESSAGE)
+
+    def call_grammar(self, tools: Tools) -> str:
+        """Raise a ValueError that says what to do."""
+        raise ValueError(self._MESSAGE)
+
+    def call_parser(self, tools: Tools, *, is_tagged: bool = False) -> ToolCallParser:
+        """Raise a ValueError that says what to do."""
+        raise ValueError(self._MESSAGE)
+
+    def jinja_template(self) -> str:
+        """Return an empty template."""
+        return ""
+
+    def describe(self) -> str:
+        """Return one line that says that there is no format."""
+        return "no chat template: completions only"
+
+
 class MetaFormat(DialogFormat):
     """The format that Llama 3 was trained on, with the tool calls of one generation.
 

@@ -17,7 +17,7 @@ from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checks import FieldError
 from llama.loading import find_dialog_format
 from llama.prompts import template_probes
-from llama.prompts.dialog_format import MetaFormat, PromptOptions
+from llama.prompts.dialog_format import MetaFormat, MissingFormat, PromptOptions
 from llama.prompts.parser import CallArguments, CallStart
 from llama.prompts.template import jinja_template
 from llama.prompts.template_format import TemplateFormat, choose_format
@@ -357,7 +357,7 @@ def test_a_folder_s_template_is_its_format(tmp_path):
     folder = make_model(tmp_path / "model", "chatml")
     checkpoint = find(folder)
     tokenizer = load_tokenizer(checkpoint)
-    assert isinstance(find_dialog_format(checkpoint, tokenizer), MetaFormat)
+    assert isinstance(find_dialog_format(checkpoint, tokenizer), MissingFormat)
     write_template(folder, {"chat_template.jinja": CHATML})
     dialog_format = find_dialog_format(checkpoint, tokenizer)
     assert isinstance(dialog_format, TemplateFormat)
