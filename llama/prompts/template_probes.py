@@ -193,16 +193,23 @@ def _stops(
 
 
 def _call_style(probe: _Probe) -> CallStyle | None:
-    """Return the first style in which the name and the arguments of a call are rendered."""
+    """Return the first style in which the name and the arguments of a call are rendered.
+
+    One in which the template writes a missing content as "None" is the last choice.
+    """
+    with_none: CallStyle | None = None
     for tools in (None, [PROBE_TOOL]):
         for style in _STYLES:
             message: dict[str, Any] = {"role": "assistant", "content": ""}
             message["tool_calls"] = [style.call("FNAME", {"KEY": "VAL"}, "call00000")]
             style.set_no_content(message)
             text = probe.try_text([_USER, message], tools)
-            if all(part in text for part in ("FNAME", "KEY", "VAL")):
+            if not all(part in text for part in ("FNAME", "KEY", "VAL")):
+                continue
+            if "None" not in text:
                 return style
-    return None
+            with_none = with_none or style
+    return with_none
 
 
 def _marks_roles(probe: _Probe, encoder: MarkedEncoder) -> bool:

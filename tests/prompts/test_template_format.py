@@ -173,6 +173,9 @@ def test_one_line_describes_a_format(kind, source, parts):
 TEXT_CALLS = """{% for m in messages %}{% if m.tool_calls is defined %}{% if m.content is none %}\
 {% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endif %}\
 {% else %}{{ m.content }}{% endif %}{% endfor %}"""
+NEVER_NONE = """{% for m in messages %}{% if m.content is defined %}{{ m.content }}{% endif %}\
+{% for c in m.tool_calls or [] %}{{ c.function.name }}{# #}{{ c.function.arguments | tojson }}\
+{% endfor %}{% endfor %}"""
 ABSENT = """{% for m in messages %}{% if m.content is defined %}{{ m.content }}{% else %}\
 {{ m.tool_calls[0].function | tojson }}{% endif %}{% endfor %}"""
 
@@ -182,6 +185,7 @@ ABSENT = """{% for m in messages %}{% if m.content is defined %}{{ m.content }}{
     [
         (TEXT_CALLS, '?f{"a": [1, "é", null]}'),
         (ABSENT, '?{"name": "f", "arguments": {"a": [1, "é", null]}}'),
+        (NEVER_NONE, '?f{"a": [1, "é", null]}'),
         ("{{ messages[-1] | tojson }}", None),
     ],
 )
