@@ -1,4 +1,4 @@
-"""An answer as blocks of text and of tool calls: the engine's outputs in, an API's events out.
+"""An answer as blocks of reasoning, text and tool calls: the engine's outputs in, events out.
 
 Anthropic's Messages and OpenAI's Responses have answers of this structure, as events or whole. This
 file knows the structure and none of the two APIs.
@@ -7,7 +7,7 @@ file knows the structure and none of the two APIs.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from pydantic_core import from_json
@@ -26,10 +26,11 @@ Events = Iterator[dict[str, Any]]
 
 @dataclass
 class Block:
-    """A part of an answer: text, or one call of a tool.
+    """A part of an answer: the reasoning, text, or one call of a tool.
 
     Attributes:
         index: position of the block in the answer.
+        is_reasoning: whether the text is the reasoning, which precedes all other blocks.
         call_id: id of the call; empty for text.
         name: name of the called tool; empty for text.
         text: the text, or the arguments of the call as JSON, which may be cut off.
@@ -37,6 +38,8 @@ class Block:
     """
 
     index: int
+    _: KW_ONLY
+    is_reasoning: bool = False
     call_id: str = ""
     name: str = ""
     text: str = ""
@@ -146,6 +149,8 @@ class BlockAnswer(ABC):
 
     def _block_events(self, answer: CompletionOutput, deltas: list[dict[str, Any]]) -> Events:
         for delta in deltas:
+            if "reasoning_content" in delta:
+                yield from self._take_text(delta["reasoning_content"], is_reasoning=True)
             if "content" in delta:
                 yield from self._take_text(delta["content"])
             for call in delta.get("tool_calls", []):
@@ -154,15 +159,17 @@ class BlockAnswer(ABC):
             self.blocks[-1].is_cut = ending_of(answer.finish_reason).incomplete is not None
             yield from self.block_stop(self.blocks[-1])
 
-    def _take_text(self, text: str) -> Events:
-        if not self.blocks or self.blocks[-1].is_call:
-            yield from self._open(Block(len(self.blocks)))
+    def _take_text(self, text: str, *, is_reasoning: bool = False) -> Events:
+        last = self.blocks[-1] if self.blocks else None
+        if last is None or last.is_call or last.is_reasoning != is_reasoning:
+            yield from self._open(Block(len(self.blocks), is_reasoning=is_reasoning))
         yield from self._extend(text)
 
     def _take_call(self, call: dict[str, Any]) -> Events:
         function = call["function"]
         if "id" in call:
-            yield from self._open(Block(len(self.blocks), call["id"], function["name"]))
+            block = Block(len(self.blocks), call_id=call["id"], name=function["name"])
+            yield from self._open(block)
         if function["arguments"]:
             yield from self._extend(function["arguments"])
 

@@ -59,10 +59,11 @@ class BodyRoute(APIRoute):
         async def answer(http: Request) -> Response:
             self.check_content_type(http)
             ignored: list[str] | None = [] if http.app.state.lenient else None
+            http.state.ignored = ignored  # A route may add fields that this model cannot use.
             body = await _read_body(http, adapter, ignored)
             response: Response = await self.endpoint(body, http)
             if ignored:
-                _name_ignored(http, response, ignored)
+                _name_ignored(http, response, sorted(ignored))
             return response
 
         return answer

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from helpers.browser import CHROMIUM
+from helpers.fine_tunes import make_model
+from helpers.reasoning import ReasoningServer
 from helpers.server import RunningServer, run_server
 from llama import Llama
 
@@ -76,3 +78,18 @@ def llama_for_tools(make_checkpoint) -> Llama:
     """A tiny random model of the type Llama 3.1, which supports tools."""
     folder, _, _ = make_checkpoint(use_scaled_rope=True)
     return Llama.build(str(folder), max_seq_len=2048, max_batch_size=18, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def reasoning_llama(tmp_path_factory) -> Llama:
+    """A tiny random model with the tokens of DeepSeek-R1-Distill-Llama."""
+    folder = make_model(tmp_path_factory.mktemp("r1"), "r1")
+    return Llama.build(str(folder), max_seq_len=2048, max_batch_size=8, device="cpu")
+
+
+@pytest.fixture
+def reasoning_server(reasoning_llama) -> Iterator[ReasoningServer]:
+    """A server in this process whose model writes given texts, with reasoning."""
+    made = ReasoningServer(reasoning_llama)
+    yield made
+    reasoning_llama.engine.runner = made.runner

@@ -285,7 +285,7 @@ def test_a_call_is_one_line(scripted):
     # A client could not see that arguments were cut off.
     (cut,) = ask(scripted, **body, stream=False, options={"num_predict": 45})
     assert functions(cut["message"]) == [] and cut["done_reason"] == "length"
-    whole_call = Block(0, "call_1", "weather", "{}", is_cut=True)
+    whole_call = Block(0, call_id="call_1", name="weather", text="{}", is_cut=True)
     assert _is_complete_call(whole_call)
 
 

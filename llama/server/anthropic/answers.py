@@ -42,14 +42,22 @@ class MessageAnswer(BlockAnswer):
 
     def block_delta(self, block: Block, text: str) -> Events:
         """Yield the event of new text, or of new JSON of a call."""
-        if block.is_call:
+        if block.is_reasoning:
+            delta = {"type": "thinking_delta", "thinking": text}
+        elif block.is_call:
             delta = {"type": "input_json_delta", "partial_json": text}
         else:
             delta = {"type": "text_delta", "text": text}
         yield {"type": "content_block_delta", "index": block.index, "delta": delta}
 
     def block_stop(self, block: Block) -> Events:
-        """Yield the event that closes a content block."""
+        """Yield the event that closes a content block.
+
+        Clients expect a signature behind the thinking; it is empty, as in the whole message.
+        """
+        if block.is_reasoning:
+            delta = {"type": "signature_delta", "signature": ""}
+            yield {"type": "content_block_delta", "index": block.index, "delta": delta}
         yield {"type": "content_block_stop", "index": block.index}
 
     def last_events(self) -> Events:
@@ -97,6 +105,8 @@ class MessageAnswer(BlockAnswer):
 
 def _content(block: Block) -> dict[str, Any]:
     """Return the content block of the API."""
+    if block.is_reasoning:
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
     if not block.is_call:
         return {"type": "text", "text": block.text}
     call_id = block.call_id.replace("call_", "toolu_", 1)  # the prefix of Anthropic's ids

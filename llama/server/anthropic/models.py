@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from llama.checks import FieldError
+from llama.checks import FieldError, brief
 from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import NO_IMAGES, SKIP_OTHER_TYPES, UNUSED, Fields
 from llama.prompts.messages import text_of
+from llama.prompts.reasoning import effort_options
 from llama.prompts.tools import (
     TOOLS,
     Function,
@@ -22,7 +23,7 @@ from llama.prompts.tools import (
     Tools,
     tool_request,
 )
-from llama.sampling_params import SamplingParams
+from llama.sampling_params import MAX_COUNT, SamplingParams
 from llama.server.accepted import NO_STATE, AcceptedFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import AnswerFormat, SchemaFormat
@@ -41,6 +42,7 @@ COUNT_URL = "/v1/messages/count_tokens"
 # Anthropic's own message: agents look for it, and shorten the dialog then.
 _TOO_LONG = "messages: prompt is too long: {count} tokens > {max_count} maximum"
 _NO_SUCH_CALL = "no tool_use block of a message before it"
+_SWITCHES = {"enabled": True, "disabled": False}  # "adaptive" leaves it to the model
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -99,7 +101,10 @@ class ToolResult(_Block):
 
 
 class Thinking(_Block):
-    """The thinking of another model, which is left out, as in Anthropic's API."""
+    """The thinking before an answer; a chat template decides whether the model sees it again.
+
+    The data of redacted thinking is left out: only Anthropic can read it.
+    """
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str | None = None
@@ -168,7 +173,7 @@ class InputChoice(Fields):
 
 
 class OutputConfig(Fields):
-    """How the answer looks; effort is a hint without effect."""
+    """How the answer looks; effort is for a chat template that reads it."""
 
     format: SchemaFormat | None = None
     effort: str | None = None
@@ -210,7 +215,9 @@ class CountBody(AcceptedFields, SamplingFields):
             params=self.sampling_params(defaults, structured_output=structured_output),
             model=self.model,
             tools=tools,
-            prompt_options=PromptOptions.for_answer(continues=continues),
+            prompt_options=PromptOptions.for_answer(
+                continues=continues, **self._thinking_options()
+            ),
             fields=ErrorFields("messages", self.given_names(), path, dialog.paths, _TOO_LONG),
         )
 
@@ -235,6 +242,26 @@ class CountBody(AcceptedFields, SamplingFields):
             return "tools", None
         path = "output_config.format.schema"
         return path, schema_format.structured_output(path)
+
+    def _thinking_options(self) -> dict[str, Any]:
+        """Return the fields of `PromptOptions` for `thinking` and `output_config.effort`."""
+        effort = None if self.output_config is None else self.output_config.effort
+        options: dict[str, Any] = effort_options(effort)
+        thinking = self.thinking or {}
+        kind = thinking.get("type")
+        if kind in _SWITCHES:
+            options["enable_thinking"] = _SWITCHES[kind]
+        budget = thinking.get("budget_tokens")
+        if kind == "enabled" and budget is not None:
+            if type(budget) is not int or not 0 <= budget <= MAX_COUNT:
+                problem = f"={brief(budget)} must be a number of tokens"
+                raise FieldError.of("thinking.budget_tokens", problem)
+            options["thinking_budget"] = budget
+        return options
+
+    def given_names(self) -> dict[str, str]:
+        """Return the parameters that this body gives, each with its name in the body."""
+        return {**super().given_names(), "thinking_token_budget": "thinking.budget_tokens"}
 
     def _check_continued(self, message: dict[str, Any], path: str, tools: Tools | None) -> None:
         """Check that the answer can continue a message of the assistant's.
@@ -285,6 +312,8 @@ def _add_blocks(
     for i, block in enumerate(message.content):
         if isinstance(block, TextBlock):
             dialog.add_text(message.role, block.text, path)
+        elif isinstance(block, Thinking) and block.thinking:
+            dialog.add_reasoning(block.thinking)
         elif isinstance(block, ToolUse):
             dialog.add_call(block.id, block.name, block.input, path)
         elif isinstance(block, ToolResult):

@@ -45,14 +45,18 @@ class OllamaAnswer(BlockAnswer):
         return self._line("")
 
     @abstractmethod
-    def line_content(self, text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the fields of a line for text, or for calls."""
+    def line_content(
+        self, text: str, calls: Sequence[dict[str, Any]], thinking: str
+    ) -> dict[str, Any]:
+        """Return the fields of a line for text, for calls, or for thinking."""
 
     def body(self) -> dict[str, Any]:
         """Return the response to a finished request."""
-        text = "".join(block.text for block in self.blocks if not block.is_call)
+        texts = [block for block in self.blocks if not block.is_call]
+        text = "".join(block.text for block in texts if not block.is_reasoning)
+        thinking = "".join(block.text for block in texts if block.is_reasoning)
         calls = [_call(block) for block in self.blocks if _is_complete_call(block)]
-        return {**self._line(text, calls), **self._end()}
+        return {**self._line(text, calls, thinking), **self._end()}
 
     def first_events(self) -> Events:
         """Yield nothing: the first line has text or a call."""
@@ -63,8 +67,10 @@ class OllamaAnswer(BlockAnswer):
         yield from ()
 
     def block_delta(self, block: Block, text: str) -> Events:
-        """Yield a line with new text."""
-        if not block.is_call:
+        """Yield a line with new text, or new thinking."""
+        if block.is_reasoning:
+            yield self._line("", thinking=text)
+        elif not block.is_call:
             yield self._line(text)
 
     def block_stop(self, block: Block) -> Events:
@@ -85,10 +91,12 @@ class OllamaAnswer(BlockAnswer):
         reason = "unload" if unloads else "load"
         return {**self._line(""), "done": True, "done_reason": reason}
 
-    def _line(self, text: str, calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    def _line(
+        self, text: str, calls: Sequence[dict[str, Any]] = (), thinking: str = ""
+    ) -> dict[str, Any]:
         created_at = timestamp(time.time())
         head = {"model": self.meta.model, "created_at": created_at}
-        return {**head, **self.line_content(text, calls), "done": False}
+        return {**head, **self.line_content(text, calls, thinking), "done": False}
 
     def _end(self) -> dict[str, Any]:
         """Return the fields of the last line; durations are in nanoseconds.
@@ -115,9 +123,13 @@ class OllamaAnswer(BlockAnswer):
 class ChatAnswer(OllamaAnswer):
     """The answer of /api/chat, which is a message."""
 
-    def line_content(self, text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def line_content(
+        self, text: str, calls: Sequence[dict[str, Any]], thinking: str
+    ) -> dict[str, Any]:
         """Return the message."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thinking:
+            message["thinking"] = thinking
         if calls:
             message["tool_calls"] = list(calls)
         return {"message": message}
@@ -126,9 +138,11 @@ class ChatAnswer(OllamaAnswer):
 class GenerateAnswer(OllamaAnswer):
     """The answer of /api/generate, which is a text."""
 
-    def line_content(self, text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def line_content(
+        self, text: str, calls: Sequence[dict[str, Any]], thinking: str
+    ) -> dict[str, Any]:
         """Return the text; there are no calls."""
-        return {"response": text}
+        return {"response": text, "thinking": thinking} if thinking else {"response": text}
 
 
 def _call(block: Block) -> dict[str, Any]:

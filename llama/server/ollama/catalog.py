@@ -55,7 +55,11 @@ def shown(service: Service) -> dict[str, Any]:
     """Return the answer of /api/show."""
     params = service.loaded().model.params
     dialog_format = service.dialog_format
-    capabilities = ["completion", "tools"] if dialog_format.has_tools else ["completion"]
+    capabilities = ["completion"]
+    if dialog_format.has_tools:
+        capabilities.append("tools")
+    if dialog_format.reasoning is not None:
+        capabilities.append("thinking")
     return {
         "modelfile": f"FROM {service.model_name}\nPARAMETER num_ctx {params.max_seq_len}\n",
         "parameters": f"num_ctx {params.max_seq_len}",

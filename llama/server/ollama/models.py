@@ -48,7 +48,7 @@ _Images = Annotated[
     | None,
     Field(),
 ]
-_NO_THINKING = with_message(" must be false: the model does not support thinking")
+_THINK = with_message(" must be true, false, 'low', 'medium' or 'high'", of_parts=True)
 _Format = Annotated[
     Literal["", "json"] | dict[str, Any],
     with_message(" must be 'json' or a JSON schema, which is an object", of_parts=True),
@@ -143,7 +143,9 @@ class _Body(Fields):
     options: Options | None = None
     format: _Format | None = None
     keep_alive: float | str | None = None  # without effect: the model stays loaded
-    think: Annotated[Annotated[FalseOnly, _NO_THINKING] | None, UNUSED] = None
+    think: Annotated[Annotated[bool | Literal["low", "medium", "high"], _THINK] | None, UNUSED] = (
+        None
+    )
     logprobs: Annotated[FalseOnly | None, UNUSED] = None
     top_logprobs: _Zero = None
     cache_salt: CacheSalt | None = None
@@ -152,6 +154,15 @@ class _Body(Fields):
     def unloads(self) -> bool:
         """Whether Ollama would unload the model after this request."""
         return self.keep_alive in _UNLOADED
+
+    def _prompt_options(self, *, continues: bool) -> PromptOptions:
+        """Return the options of a chat's prompt; a model thinks unless `think` is false."""
+        options: dict[str, Any] = {}
+        if self.think is not None:
+            options["enable_thinking"] = self.think is not False
+        if isinstance(self.think, str):
+            options["reasoning_effort"] = self.think
+        return PromptOptions.for_answer(continues=continues, **options)
 
     def _answer_format(self) -> StructuredOutput | None:
         if not self.format:
@@ -201,7 +212,7 @@ class Call(Fields):
 
 
 class Message(Fields):
-    """A message; the thinking of another model is left out."""
+    """A message; a chat template decides whether the model sees its thinking again."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -237,7 +248,7 @@ class ChatBody(_Body):
             "messages",
             messages=_openai_messages(messages),
             tools=tools,
-            prompt_options=PromptOptions.for_answer(continues=continues),
+            prompt_options=self._prompt_options(continues=continues),
         )
 
     def _check_continued(self, tools: Tools | None) -> None:
@@ -283,7 +294,8 @@ class GenerateBody(_Body):
         messages = [{"role": "user", "content": prompt}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
-        return self._request("prompt", messages=messages)
+        options = self._prompt_options(continues=False)
+        return self._request("prompt", messages=messages, prompt_options=options)
 
     def _is_raw(self) -> bool:
         """Return whether the prompt is the whole text that the model continues."""
@@ -321,6 +333,8 @@ def _openai_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     pending = _PendingCalls({})
     for i, message in enumerate(messages):
         turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            turn["reasoning_content"] = message.thinking
         if message.tool_calls:
             calls = [
                 _openai_call(call, f"call_{i}_{k}") for k, call in enumerate(message.tool_calls)

@@ -65,6 +65,8 @@ def routes(service: Service) -> APIRouter:
             meta = ResponseMeta("", body.model or service.model_name, int(time.time()))
             nothing = make_answer(OpenAIRequest(DEFAULTS), service.dialog_format, meta)
             return JsonResponse(nothing.loaded_body(unloads=body.unloads))
+        if body.think and service.dialog_format.reasoning is None:
+            _ignore(http, "think", " must be false: the model does not support thinking")
         request = await beside_if_large(http, body.request)
         prepared = await _prepare(service, http, request)
         return await respond(service, http, request, [prepared], make_answer)
@@ -108,6 +110,13 @@ def routes(service: Service) -> APIRouter:
     for path, (methods, message) in _UNSUPPORTED.items():
         _refuse(router, path, methods, message)
     return router
+
+
+def _ignore(http: Request, field: str, problem: str) -> None:
+    """Name a field that a lenient server drops, or raise a FieldError."""
+    if http.state.ignored is None:
+        raise FieldError.of(field, problem)
+    http.state.ignored.append(field)
 
 
 def _refuse(router: APIRouter, path: str, methods: list[str], message: str) -> None:

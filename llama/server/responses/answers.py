@@ -61,9 +61,11 @@ class ResponseAnswer(BlockAnswer):
             yield self._event("content_part.added", **self._position(block), part=_part(block))
 
     def block_delta(self, block: Block, text: str) -> Events:
-        """Yield the event of new text; only functions and messages stream theirs."""
+        """Yield the event of new text; custom tools and shells do not stream theirs."""
         position = self._position(block)
-        if self._tool_type(block) == "function":
+        if block.is_reasoning:
+            yield self._event("reasoning_text.delta", **position, delta=text)
+        elif self._tool_type(block) == "function":
             yield self._event("function_call_arguments.delta", **position, delta=text)
         elif not block.is_call:
             yield self._event("output_text.delta", **position, delta=text, logprobs=[])
@@ -80,7 +82,10 @@ class ResponseAnswer(BlockAnswer):
             yield self._event("custom_tool_call_input.delta", **position, delta=item["input"])
             yield self._event("custom_tool_call_input.done", **position, input=item["input"])
         elif not block.is_call:
-            yield self._event("output_text.done", **position, text=block.text, logprobs=[])
+            if block.is_reasoning:
+                yield self._event("reasoning_text.done", **position, text=block.text)
+            else:
+                yield self._event("output_text.done", **position, text=block.text, logprobs=[])
             yield self._event("content_part.done", **position, part=_part(block))
         yield self._event("output_item.done", output_index=block.index, item=item)
 
@@ -117,7 +122,7 @@ class ResponseAnswer(BlockAnswer):
         return self._callees[block.name].kind if block.is_call else ""
 
     def _item_id(self, block: Block) -> str:
-        prefix = "fc" if block.is_call else "msg"
+        prefix = "fc" if block.is_call else "rs" if block.is_reasoning else "msg"
         return f"{prefix}_{self.meta.id}_{block.index}"
 
     def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
@@ -126,11 +131,15 @@ class ResponseAnswer(BlockAnswer):
         item = {"id": self._item_id(block), "status": status}
         if block.is_call:
             return {**item, "call_id": block.call_id, **self._callees[block.name].item(block)}
+        if block.is_reasoning:
+            return {**item, "type": "reasoning", "summary": [], "content": [_part(block)]}
         return {**item, "type": "message", "role": "assistant", "content": [_part(block)]}
 
 
 def _part(block: Block) -> dict[str, Any]:
-    """Return the content part of a message."""
+    """Return the content part of a message, or of the reasoning."""
+    if block.is_reasoning:
+        return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
@@ -141,7 +150,7 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.total_tokens,
     }
 
@@ -175,7 +184,7 @@ def _response_fields(
         "model": meta.model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.effort(), "summary": None},
         "background": False,
         "store": False,
         "temperature": params.temperature,

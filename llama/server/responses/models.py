@@ -9,8 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
+from llama.checks import FieldError, brief
+from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import NO_IMAGES, UNUSED, Fields, chosen_by
 from llama.prompts.messages import HEADER_ROLES, text_of
+from llama.prompts.reasoning import effort_options
 from llama.prompts.tools import FunctionName, tool_request
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.accepted import NO_STATE, AcceptedFields
@@ -85,12 +88,21 @@ class OutputItem(_Item):
 
 
 class ReasoningItem(_Item):
-    """The reasoning of another model, which is left out, like Anthropic's thinking."""
+    """The reasoning before an answer; a chat template decides whether the model sees it again.
+
+    Its text is in the content; the summary and the encrypted content of other models are left out.
+    """
 
     type: Literal["reasoning"]
     summary: Any = None
     content: Any = None
     encrypted_content: Any = None
+
+    def texts(self) -> list[str]:
+        """Return the texts of the reasoning."""
+        parts = self.content if isinstance(self.content, list) else []
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        return [text for text in texts if isinstance(text, str)]
 
 
 class ToolsItem(_Item):
@@ -173,8 +185,18 @@ class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type
             model=self.model,
             stream=bool(self.stream),
             tools=tool_request(functions, self.tool_choice, self.parallel_tool_calls),
+            prompt_options=PromptOptions.for_answer(
+                continues=False, **effort_options(self.effort())
+            ),
             fields=ErrorFields("input", self.given_names(), path, dialog.paths),
         )
+
+    def effort(self) -> str | None:
+        """Return how much to reason; "none" switches reasoning off."""
+        effort = (self.reasoning or {}).get("effort")
+        if effort is None or isinstance(effort, str):
+            return effort
+        raise FieldError.of("reasoning.effort", f"={brief(effort)} must be a text")
 
     def callees(self) -> list[Callee]:
         """Return what the answer may call."""
@@ -194,6 +216,9 @@ class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type
             path = f"input[{i}]"
             if isinstance(item, MessageItem):
                 dialog.add_text(HEADER_ROLES[item.role], text_of(item.content), path)
+            elif isinstance(item, ReasoningItem):
+                for text in item.texts():
+                    dialog.add_reasoning(text)
             elif isinstance(item, CallItem):
                 name = qualified_name(item.name, item.namespace)
                 dialog.add_call(item.call_id, name, item.call_arguments(), path)
