@@ -89,6 +89,9 @@ class BuildArgs:
         reasoning_parser: "deepseek_r1" says that answers may begin with reasoning between <think>
             and </think>; "none" leaves the text of answers as the model writes it. Default, "auto":
             the model's tokens and its chat template tell.
+        tool_call_parser: the format of the tool calls of a model with a chat template of its own:
+            "hermes", "llama3_json", "xlam", "nemotron", "functionary", "pythonic" or "none".
+            Default, "auto": as the template writes them.
         verify: compare the weights with their checksums, in .pth files or checklist.chk, while they
             are loaded. A warning names files without a checksum. See `llama verify`.
         mute_ranks: drop what ranks other than 0 print to `sys.stdout`, until `close`. Their stderr
@@ -172,6 +175,22 @@ class BuildArgs:
         "NAME",
         "Marks of the reasoning in answers: auto, deepseek_r1 or none",
         choices=("auto", "deepseek_r1", "none"),
+    )
+    tool_call_parser: str = _flag(
+        "auto",
+        "NAME",
+        "Format of tool calls of a chat template: hermes, llama3_json, xlam, nemotron, functionary,"
+        " pythonic, none",
+        choices=(
+            "auto",
+            "hermes",
+            "llama3_json",
+            "xlam",
+            "nemotron",
+            "functionary",
+            "pythonic",
+            "none",
+        ),
     )
     timeout_s: float = _flag(
         600.0, "S", "Maximum time that a rank waits for another, in seconds", may_differ=True

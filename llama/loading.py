@@ -39,7 +39,7 @@ from llama.ops.kv_cache import AS_COMPUTED, KVFormat, pick_kv_format
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.prompts.dialog_format import DialogFormat, MetaFormat, MissingFormat
 from llama.prompts.reasoning import find_marks
-from llama.prompts.template_format import choose_format
+from llama.prompts.template_format import check_call_parser, choose_format
 from llama.prompts.tools import tool_format_of
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
@@ -186,6 +186,7 @@ def load_model(args: BuildArgs) -> Loaded:
             tokenizer,
             chat_template=args.chat_template,
             reasoning_parser=args.reasoning_parser,
+            tool_call_parser=args.tool_call_parser,
         )
         models = [files, *_find_draft_files(args, files, tokenizer)]
         # A wrong name in a variable is an error before weights are read.
@@ -287,6 +288,7 @@ def find_dialog_format(
     *,
     chat_template: str | None = None,
     reasoning_parser: str = "auto",
+    tool_call_parser: str = "auto",
 ) -> DialogFormat:
     """Return the format of the dialogs of a checkpoint, with the marks of its reasoning.
 
@@ -295,21 +297,23 @@ def find_dialog_format(
         tokenizer: Its tokenizer, which gets the stop tokens of the format.
         chat_template: The argument of `Llama.build`.
         reasoning_parser: The argument of `Llama.build`.
+        tool_call_parser: The argument of `Llama.build`.
 
     Raises:
         OSError: The file of the template cannot be read.
         ValueError: A chat template cannot be used.
     """
-    dialog_format = _chosen_format(checkpoint, tokenizer, chat_template)
+    dialog_format = _chosen_format(checkpoint, tokenizer, chat_template, tool_call_parser)
     template = dialog_format.jinja_template()
     dialog_format.reasoning = find_marks(tokenizer, template, reasoning_parser)
     return dialog_format
 
 
 def _chosen_format(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, chat_template: str | None
+    checkpoint: Checkpoint, tokenizer: Tokenizer, chat_template: str | None, tool_call_parser: str
 ) -> DialogFormat:
     """Return Meta's format, that of a template, or the one of a model without a template."""
+    check_call_parser(tool_call_parser)
     rope_factor = checkpoint.params.rope_factor
     tool_format = tool_format_of(rope_factor, is_guard=checkpoint.is_guard)
     meta = MetaFormat(tokenizer, tool_format)
@@ -320,7 +324,7 @@ def _chosen_format(
     else:
         templates = find_chat_templates(checkpoint)
     if templates:
-        return choose_format(templates, meta)
+        return choose_format(templates, meta, tool_call_parser)
     # Meta's own files hold no templates, and those of its layout that a conversion wrote do.
     is_base = checkpoint.source_layout in ("hf", "gguf")
     return MissingFormat(tokenizer) if is_base else meta

@@ -1,6 +1,7 @@
 """Which chat format a model gets: its files' template, a given one, Meta's, or none."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,15 @@ import pytest
 
 from helpers.fine_tunes import make_model
 from llama import Llama
+from llama.build_args import BuildArgs
 from llama.checkpoint.find import find
 from llama.checkpoint.tokenizer_files import load_tokenizer
+from llama.checks import FieldError
 from llama.loading import find_dialog_format
-from llama.prompts.dialog_format import MetaFormat, MissingFormat
+from llama.prompts.dialog_format import DialogFormat, MetaFormat, MissingFormat
+from llama.prompts.reasoning import PARSERS
+from llama.prompts.template_format import CALL_PARSERS
+from llama.prompts.tools import Tools
 from llama.server.app import make_app
 from llama.server.service import Limits, Service
 
@@ -78,6 +84,28 @@ def test_a_wrong_template_is_named_before_weights_are_read(base, tmp_path):
         Llama.build(str(base), chat_template=write_template(tmp_path, "{% if %}"), **SIZES)
     with pytest.raises(TypeError, match="chat_template"):
         Llama.build(str(base), chat_template=3.1, **SIZES)  # type: ignore[arg-type]
+
+
+def test_a_format_of_calls_can_be_named(base, tmp_path):
+    given = write_template(tmp_path, TULU + "{{ tools }}")
+    checkpoint = find(base)
+
+    def format_with(parser: str) -> DialogFormat:
+        return find_dialog_format(
+            checkpoint, load_tokenizer(checkpoint), chat_template=given, tool_call_parser=parser
+        )
+
+    tools = Tools(({"name": "now"},), must_call=True)
+    assert "<tool_call>" in format_with("hermes").call_grammar(tools)
+    with pytest.raises(ValueError, match="cannot be forced"):
+        format_with("auto").call_grammar(tools)
+    for parser in CALL_PARSERS:
+        format_with(parser)
+    with pytest.raises(FieldError, match="tool_call_parser='qwen' must be one of auto, hermes"):
+        Llama.build(str(base), tool_call_parser="qwen", **SIZES)
+    fields = {x.name: x for x in dataclasses.fields(BuildArgs)}
+    assert set(fields["tool_call_parser"].metadata["choices"]) == set(CALL_PARSERS)
+    assert set(fields["reasoning_parser"].metadata["choices"]) == set(PARSERS)
 
 
 def test_meta_s_own_files_have_meta_s_format(demo):

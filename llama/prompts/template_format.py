@@ -45,6 +45,13 @@ _CUT = "\ue0c5"  # a private character behind the content of a message that is l
 _DEFAULT_OPTIONS = PromptOptions()
 
 
+def check_call_parser(name: str) -> None:
+    """Raise a FieldError for a name that is none of `CALL_PARSERS`."""
+    if name not in CALL_PARSERS:
+        text = f"={brief(name)} must be one of {', '.join(CALL_PARSERS)}"
+        raise FieldError.of("tool_call_parser", text)
+
+
 def choose_format(
     templates: Mapping[str, str], meta: MetaFormat, tool_call_parser: str = "auto"
 ) -> DialogFormat:
@@ -94,9 +101,7 @@ class TemplateFormat(DialogFormat):
     ) -> None:
         """Compile the templates and find their traits."""
         super().__init__(tokenizer)
-        if tool_call_parser not in CALL_PARSERS:
-            text = f"={brief(tool_call_parser)} must be one of {', '.join(CALL_PARSERS)}"
-            raise FieldError.of("tool_call_parser", text)
+        check_call_parser(tool_call_parser)
         if DEFAULT not in templates:
             names = ", ".join(map(brief, templates)) or "none"
             raise ValueError(f"there is no chat template named {DEFAULT!r} (found: {names})")
