@@ -513,7 +513,8 @@ def test_the_oldest_turns_are_left_out_once_the_context_is_full(page, server):
 
 def test_reasoning_is_folded_once_the_answer_begins(page):
     parts = [{"reasoning_content": "First **this**, "}, {"reasoning_content": "then that."}]
-    script(page, parts, [*parts, {"content": "Done"}], [{"content": "Next"}])
+    parts_of_vllm = [{"reasoning": part["reasoning_content"]} for part in parts]
+    script(page, parts, [*parts_of_vllm, {"content": "Done"}], [{"content": "Next"}])
     send(page, "Think")
     page.wait_for_selector("article.done details[open] strong >> text=this")
     page.click("text=Retry")

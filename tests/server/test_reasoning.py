@@ -15,6 +15,7 @@ from helpers.chat_templates import R1
 from helpers.fine_tunes import make_model
 from helpers.reasoning import QUESTION, ReasoningServer, joined
 from llama import Llama
+from llama.cli.chat import engine_session
 from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.reasoning import ReasoningMarks, find_marks
 
@@ -265,6 +266,21 @@ def test_meta_s_api(server):
     prompts = ["How is it?"]
     (text,) = server.llama.text_completion(prompts, max_gen_len=50)
     assert text["generation"] == "Hm é</think>\n\nYes."
+
+
+def test_llama_chat_has_the_reasoning_apart(server, monkeypatch):
+    server.says("Hm é</think>\n\nYes. END No.")
+    server.format.stop_strings = (" END",)
+    taken: list[Any] = []
+
+    def talk(answers: Any, conversation: Any, terminal: Any) -> None:
+        taken.extend(answers(conversation.handle("How is it?")))
+
+    monkeypatch.setattr(engine_session, "talk", talk)
+    engine_session.chat_on_engine(server.llama)
+    assert "".join(part.new_reasoning for part in taken) == "Hm é"
+    assert "".join(part.new_text for part in taken) == "Yes."
+    assert taken[-1].finish_reason == "stop"
 
 
 def test_several_requests_at_once(server):

@@ -14,6 +14,7 @@ from llama.cli.chat.session import Part, talk
 from llama.cli.chat.terminal import Terminal
 from llama.cli.ranks import check_one_group
 from llama.generation import Llama
+from llama.prompts.chat import chat_params
 from llama.prompts.dialog_format import Messages, PromptOptions
 from llama.ranks.signals import SIGNALS
 
@@ -42,14 +43,25 @@ def chat_on_engine(llama: Llama, history: Path | None = None, **settings: Any) -
     terminal = Terminal(parallel.watch, history)
 
     def answers(turn: Turn) -> Generator[Part, None, None]:
-        params = conversation.sampling(turn.attempt)
+        params = chat_params(
+            conversation.sampling(turn.attempt),
+            None,
+            llama.dialog_format,
+            PromptOptions(),
+            "structured_output",
+        )
         request = llama.llm_engine.prepare("", conversation.prompt(turn), params)
         with contextlib.closing(llama.llm_engine.stream([request])) as outputs:
             for output in outputs:
                 if output.error is not None:
                     raise ValueError(output.error)
                 answer = output.outputs[0]
-                yield Part(answer.new_text, answer.finish_reason, output.usage)
+                yield Part(
+                    answer.new_text,
+                    answer.finish_reason,
+                    output.usage,
+                    new_reasoning=answer.new_reasoning,
+                )
 
     def lead() -> OSError | None:
         """Chat, and return the error if nobody reads any more or the drain time is over.

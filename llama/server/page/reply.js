@@ -79,9 +79,11 @@ class Reply {
 
   take(chunk) {
     const choice = chunk.choices[0];
-    const { content, reasoning_content: reasoning, tool_calls: calls = [] } = choice?.delta ?? {};
-    // Tokens of the reasoning have no text in the content.
-    const entries = reasoning ? [] : (choice?.logprobs?.content ?? []).map(chatEntry);
+    const { content, tool_calls: calls = [], ...delta } = choice?.delta ?? {};
+    const reasoning = delta.reasoning_content ?? delta.reasoning; // A server sends one of the two.
+    // Tokens of the reasoning, and of the mark behind it, have no text in the content.
+    const isBefore = reasoning || (this.reasoning && !this.content && !content);
+    const entries = isBefore ? [] : (choice?.logprobs?.content ?? []).map(chatEntry);
     this.figures.take(chunk, content || reasoning || calls.length || entries.length);
     if (!choice) return;
     this.waiting.push(...entries.flatMap(this.join));
