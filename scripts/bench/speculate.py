@@ -125,7 +125,8 @@ def speculate(
     sizes = [whole("batches", n) for n in batches]
     if unknown := {*texts.split(",")}.difference(_TEXTS):
         raise ValueError(f"texts={texts!r}: {min(unknown)!r} is none of {', '.join(_TEXTS)}")
-    shape: dict[str, Any] = {"max_seq_len": 2048, "max_batch_size": max(sizes)}
+    context = min(2048, bench.args.longest_context)
+    shape: dict[str, Any] = {"max_seq_len": context, "max_batch_size": max(sizes)}
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
         if is_shape:
             llama = our_llama(bench.ours(), shape)
