@@ -112,7 +112,7 @@ def test_meta_s_own_files_have_meta_s_format(demo):
     assert isinstance(demo.dialog_format, MetaFormat)
 
 
-def test_a_server_of_a_base_model_completes_and_refuses_chats(base):
+def test_a_server_of_a_base_model_completes_and_refuses_chats(base, caplog):
     chat = {"messages": [QUESTION], "max_tokens": 2, "model": "m"}
     text = {"prompt": "Once", "max_tokens": 2}
 
@@ -130,9 +130,11 @@ def test_a_server_of_a_base_model_completes_and_refuses_chats(base):
         service.engine.close()
         return answers
 
+    caplog.set_level("INFO", "llama.server")
     with Llama.build(str(base), **SIZES) as llama:
         chat_answer, message_answer, completion = asyncio.run(ask(llama))
     for answer in (chat_answer, message_answer):
         assert answer.status_code == 400
         assert "no chat template" in answer.text and "--chat_template llama3" in answer.text
     assert completion.status_code == 200
+    assert "base: no chat template: completions only" in caplog.text

@@ -346,7 +346,7 @@ class TemplateFormat(DialogFormat):
         elif self.call_format is not None:
             calls = f"; calls begin with {self.call_format.open + self.call_format.before!r}"
         traits = self.traits.describe(self.tokenizer) + calls
-        return f"the chat template of the model's files; {traits}{self.describe_reasoning()}"
+        return f"a Jinja chat template; {traits}{self.describe_reasoning()}"
 
 
 def _result_text(message: ToolMessage) -> str:

@@ -114,6 +114,7 @@ class Service:
         self.engine = AsyncLLMEngine(llama)
         self.metrics.registry.register(EngineMetrics(llama, self.num_unfinished))
         self.state = State.READY
+        log.info("%s: %s", self.model_name, self.dialog_format.describe())
 
     def drain(self) -> None:
         """Reject new requests from now on."""
