@@ -145,7 +145,7 @@ def test_a_format_of_weights_is_a_file():
         ("fire", r"nowhere"),
         ("tiktoken", r"llama/tokenizer\.py"),
         ("regex", r"llama/prompts/(scanner|parser|call_format_parser)\.py"),
-        ("jinja2", r"llama/prompts/(sandbox|rendering|operations|filters)\.py"),
+        ("jinja2", r"llama/prompts/jinja/(sandbox|rendering|operations|filters)\.py"),
         ("llguidance", r"llama/requests/grammar\.py"),
         ("transformers", r"nowhere"),
         ("llama_models", r"nowhere"),

@@ -20,7 +20,8 @@ from llama.prompts.dialog_format import (
     ToolList,
 )
 from llama.prompts.grammar import call_grammar
-from llama.prompts.marked import MarkedEncoder, MarkedText, concatenate, trusted
+from llama.prompts.jinja.marked import MarkedEncoder, MarkedText, concatenate, trusted
+from llama.prompts.jinja.sandbox import ChatTemplate, TemplateError
 from llama.prompts.messages import (
     AssistantMessage,
     ChatMessage,
@@ -30,7 +31,6 @@ from llama.prompts.messages import (
     text_of,
 )
 from llama.prompts.parser import ToolCallParser
-from llama.prompts.sandbox import ChatTemplate, TemplateError
 from llama.prompts.template_probes import PROBE_TOOL, Traits, find_traits, is_meta_format
 from llama.prompts.tools import ToolFormat, Tools
 from llama.tokenizer import Tokenizer

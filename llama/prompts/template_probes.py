@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama.prompts.dialog_format import MetaFormat
-from llama.prompts.marked import MarkedEncoder, MarkedText, mask_of
-from llama.prompts.sandbox import TemplateError
+from llama.prompts.jinja.marked import MarkedEncoder, MarkedText, mask_of
+from llama.prompts.jinja.sandbox import TemplateError
 from llama.tokenizer import Tokenizer
 
 Render = Callable[..., MarkedText]

@@ -136,7 +136,7 @@ HOSTILE = {
 
 def render(source: str) -> str:
     """Return the error of a template, or raise an AssertionError if it renders to its end."""
-    from llama.prompts.sandbox import ChatTemplate, TemplateError
+    from llama.prompts.jinja.sandbox import ChatTemplate, TemplateError
 
     try:
         text = ChatTemplate(source).render({"messages": [{"role": "user", "content": "Hi"}]})
@@ -148,7 +148,7 @@ def render(source: str) -> str:
 
 
 def main() -> None:
-    from llama.prompts import rendering
+    from llama.prompts.jinja import rendering
 
     if len(sys.argv) > 1:
         rendering.MAX_SECONDS = float(sys.argv[1])

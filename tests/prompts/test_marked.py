@@ -22,9 +22,9 @@ from helpers.fine_tunes import KINDS
 from helpers.hostile_templates import HOSTILE
 from helpers.marked_fuzz import moved, moved_back, plain_text
 from helpers.marked_vocabularies import Target, constants_of, rendered, tokenizers_of
-from llama.prompts import filters, sandbox
-from llama.prompts.marked import MarkedEncoder, MarkedText, concatenate, mask_of, trusted
-from llama.prompts.sandbox import ChatTemplate, TemplateError
+from llama.prompts.jinja import filters, sandbox
+from llama.prompts.jinja.marked import MarkedEncoder, MarkedText, concatenate, mask_of, trusted
+from llama.prompts.jinja.sandbox import ChatTemplate, TemplateError
 from llama.token_files import AddedToken
 
 REPO = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context, Undefined
 
-from llama.prompts.marked import concatenate
+from llama.prompts.jinja.marked import concatenate
 
 MAX_CHARS = 16 << 20  # characters of one text
 MAX_ITEMS = 1 << 18  # items of one list

@@ -11,8 +11,8 @@ from typing import Any
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import LoopContext
 
-from llama.prompts.marked import MarkedText
-from llama.prompts.rendering import ITEM, MAX_CHARS, MAX_ITEMS, STEP, Rendering
+from llama.prompts.jinja.marked import MarkedText
+from llama.prompts.jinja.rendering import ITEM, MAX_CHARS, MAX_ITEMS, STEP, Rendering
 
 _MAX_NUMBER = 1 << 63
 _MAX_STRIPPED = 256  # characters in the argument of strip: its time is their product

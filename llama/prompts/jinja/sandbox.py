@@ -4,8 +4,8 @@ In: the source of a template from a model's files, and the variables of one dial
 `MarkedText`, or a `TemplateError` that says why there is none. It knows no tokens and no messages.
 
 Every text constant of the compiled template becomes a `MarkedText`, by a subclass of Jinja's code
-generator. The template can call what `llama.prompts.filters` and `llama.prompts.operations` list,
-and each `Rendering` has a budget, as a template of a model's files may be hostile.
+generator. The template can call what `filters` and `operations` list, and each `Rendering` has a
+budget, as a template of a model's files may be hostile.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from llama.prompts.filters import EACH, FILTERS, FUNCTIONS, TESTS, Raised, shown, written
-from llama.prompts.marked import MarkedText, trusted
-from llama.prompts.operations import METHODS, call_text, compute
-from llama.prompts.rendering import MAX_BYTES, STEP, Rendering
+from llama.prompts.jinja.filters import EACH, FILTERS, FUNCTIONS, TESTS, Raised, shown, written
+from llama.prompts.jinja.marked import MarkedText, trusted
+from llama.prompts.jinja.operations import METHODS, call_text, compute
+from llama.prompts.jinja.rendering import MAX_BYTES, STEP, Rendering
 
 MAX_SOURCE = 256 << 10  # characters of a template; the longest published one has 17,000
 _LITERAL_ITEMS = 8  # a literal with more items than this counts its memory

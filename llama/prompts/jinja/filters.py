@@ -2,7 +2,7 @@
 
 In: the `Rendering`, which counts the cost, and the operands. Out: what transformers' templates get;
 texts keep their marks. `FILTERS`, `TESTS` and `FUNCTIONS` are all that a template can call, besides
-its own macros and the methods of `llama.prompts.operations`.
+its own macros and the methods of `llama.prompts.jinja.operations`.
 """
 
 import json
@@ -18,8 +18,8 @@ from jinja2.runtime import Undefined
 from jinja2.sandbox import MAX_RANGE
 from jinja2.utils import Namespace
 
-from llama.prompts.marked import MarkedText
-from llama.prompts.operations import (
+from llama.prompts.jinja.marked import MarkedText
+from llama.prompts.jinja.operations import (
     check_stripped,
     formatted,
     joined,
@@ -27,7 +27,7 @@ from llama.prompts.operations import (
     num_lines,
     replaced,
 )
-from llama.prompts.rendering import ITEM, Rendering
+from llama.prompts.jinja.rendering import ITEM, Rendering
 
 EACH = "each item"  # the filter of every loop that has a condition; no template can name it
 _MAX_DIGITS = 64  # characters that become a number
