@@ -15,9 +15,9 @@ from llama.checkpoint.find import find
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checks import FieldError
 from llama.loading import find_dialog_format
+from llama.prompts.call_format import CALL_PARSERS
 from llama.prompts.dialog_format import DialogFormat, MetaFormat, MissingFormat
 from llama.prompts.reasoning import PARSERS
-from llama.prompts.template_format import CALL_PARSERS
 from llama.prompts.tools import Tools
 from llama.server.app import make_app
 from llama.server.service import Limits, Service

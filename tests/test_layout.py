@@ -227,8 +227,9 @@ def test_importing_is_quiet_and_light():
 import json, sys, torch
 before = (str(torch.get_default_dtype()), torch.get_num_threads(), torch.initial_seed())
 import llama
+llama.Llama
 after = (str(torch.get_default_dtype()), torch.get_num_threads(), torch.initial_seed())
-heavy = [m for m in ("transformers", "fire", "triton", "tokenizers") if m in sys.modules]
+heavy = [m for m in ("transformers", "fire", "triton", "tokenizers", "jinja2") if m in sys.modules]
 print(json.dumps([before == after, heavy]))
 """
     out = subprocess.run(

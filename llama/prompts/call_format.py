@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llama.checks import FieldError, brief
 from llama.prompts.grammar import functions_of, json_rule, text_rule, texts_that_call_none
 from llama.prompts.tools import Tools
 
@@ -125,6 +126,16 @@ KNOWN_FORMATS: dict[str, CallFormat] = {
     ),
     "functionary": CallFormat("<function=", ">", "</function>", separator=""),
 }
+
+
+CALL_PARSERS = ("auto", *KNOWN_FORMATS, "pythonic", "none")  # vLLM's names where it has them
+
+
+def check_call_parser(name: str) -> None:
+    """Raise a FieldError for a name that is none of `CALL_PARSERS`."""
+    if name not in CALL_PARSERS:
+        text = f"={brief(name)} must be one of {', '.join(CALL_PARSERS)}"
+        raise FieldError.of("tool_call_parser", text)
 
 
 def find_call_format(render: Render, stop_texts: Collection[str]) -> CallFormat | None:

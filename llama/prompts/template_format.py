@@ -37,19 +37,11 @@ from llama.tokenizer import Tokenizer
 
 DEFAULT = "default"  # the name of a model's only template, or of the one for chats without tools
 TOOL_USE = "tool_use"
-CALL_PARSERS = ("auto", *KNOWN_FORMATS, "pythonic", "none")  # vLLM's names where it has them
 _ROLES = {"developer": "system", "ipython": "tool"}  # roles that templates do not know
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _THINK = ("<think>", "</think>")
 _CUT = "\ue0c5"  # a private character behind the content of a message that is left open
 _DEFAULT_OPTIONS = PromptOptions()
-
-
-def check_call_parser(name: str) -> None:
-    """Raise a FieldError for a name that is none of `CALL_PARSERS`."""
-    if name not in CALL_PARSERS:
-        text = f"={brief(name)} must be one of {', '.join(CALL_PARSERS)}"
-        raise FieldError.of("tool_call_parser", text)
 
 
 def choose_format(
@@ -101,7 +93,6 @@ class TemplateFormat(DialogFormat):
     ) -> None:
         """Compile the templates and find their traits."""
         super().__init__(tokenizer)
-        check_call_parser(tool_call_parser)
         if DEFAULT not in templates:
             names = ", ".join(map(brief, templates)) or "none"
             raise ValueError(f"there is no chat template named {DEFAULT!r} (found: {names})")
