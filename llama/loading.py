@@ -45,6 +45,7 @@ from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
 from llama.ranks.placement import Placement
 from llama.sizes import (
+    CUDA_RESERVE,
     Memory,
     choose_sizes,
     default_batch_size,
@@ -56,7 +57,6 @@ from llama.storage.downloads import shown
 from llama.tokenizer import Tokenizer
 from llama.weights.plain import all_finite
 
-_CUDA_RESERVE = 3 << 29  # bytes: modules of cuBLAS, buffers of nccl, graphs
 _LARGE = 1 << 28  # bytes of weights from which on loading takes long
 _META_TEMPLATE = "llama3"  # the value of chat_template that means Meta's format
 _PROBES = (  # tokenizers that agree on these texts are taken to be the same
@@ -418,7 +418,7 @@ def estimate_memory(
         )
     reserve = step_bytes(checkpoint.params, plan, files.dtype, batch_size)
     if files.device.type == "cuda":
-        reserve += _CUDA_RESERVE
+        reserve += CUDA_RESERVE
     per_token = plan.kv_bytes_per_token(files.dtype)
     max_tokens = max_cache_tokens(files.device, per_token)
     return Memory(free, weight_bytes, reserve, per_token, max_tokens)

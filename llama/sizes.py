@@ -15,6 +15,7 @@ from llama.model.plan import LayerPlan
 
 MEMORY_FRACTION = 0.9  # the share of free memory that is used; the allocator's slack is the rest
 DEFAULT_SEQ_LEN = 8192  # max_seq_len if the user gives none and the memory allows it
+CUDA_RESERVE = 3 << 29  # bytes: modules of cuBLAS, buffers of nccl, graphs
 _MIN_SEQ_LEN = 256  # below this, max_seq_len is not reduced further
 _SCORED_ROWS = 256  # rows of logits that a step can hold, whatever the batch size
 _LOGITS_COPIES = 4  # logits as computed, counted, adjusted and sampled

@@ -34,6 +34,7 @@ from helpers.waiting import wait_until
 from llama import ModelArgs
 from llama.checkpoint.find import find
 from llama.engine.pages import PagePool
+from llama.model import cost
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
@@ -125,7 +126,7 @@ def test_a_gguf_file_is_run_as_it_is(tmp_path):
     dtypes = {name: asked._dtypes(name)["dtype"] for name in ("ours", "llama_cpp", "ours_bf16")}
     assert dtypes == {"ours": "auto", "llama_cpp": "auto", "ours_bf16": "bf16"}
     cache = 20 * 2 * PARAMS["n_layers"] * 2 * 32 * 2  # keys and values of two heads, for 20 tokens
-    read = shapes.decode_bytes(asked.args, contexts=[10, 10], **asked.storage({"dtype": "auto"}))
+    read = cost.decode_bytes(asked.args, contexts=[10, 10], **asked.storage({"dtype": "auto"}))
     assert read == path.stat().st_size + cache
     with pytest.raises(ValueError, match="only ours_bf16 and llama_cpp"):
         run.Bench(model=str(path), vs="transformers")
@@ -294,30 +295,30 @@ def test_rooflines_by_hand():
     """
     args = ModelArgs(**SMALL)
     block = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 192  # wq, wk and wv, wo, w1 to w3
-    assert shapes.block_matrix_size(args) == block == 49152
+    assert cost.block_matrix_size(args) == block == 49152
     weights = 2 * (block + 2 * 64) + 64 + 512 * 64  # layers with their norms, last norm, lm_head
     cached = 2 * 2 * 2 * 16  # elements per token: layers, keys and values, heads, head size
     by_hand = 2 * (weights + 3 * 64 + (10 + 20 + 30) * cached)  # bf16; 3 embedding rows
-    assert shapes.decode_bytes(args, 2, [10, 20, 30]) == by_hand == 278528
-    assert shapes.prefill_flop(args, 10) == 2 * 10 * 2 * block + 2 * 512 * 64
+    assert cost.decode_bytes(args, 2, [10, 20, 30]) == by_hand == 278528
+    assert cost.prefill_flop(args, 10) == 2 * 10 * 2 * block + 2 * 512 * 64
     seen = 1 + 2 + 3  # keys visible to the tokens of a prompt of 3; as many values
-    assert shapes.attention_flop(args, 3) == 2 * 2 * 2 * 64 * seen  # multiply and add, layers, dim
+    assert cost.attention_flop(args, 3) == 2 * 2 * 2 * 64 * seen  # multiply and add, layers, dim
     # one per row of each matrix, and of lm_head
     scales = 2 * (64 + 2 * 32 + 64 + 2 * 192 + 64) + 512
     matrices = 2 * block + 512 * 64
     smaller = by_hand - matrices + 4 * scales  # one byte per element instead of two
-    assert shapes.decode_bytes(args, 2, [10, 20, 30], quantize="int8") == smaller == 154624
+    assert cost.decode_bytes(args, 2, [10, 20, 30], quantize="int8") == smaller == 154624
     few, many = [10, 20, 30], [10] * 50  # reading takes 279 us, multiplying 13 ms
-    assert shapes.step_roofline(args, 2, few, 1e9, 1e12) == pytest.approx(278528e-9)
+    assert cost.step_roofline(args, 2, few, 1e9, 1e12) == pytest.approx(278528e-9)
     seconds = 2 * 50 * (2 * block + 512 * 64) / 1e9
-    assert shapes.step_roofline(args, 2, many, 1e12, 1e9) == pytest.approx(seconds)
-    flop = shapes.prefill_flop(args, 15, 2)
-    steps = [shapes.decode_bytes(args, 2, [11]), shapes.decode_bytes(args, 2, [12])]
+    assert cost.step_roofline(args, 2, many, 1e12, 1e9) == pytest.approx(seconds)
+    flop = cost.prefill_flop(args, 15, 2)
+    steps = [cost.decode_bytes(args, 2, [11]), cost.decode_bytes(args, 2, [12])]
     seconds = (flop + sum(steps)) / 1e9
-    assert shapes.offline_roofline(args, 2, [(10, 3), (5, 1)], 1e9, 1e9) == pytest.approx(seconds)
+    assert cost.offline_roofline(args, 2, [(10, 3), (5, 1)], 1e9, 1e9) == pytest.approx(seconds)
     # Meta's Llama 3.2 1B: 1.24 billion parameters in bf16.
     real = ModelArgs(**shapes.SHAPES["1b"])
-    assert round(shapes.decode_bytes(real, 2, []) / 1e9, 2) == 2.47
+    assert round(cost.decode_bytes(real, 2, []) / 1e9, 2) == 2.47
 
 
 def test_random_weights_repeat_no_row_and_are_the_same_in_files(tmp_path):

@@ -14,6 +14,7 @@ from llama import weights
 from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.reader import CheckpointReader, matrices_in
 from llama.checkpoint.table import rank_shapes
+from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.cpu.constants import num_blocks
 from llama.ranks.collectives import ModelParallel
@@ -42,13 +43,27 @@ def bytes_of(
     """
     if checkpoint.in_codes:
         return _weights_in_codes(checkpoint, placement, dtype, device.type == "cuda").num_bytes
+    return bytes_of_params(checkpoint.params, placement, dtype, quantize)
+
+
+def bytes_of_params(
+    params: ModelArgs, placement: Placement, dtype: torch.dtype, quantize: str | None
+) -> int:
+    """Return the bytes of the weights that a rank holds of a model of these sizes.
+
+    Args:
+        params: The model's sizes.
+        placement: The rank.
+        dtype: The type of what is not quantized.
+        quantize: The format of `build`.
+    """
     lm_head = weights.lm_head_format(quantize)
     ends = {
         "output.weight": lm_head,
-        "tok_embeddings.weight": lm_head if checkpoint.params.tied_output else None,
+        "tok_embeddings.weight": lm_head if params.tied_output else None,
     }
     num_bytes = 0
-    for name, shape in rank_shapes(checkpoint.params, placement).items():
+    for name, shape in rank_shapes(params, placement).items():
         weight_format = ends.get(name, quantize)
         num_bytes += weights.bytes_of(shape, dtype, weight_format)
     return num_bytes

@@ -200,6 +200,27 @@ COMMANDS = {
             "llama doctor Meta-Llama-3-8B --ranks 2",
         ],
     ),
+    "plan": Command(
+        "Show how a model fits into GPUs that may be elsewhere, and the speed to expect of them.",
+        defaults={
+            "shape": REQUIRED,
+            "gpu": REQUIRED,
+            "gpus": 1,
+            "machines": 1,
+            "memory_gb": None,
+            "context": None,
+            "batch": None,
+            **{name: BUILD_FLAGS[name] for name in ("dtype", "quantize", "kv_cache_dtype")},
+            "json": False,
+        },
+        positional=["shape"],
+        function=commands.plan,
+        examples=[
+            "llama plan 70b --gpu h100 --gpus 8",
+            "llama plan 405b --gpu h100 --gpus 8 --machines 2 --context 4096",
+            "llama plan Meta-Llama-3-8B-Instruct --gpu 4090 --quantize fp8 --batch 1 --json",
+        ],
+    ),
     "completion": Command(
         "Print a script with which a shell completes commands, flags and file names.",
         defaults={"shell": REQUIRED},

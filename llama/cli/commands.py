@@ -310,3 +310,10 @@ def doctor(options: argparse.Namespace) -> int:
     from llama.cli.doctor import doctor as report
 
     return report(options)
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Print how to divide a model among devices, and the speed to expect."""
+    from llama.cli.plan.command import plan as report
+
+    return report(options)

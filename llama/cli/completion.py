@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from llama.cli.flags import FLAGS, REQUIRED, Command, Flag
 
-_PATHS = ("DIR", "FILE", "IN", "OUT")  # metavars of flags whose value is a path
+_PATHS = ("DIR", "FILE", "IN", "OUT", "MODEL")  # metavars of flags whose value is a path
 _HELP = "Show this help"
 _VERSION = "Show the version"
 

@@ -23,6 +23,7 @@ import llama.device
 from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.tokenizer_files import load_tokenizer
+from llama.cli.plan.report import summary
 from llama.cli.ranks import global_rank
 from llama.gpu import selfcheck_cache
 from llama.loading import (
@@ -212,6 +213,17 @@ def _checkpoint(ckpt_dir: str, device: torch.device, num_ranks: int) -> Iterator
         yield Fact("vision", checkpoint.vision.describe())
     yield from _tokenizer(checkpoint)
     yield from _fits(checkpoint, device, num_ranks)
+    yield from _plan(checkpoint, device, num_ranks)
+
+
+def _plan(checkpoint: Checkpoint, device: torch.device, num_ranks: int) -> Iterator[Fact]:
+    """Yield the speed that the cost model expects, if it knows the device."""
+    _, ranks_problem = _tried("plan", lambda: checkpoint.params.check_ranks(num_ranks), None)
+    if ranks_problem is None:
+        free = llama.device.free_bytes(device)
+        text = summary(checkpoint, device, free, num_ranks)
+        if text is not None:
+            yield Fact("plan", text)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Iterator[Fact]:

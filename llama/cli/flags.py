@@ -142,6 +142,9 @@ def _build_flag(argument: Field[Any]) -> Flag:
 
 
 _SHELLS = ("bash", "zsh", "fish")
+# `llama.model` has these tables, and imports torch.
+SHAPE_NAMES = ("1b", "3b", "8b", "70b", "405b")
+GPU_NAMES = ("h100", "h200", "b200", "a100", "4090", "cpu")
 
 FLAGS = {
     **{argument.name: _build_flag(argument) for argument in fields(BuildArgs) if argument.metadata},
@@ -250,6 +253,30 @@ FLAGS = {
         "Field of a chat's message that has the reasoning: reasoning is vLLM's name",
         choices=("reasoning_content", "reasoning"),
     ),
+    "shape": Flag(
+        str,
+        "MODEL",
+        f"Folder, GGUF file, params.json or config.json, or a size: {', '.join(SHAPE_NAMES)}",
+        choices=SHAPE_NAMES,
+    ),
+    "gpu": Flag(
+        one_of(*GPU_NAMES), "NAME", f"Kind of device: {', '.join(GPU_NAMES)}", choices=GPU_NAMES
+    ),
+    "gpus": Flag(within(1, 64), "N", "Number of GPUs in each machine"),
+    "machines": Flag(within(1, 64), "N", "Number of machines"),
+    "memory_gb": Flag(
+        within(1, 10**6), "GB", "Memory of each device, in GB", "that of the kind of device"
+    ),
+    "context": Flag(
+        within(2, 2**31),
+        "N",
+        "Number of tokens of a prompt and its answer, half of them each",
+        "the model's context, at most 8192",
+    ),
+    "batch": Flag(
+        within(1, 2**20), "N", "Number of sequences that run at once on all devices", "what fits"
+    ),
+    "json": Flag(bool, "", "Print the report as JSON, with all layouts"),
     "lenient": Flag(
         bool, "", "Ignore fields that are not supported, and name them in a response header"
     ),

@@ -32,18 +32,18 @@ from bench.report import Column
 from bench.report import plot as draw
 from bench.run import Bench, Limits, Row, whole
 from bench.serve import serve
-from bench.shapes import (
-    attention_flop,
-    decode_bytes,
-    offline_roofline,
-    prefill_flop,
-    random_lengths,
-    step_roofline,
-)
+from bench.shapes import random_lengths
 from bench.soak import soak
 from bench.speculate import speculate
 from llama.cli import ranks
 from llama.cli.flags import UsageError, nearest, read
+from llama.model.cost import (
+    attention_flop,
+    decode_bytes,
+    offline_roofline,
+    prefill_flop,
+    step_roofline,
+)
 
 _TO_OURS: Column = ("to ours", "to_ours", ".2f")  # times the seconds of our engine
 _WHO: list[Column] = [("engine", "engine", ""), ("dtype", "dtype", "")]

@@ -8,7 +8,6 @@ and what a small kernel takes in a graph.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -16,10 +15,11 @@ import torch
 
 from bench.host import Operators
 from bench.machine import require_triton
-from bench.shapes import SHAPES, decode_bytes, step_roofline, weight_shapes
+from bench.shapes import SHAPES
 from llama import ModelArgs, Transformer
 from llama.engine.core import PAGE_SIZE
 from llama.engine.graphs import DecodeGraphs
+from llama.model.cost import DEVICES, decode_bytes, step_roofline, weight_shapes
 from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import FORMATS
 from llama.ops.triton.kernels import NAMES, KernelSet
@@ -38,17 +38,7 @@ _STEPS = (  # sequences, tokens of each, format of the KV cache
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU: bytes per second by datasheet and as measured by a copy, and its matrix FLOP/s."""
-
-    name: str
-    datasheet: float
-    bandwidth: float
-    flops: float
-
-
-GPUS = (Gpu("H100", 3.35e12, 3.0e12, 7e14), Gpu("H200", 4.8e12, 4.3e12, 7.9e14))
+GPUS = (DEVICES["h100"], DEVICES["h200"])
 
 
 class _NoKernel:
@@ -114,7 +104,7 @@ def table() -> list[str]:
     shapes = weight_shapes(args).items()
     count = {name: 1 if name == "output" else args.n_layers for name, _ in shapes}
     lines = [
-        "| 8B bf16 | GB read | launches | " + " | ".join(f"{gpu.name} | goal" for gpu in GPUS)
+        "| 8B bf16 | GB read | launches | " + " | ".join(f"{gpu.title} | goal" for gpu in GPUS)
         + " | H200: products, attention, small, ms |",
         "|---" * (4 + 2 * len(GPUS)) + "|",
     ]  # fmt: skip
@@ -131,7 +121,7 @@ def table() -> list[str]:
         cells, parts = [], (0.0, 0.0, 0.0)
         for gpu in GPUS:
             products = sum(
-                count[x] * max(2 * n * k / share / gpu.bandwidth, 2 * rows * n * k / gpu.flops)
+                count[x] * max(2 * n * k / share / gpu.bandwidth, 2 * rows * n * k / gpu.flops[16])
                 for x, (n, k) in shapes
                 for share in [_SHARES[x] if rows == 1 else max(_SHARES[x], 0.85)]
             )
@@ -139,7 +129,7 @@ def table() -> list[str]:
             if rows == 1:
                 min_s = decode_bytes(args, 2, contexts) / gpu.datasheet / 0.8
             else:
-                min_s = step_roofline(args, 2, contexts, gpu.bandwidth, gpu.flops)
+                min_s = step_roofline(args, 2, contexts, gpu.bandwidth, gpu.flops[16])
                 min_s = (min_s - spared / gpu.bandwidth) / 0.85
             cells += [f"{rows / sum(parts):,.0f}", f"{rows / min_s:,.0f}"]
         total = (decode_bytes(args, 2, contexts) - spared) / 1e9

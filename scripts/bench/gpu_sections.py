@@ -29,17 +29,11 @@ import torch
 from bench import gpu_probes, machine
 from bench.gpu_run import DRY_KERNELS, MODES, Again, Section, read_results
 from bench.machine import NO_TRITON, has_triton
-from bench.shapes import (
-    attention_flop,
-    decode_bytes,
-    prefill_flop,
-    random_lengths,
-    step_roofline,
-    write_checkpoint,
-)
+from bench.shapes import random_lengths, write_checkpoint
 from llama import Llama, ModelArgs, SamplingParams
 from llama.engine.core import PAGE_SIZE
 from llama.gpu import graph_check, selection, selfcheck_cache
+from llama.model.cost import attention_flop, decode_bytes, prefill_flop, step_roofline
 from llama.ops.batch import Batch
 from llama.ops.triton.kernels import GRAPH
 from llama.requests.llm_engine import LLMEngine

@@ -1,12 +1,11 @@
-"""The benchmark's models: shapes, random weights, files of them, and the rooflines of a step.
+"""The benchmark's models: shapes, random weights, and files of them.
 
-In: a name of `SHAPES` or a folder with weights. Out: params, filled tensors, a checkpoint in Meta's
-layout with a made-up tokenizer, and rooflines from bytes and operations. Nothing is timed here.
+In: a name of `SHAPES` or a folder with weights. Out: params, filled tensors, and a checkpoint in
+Meta's layout with a made-up tokenizer. Nothing is timed here; `llama.model.cost` has the rooflines.
 """
 
 import base64
 import json
-import math
 import random
 from collections.abc import Callable
 from itertools import islice, product
@@ -19,22 +18,15 @@ from torch import Tensor
 from llama import ModelArgs, Transformer
 from llama.checkpoint.convert import convert, reshard
 from llama.checkpoint.find import Checkpoint, find
-from llama.weights import bytes_of, lm_head_format
+from llama.model import shapes
 
-_LLAMA_3 = {"vocab_size": 128256, "norm_eps": 1e-5, "rope_theta": 500000.0, "n_kv_heads": 8}
-_LLAMA_3_2 = _LLAMA_3 | {"multiple_of": 256, "use_scaled_rope": True, "tied_output": True}
-# params.json of each; tied_output is ours: Meta's file of a tied model names the matrix twice.
+# The params of each shape.
 SHAPES: dict[str, dict[str, Any]] = {
     "demo": {
         "dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 2048,
         "multiple_of": 32, "norm_eps": 1e-5, "rope_theta": 500000.0,
     },
-    "1b": _LLAMA_3_2 | {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5},
-    "3b": _LLAMA_3_2 | {"dim": 3072, "n_layers": 28, "n_heads": 24, "ffn_dim_multiplier": 1.0},
-    "8b": _LLAMA_3 | {
-        "dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim_multiplier": 1.3,
-        "multiple_of": 1024, "use_scaled_rope": True,
-    },
+    **{name: shapes.SHAPES[name] for name in ("1b", "3b", "8b")},
 }  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NUM_SPECIAL = 256  # the last ids of every vocabulary
@@ -148,109 +140,3 @@ def random_lengths(count: int, shortest: int, longest: int, seed: int) -> list[t
     return [
         (draw.randint(shortest, longest), draw.randint(shortest, longest)) for _ in range(count)
     ]
-
-
-def block_matrix_size(args: ModelArgs) -> int:
-    """Return the number of elements in the matrices of one layer."""
-    qkv_rows = (args.n_heads + 2 * args.kv_heads) * args.head_dim
-    return args.dim * (qkv_rows + args.dim + 3 * args.ffn_dim)
-
-
-def weight_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
-    """Return (N, K) of each different weight of a model, as it is fused at load."""
-    return {
-        "wqkv": ((args.n_heads + 2 * args.kv_heads) * args.head_dim, args.dim),
-        "wo": (args.dim, args.dim),
-        "w13": (2 * args.ffn_dim, args.dim),
-        "w2": (args.dim, args.ffn_dim),
-        "output": (args.vocab_size, args.dim),
-    }
-
-
-def decode_bytes(
-    args: ModelArgs,
-    itemsize: int,
-    contexts: list[int],
-    *,
-    quantize: str | None = None,
-    file_bytes: int = 0,
-) -> int:
-    """Return the bytes that one step must read.
-
-    These are all weights once, one embedding row per sequence, and the keys and values of each
-    sequence's context.
-
-    Args:
-        args: The model's sizes.
-        itemsize: Bytes of an element that is not quantized.
-        contexts: Tokens of each sequence.
-        quantize: The format of the quantized matrices.
-        file_bytes: The size of a file whose weights are read in the formats of the file; it
-            replaces the computed size of the weights.
-    """
-
-    def of_matrix(name: str, shape: tuple[int, int]) -> int:
-        to = lm_head_format(quantize) if name == "output" else quantize
-        return bytes_of(shape, torch.bfloat16, to) if to else itemsize * math.prod(shape)
-
-    shapes = weight_shapes(args).items()
-    matrices = sum(of_matrix(*x) * (1 if x[0] == "output" else args.n_layers) for x in shapes)
-    norms = (2 * args.n_layers + 1) * args.dim
-    embedding = len(contexts) * args.dim
-    cache = sum(contexts) * 2 * args.n_layers * args.kv_heads * args.head_dim
-    weights = file_bytes or matrices + itemsize * (norms + embedding)
-    return weights + itemsize * cache
-
-
-def prefill_flop(args: ModelArgs, tokens: int, prompts: int = 1) -> int:
-    """Return two operations per parameter and token; lm_head counts once per prompt.
-
-    Attention is counted by attention_flop().
-    """
-    layers = args.n_layers * block_matrix_size(args)
-    return 2 * tokens * layers + 2 * prompts * args.vocab_size * args.dim
-
-
-def attention_flop(args: ModelArgs, tokens: int) -> int:
-    """Return the operations of attention over one prompt.
-
-    They are four per element of a query and visible token. For the 1B shape that is 2 % of all
-    operations at 512 tokens, and 12 % at 4,096.
-    """
-    return 2 * tokens * (tokens + 1) * args.n_layers * args.n_heads * args.head_dim
-
-
-def step_roofline(
-    args: ModelArgs,
-    itemsize: int,
-    contexts: list[int],
-    bandwidth: float,
-    flops: float,
-    **storage: Any,
-) -> float:
-    """Return the seconds of one decode step at the roofline (Williams et al., 2009).
-
-    They are the longer of reading its bytes at `bandwidth` bytes per second and doing its
-    operations at `flops` FLOP/s.
-    """
-    reading = decode_bytes(args, itemsize, contexts, **storage) / bandwidth
-    return max(reading, prefill_flop(args, len(contexts), len(contexts)) / flops)
-
-
-def offline_roofline(
-    args: ModelArgs,
-    itemsize: int,
-    lengths: list[tuple[int, int]],
-    bandwidth: float,
-    flops: float,
-    **storage: Any,
-) -> float:
-    """Return the seconds of all prompts at `flops` FLOP/s, then of one step per token.
-
-    All requests that are not finished share the batch of a step.
-    """
-    seconds = prefill_flop(args, sum(p for p, _ in lengths), len(lengths)) / flops
-    for done in range(1, max(answer for _, answer in lengths)):
-        contexts = [prompt + done for prompt, answer in lengths if answer > done]
-        seconds += step_roofline(args, itemsize, contexts, bandwidth, flops, **storage)
-    return seconds

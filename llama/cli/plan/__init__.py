@@ -1,0 +1,1 @@
+"""The command `llama plan`: how a model fits into devices that may be elsewhere."""

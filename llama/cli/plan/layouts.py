@@ -1,0 +1,215 @@
+"""The layouts in which a model fits into devices, and the speed to expect of each.
+
+In: a `Plan`, which is a model, devices and requests. Out: an `Option` for each layout that fits.
+Bytes are those that a build would compute (`llama.sizes`); times come from `llama.model.cost`. No
+such device is needed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from llama.checkpoint.memory import bytes_of_params
+from llama.checkpoint.table import rank_shapes
+from llama.cli.plan.models import Model, num_elements
+from llama.device import dtype_name
+from llama.engine.core import TOKEN_BUDGET
+from llama.model.args import ModelArgs
+from llama.model.cost import (
+    Cost,
+    Deployment,
+    Device,
+    Layout,
+    Requests,
+    Storage,
+    kv_elements,
+)
+from llama.model.plan import LayerPlan
+from llama.ops.kv_cache import KVFormat
+from llama.ranks.placement import Placement
+from llama.sizes import CUDA_RESERVE, Memory, default_batch_size, step_bytes
+
+_CPU = torch.device("cpu")
+_CUDA = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model, the devices that there are, and the requests that they will get.
+
+    Attributes:
+        model: The model.
+        device: The kind of the devices.
+        is_gpu: Whether they are GPUs.
+        machines: Number of machines.
+        per_machine: Devices of each machine.
+        context: Tokens of a prompt and its answer together.
+        batch: Sequences that run at once on all devices; None: as many as fit.
+        dtype: The type of what is not quantized.
+        quantize: The format of quantized matrices.
+        kv_format: The format of the KV cache.
+    """
+
+    model: Model
+    device: Device
+    is_gpu: bool
+    machines: int
+    per_machine: int
+    context: int
+    batch: int | None
+    dtype: torch.dtype
+    quantize: str | None
+    kv_format: KVFormat
+
+    @property
+    def num_devices(self) -> int:
+        """Return the number of devices of all machines."""
+        return self.machines * self.per_machine
+
+    @property
+    def requests(self) -> Requests:
+        """Return requests whose prompt takes half of the context, and their answer the rest."""
+        half = max(1, self.context // 2)
+        return Requests(self.context - half, half)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Return the device of PyTorch that stands for the kind; there may be none here."""
+        return _CUDA if self.is_gpu else _CPU
+
+    @property
+    def format_name(self) -> str:
+        """Return the name of the format of the weights."""
+        if self.quantize is not None:
+            return self.quantize
+        if self.model.file_width is not None:
+            return self.model.file_type or "the format of its files"
+        return dtype_name(self.dtype)
+
+    def weight_bytes(self, placement: Placement) -> int:
+        """Return the bytes of the weights of a rank."""
+        args = self.model.args
+        if self.model.file_width is not None and self.quantize is None:
+            return int(self.model.file_width * num_elements(rank_shapes(args, placement)))
+        return bytes_of_params(args, placement, self.dtype, self.quantize)
+
+    def memory(self, placement: Placement) -> Memory:
+        """Return what a rank needs of its device's memory."""
+        args = self.model.args
+        layers = LayerPlan.of(args, placement, self.kv_format)
+        max_batch_size = self.batch or default_batch_size(self.torch_device)
+        reserve = step_bytes(args, layers, self.dtype, max_batch_size)
+        return Memory(
+            free=int(self.device.memory),
+            weights=self.weight_bytes(placement),
+            reserve=reserve + (CUDA_RESERVE if self.is_gpu else 0),
+            per_token=layers.kv_bytes_per_token(self.dtype),
+        )
+
+    def storage(self) -> Storage:
+        """Return how the model is stored and multiplied."""
+        args = self.model.args
+        kv_bytes = LayerPlan.of(args, kv_format=self.kv_format).kv_bytes_per_token(self.dtype)
+        kv_width = kv_bytes / kv_elements(args)
+        if self.model.file_width is not None and self.quantize is None:
+            return Storage(self.model.file_width, self.model.file_width, kv_width)
+        return Storage.of(args, self.dtype.itemsize, self.quantize, kv_width)
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield the layouts of these devices: all that have whole groups on each machine."""
+        sizes = [*range(1, self.per_machine + 1)]
+        sizes += [self.per_machine * count for count in range(2, self.machines + 1)]
+        for tensor in sizes:
+            if tensor <= self.per_machine:
+                groups = self.per_machine // tensor * self.machines
+            else:
+                groups = self.num_devices // tensor
+            for stages in range(1, min(groups, self.model.args.n_layers) + 1):
+                yield Layout(tensor, stages, groups // stages, self.per_machine)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One layout, and what it makes of the devices.
+
+    Attributes:
+        layout: The layout.
+        weight_bytes: Bytes of the weights on the rank that has most of them.
+        kv_tokens: Tokens that the KV cache of one replica holds.
+        sequences: Sequences that run at once in one replica.
+        tokens_per_s: Tokens of answers per second, of all replicas together.
+        missing: What this runtime lacks for the layout; empty where it runs today.
+    """
+
+    layout: Layout
+    weight_bytes: int
+    kv_tokens: int
+    sequences: int
+    tokens_per_s: float
+    missing: str
+
+
+def find_options(asked: Plan) -> list[Option]:
+    """Return the layouts in which the model and one sequence fit, the fastest first."""
+    options = []
+    for layout in asked.layouts():
+        try:
+            option = option_for(asked, layout)
+        except ValueError:  # more ranks than heads
+            continue
+        if option is not None:
+            options.append(option)
+    return sorted(options, key=lambda option: (-option.tokens_per_s, option.layout.ranks))
+
+
+def option_for(asked: Plan, layout: Layout) -> Option | None:
+    """Return what a layout makes of the devices; None if not one sequence fits.
+
+    Raises:
+        ValueError: The model cannot be divided like this.
+    """
+    stages = layout.pipeline
+    memories = [  # The first rank has the largest share; the first stages have most layers.
+        asked.memory(Placement(stage=stage, stages=stages, size=layout.tensor))
+        for stage in sorted({0, min(1, stages - 1), stages - 1})
+    ]
+    kv_tokens = min(memory.kv_tokens for memory in memories)
+    sequences = min(kv_tokens // asked.context, default_batch_size(asked.torch_device))
+    if asked.batch is not None:
+        sequences = min(kv_tokens // asked.context, -(-asked.batch // layout.replicas))
+    if sequences == 0:
+        return None
+    running = sequences * layout.replicas
+    if asked.batch is not None:
+        running = min(running, asked.batch)
+    return Option(
+        layout=layout,
+        weight_bytes=max(memory.weights for memory in memories),
+        kv_tokens=kv_tokens,
+        sequences=sequences,
+        tokens_per_s=speed_of(asked, layout, sequences) * running / sequences,
+        missing=_missing(asked.model.args, layout),
+    )
+
+
+def cost_of(asked: Plan, layout: Layout, sequences: int) -> Cost:
+    """Return the cost of a token while so many sequences run in one replica."""
+    step_tokens = max(TOKEN_BUDGET, sequences)
+    deployment = Deployment(asked.model.args, asked.storage(), asked.device, layout, step_tokens)
+    return deployment.cost(asked.requests, sequences)
+
+
+def speed_of(asked: Plan, layout: Layout, sequences: int) -> float:
+    """Return the tokens per second of one replica."""
+    return asked.device.efficiency / cost_of(asked, layout, sequences).total
+
+
+def _missing(args: ModelArgs, layout: Layout) -> str:
+    """Return what this runtime lacks for a layout; an empty text if it lacks nothing."""
+    missing = ["pipeline stages"] if layout.pipeline > 1 else []
+    try:
+        args.check_ranks(layout.tensor)
+    except ValueError:
+        missing.append("uneven shares")
+    return " and ".join(missing)

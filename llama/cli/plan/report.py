@@ -1,0 +1,226 @@
+"""The report of `llama plan`: layouts, speed by batch, and the command to use.
+
+In: a `Plan` and its `Option`s. Out: an object for JSON, and lines of text.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from llama.checkpoint.find import Checkpoint
+from llama.cli.plan.layouts import Option, Plan, cost_of, option_for, speed_of
+from llama.cli.plan.models import Model
+from llama.device import dtype_name
+from llama.model.cost import DEVICES, Layout
+from llama.model.plan import LayerPlan
+from llama.ops.kv_cache import pick_kv_format
+from llama.ranks.placement import Placement
+from llama.sizes import DEFAULT_SEQ_LEN
+
+_GIB = 2**30
+_NUM_SHOWN = 8  # layouts of a report in text
+_PARTS = ("products", "weights", "kv_cache", "communication", "host")
+
+
+def as_json(asked: Plan, options: list[Option]) -> dict[str, Any]:
+    """Return the report as JSON has it."""
+    best = options[0]
+    today = next((option for option in options if not option.missing), None)
+    used = today or best
+    args = asked.model.args
+    return {
+        "model": asked.model.name,
+        "device": asked.device.title,
+        "devices": asked.num_devices,
+        "context": asked.context,
+        "kv_bytes_per_token": LayerPlan.of(args, kv_format=asked.kv_format).kv_bytes_per_token(
+            asked.dtype
+        ),
+        "weight_bytes": asked.weight_bytes(Placement()),
+        "efficiency": asked.device.efficiency,
+        "layouts": [_layout_report(option) for option in options],
+        "fastest": str(best.layout),
+        "today": str(today.layout) if today else None,
+        "steps": [_step_report(asked, used, count) for count in _counts(used.sequences)],
+        "command": _command(asked, today) if today else None,
+    }
+
+
+def _layout_report(option: Option) -> dict[str, Any]:
+    layout = option.layout
+    return {
+        "layout": str(layout),
+        "tensor_parallel": layout.tensor,
+        "pipeline_parallel": layout.pipeline,
+        "replicas": layout.replicas,
+        "devices": layout.ranks,
+        "weight_bytes_per_rank": option.weight_bytes,
+        "kv_tokens_per_replica": option.kv_tokens,
+        "sequences_per_replica": option.sequences,
+        "tokens_per_s": round(option.tokens_per_s, 1),
+        "missing": option.missing,
+    }
+
+
+def _counts(sequences: int) -> list[int]:
+    """Return the numbers of sequences of which a report shows the speed."""
+    return [*(count for count in (1, 4, 16, 64) if count < sequences), sequences]
+
+
+def _step_report(asked: Plan, option: Option, sequences: int) -> dict[str, Any]:
+    """Return the speed of all replicas with so many sequences each, and the share of each part."""
+    cost = cost_of(asked, option.layout, sequences)
+    seconds = cost.total / asked.device.efficiency
+    return {
+        "sequences_per_replica": sequences,
+        "tokens_per_s": round(option.layout.replicas / seconds, 1),
+        "ms_per_token": round(sequences * seconds * 1e3, 2),
+        "share": {name: round(x / cost.total, 3) for name, x in asdict(cost).items()},
+    }
+
+
+def _command(asked: Plan, option: Option) -> str:
+    """Return the command that starts one replica."""
+    layout = option.layout
+    flags = [f"--max_seq_len {asked.context}", f"--max_batch_size {option.sequences}"]
+    if asked.dtype is not torch.bfloat16:
+        flags.append(f"--dtype {dtype_name(asked.dtype)}")
+    if asked.quantize is not None:
+        flags.append(f"--quantize {asked.quantize}")
+    if asked.kv_format.name is not None:
+        flags.append(f"--kv_cache_dtype {asked.kv_format.name}")
+    if not asked.is_gpu:
+        flags.append("--device cpu")
+    folder = asked.model.name if asked.model.has_files else "DIR"
+    if layout.group_machines > 1:
+        launcher = (
+            f"torchrun --nnodes {layout.group_machines} --nproc_per_node {layout.per_machine} "
+            "--node_rank N --master_addr host-0 --master_port 29500 -m llama"
+        )
+        return " ".join([launcher, "serve", folder, *flags])
+    if layout.tensor > 1:
+        flags.insert(0, f"--ranks {layout.tensor}")
+    return " ".join(["llama serve", folder, *flags])
+
+
+def as_text(asked: Plan, report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of a report."""
+    args = asked.model.args
+    device = asked.device
+    yield (
+        f"model      {asked.model.name}: dim {args.dim}, {args.n_layers} layers, {args.n_heads} "
+        f"heads over {args.kv_heads} key-value heads"
+    )
+    yield (
+        f"           weights {report['weight_bytes'] / _GIB:.2f} GiB in {asked.format_name}, KV "
+        f"cache {report['kv_bytes_per_token']:,} B per token"
+    )
+    yield (
+        f"devices    {asked.machines} x {asked.per_machine} {device.title}, each with "
+        f"{device.memory / 1e9:.0f} GB, {device.bandwidth / 1e9:,.0f} GB/s and "
+        f"{device.flops[16] / 1e12:.3g} TFLOP/s"
+    )
+    if asked.machines > 1:
+        yield (
+            f"           between machines {device.link / 1e9:.3g} GB/s from each device, and "
+            f"{device.link_latency * 1e6:.0f} us"
+        )
+    yield (
+        f"requests   prompts of {asked.requests.prompt_len} tokens and answers of "
+        f"{asked.requests.answer_len}"
+    )
+    yield f"speed      modelled, times {device.efficiency}: the share that the best engines reach"
+    yield ""
+    yield "TP x PP x replicas  GiB per rank   KV tokens  sequences  tokens/s  runs today"
+    for each in report["layouts"][:_NUM_SHOWN]:
+        yield _layout_line(each)
+    num_others = len(report["layouts"]) - _NUM_SHOWN
+    if num_others > 0:
+        yield f"and {num_others} slower layouts, which --json lists"
+    shown = [layout["layout"] for layout in report["layouts"][:_NUM_SHOWN]]
+    if report["today"] not in (None, *shown):
+        yield next(_layout_line(x) for x in report["layouts"] if x["layout"] == report["today"])
+    yield ""
+    layout = report["today"] or report["fastest"]
+    yield f"{layout}, by the sequences of each replica; tokens/s of all replicas:"
+    yield "sequences  tokens/s  ms per token  products  weights  KV cache  communication  host"
+    for step in report["steps"]:
+        shares = [step["share"][name] for name in _PARTS]
+        yield (
+            f"{step['sequences_per_replica']:9}  {step['tokens_per_s']:8,.0f}  "
+            f"{step['ms_per_token']:12.1f}  "
+            + "  ".join(f"{x:{n}.0%}" for x, n in zip(shares, (8, 7, 8, 13, 4), strict=True))
+        )
+    yield ""
+    yield from _advice(report)
+
+
+def _layout_line(layout: dict[str, Any]) -> str:
+    today = f"no: {layout['missing']}" if layout["missing"] else "yes"
+    return (
+        f"{layout['layout']:18}  {layout['weight_bytes_per_rank'] / _GIB:12.1f}  "
+        f"{layout['kv_tokens_per_replica']:10,}  {layout['sequences_per_replica']:9}  "
+        f"{layout['tokens_per_s']:8,.0f}  {today}"
+    )
+
+
+def _advice(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the command to use, and what it does not say."""
+    if report["command"] is None:
+        yield "None of these layouts runs today: more devices are needed, or --quantize."
+        return
+    yield f"command    {report['command']}"
+    (used,) = (x for x in report["layouts"] if x["layout"] == report["today"])
+    if used["replicas"] > 1:
+        yield (
+            f"replicas   {used['replicas']} such servers, each with devices (CUDA_VISIBLE_DEVICES) "
+            "and a --port of its own, behind a router"
+        )
+    if report["fastest"] != report["today"]:
+        yield f"not built  {report['fastest']} would be faster, and is modelled only"
+
+
+def summary(checkpoint: Checkpoint, device: torch.device, free: int, num_ranks: int) -> str | None:
+    """Return one line about a model on the devices of this machine.
+
+    Args:
+        checkpoint: The model.
+        device: The device of this process.
+        free: Bytes that are free for a rank.
+        num_ranks: The number of ranks that share the model.
+
+    Returns:
+        The line; None if the device is not in the table, or the model does not fit.
+    """
+    name: str | None = device.type
+    if device.type == "cuda":
+        title = torch.cuda.get_device_name(device).lower()
+        name = next((key for key in DEVICES if key in title), None)
+    if name is None or name not in DEVICES:
+        return None
+    is_gpu = device.type == "cuda"
+    per_machine = num_ranks if is_gpu else 1
+    args = checkpoint.params
+    asked = Plan(
+        model=Model.of(str(checkpoint.weights_path), checkpoint),
+        device=replace(DEVICES[name], memory=free if is_gpu else free * num_ranks),
+        is_gpu=is_gpu,
+        machines=1,
+        per_machine=per_machine,
+        context=min(args.longest_context, DEFAULT_SEQ_LEN),
+        batch=None,
+        dtype=torch.bfloat16,
+        quantize=None,
+        kv_format=pick_kv_format(None, device),
+    )
+    option = option_for(asked, Layout(per_machine, per_machine=per_machine))
+    if option is None:
+        return None
+    return (
+        f"{asked.format_name} on {DEVICES[name].title}, modelled: "
+        f"{speed_of(asked, option.layout, 1):,.0f} tokens/s for one sequence, "
+        f"{option.tokens_per_s:,.0f} for {option.sequences} of {asked.context} tokens; "
+        f"llama plan --gpu {name} shows more"
+    )
