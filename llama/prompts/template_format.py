@@ -10,7 +10,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from llama.checks import FieldError, brief
-from llama.prompts.call_format import KNOWN_FORMATS, CallFormat, find_call_format
+from llama.prompts.call_format import (
+    KNOWN_FORMATS,
+    CallFormat,
+    check_call_parser,
+    find_call_format,
+)
 from llama.prompts.call_format_parser import CallFormatParser
 from llama.prompts.dialog_format import (
     DialogFormat,
@@ -93,6 +98,7 @@ class TemplateFormat(DialogFormat):
     ) -> None:
         """Compile the templates and find their traits."""
         super().__init__(tokenizer)
+        check_call_parser(tool_call_parser)
         if DEFAULT not in templates:
             names = ", ".join(map(brief, templates)) or "none"
             raise ValueError(f"there is no chat template named {DEFAULT!r} (found: {names})")
