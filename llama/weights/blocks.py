@@ -262,6 +262,7 @@ class BlockedWeight(Weight):
             0,  # no scales per group
             group,
             0,  # not rotated
+            0,  # x is not rounded
             0,  # no adapter
             0,  # and its rank
             stride,

@@ -153,6 +153,10 @@ class Fp8Weight(BytesWeight):
             scale=scale,
         )
 
+    def has_integers(self) -> bool:
+        """Return False: elements of e4m3 may be fractions."""
+        return False
+
     def elements(self, ids: Tensor) -> Tensor:
         """Return rows (..., K) of elements in float32, as the kernels convert them."""
         return super().elements(ids) * self.element_factor

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.device import use_huge_pages
+from llama.ops import rounded
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import MAX_RANK, MIN_GROUP, N_BLOCK, ElementFormat, num_blocks
@@ -65,12 +66,15 @@ class GroupedWeight(BlockedWeight):
         rank: The rank of the adapter, 0 without one.
         is_extended: Whether there is an adapter, or x must be rotated.
         first: The element of code 0, where elements are consecutive integers.
+        activations: The number of columns of x that share a scale, where x is rounded to 8 bits; 0
+            where x is multiplied as it is.
     """
 
     pack_codes: ClassVar[str]
     scales: Tensor
     adapter: Tensor | None
     rotated: Tensor | None
+    activations: int = 0
 
     def __init__(
         self,
@@ -269,6 +273,8 @@ class GroupedWeight(BlockedWeight):
         """
         n, k = self.shape
         kernels = context.kernels
+        if self.activations and native.kernels() is None:
+            return self._linear_of_rounded(x, dtype or x.dtype)
         weight = self.blocks() if kernels.has("linear", x) else None
         if weight is None:
             if x.dtype is torch.bfloat16 and not x.is_cuda:
@@ -288,6 +294,41 @@ class GroupedWeight(BlockedWeight):
             plain = gpu.plain(weight, begin, end, x.dtype)
             products.append(linear(x, plain, dtype=dtype))
         return torch.cat(products, -1)
+
+    def has_integers(self) -> bool:
+        """Return whether all elements are whole numbers from -128 to 127."""
+        is_whole = self.table.round() == self.table
+        return bool(is_whole.all() and self.table.min() >= -128 and self.table.max() <= 127)
+
+    def round_activations(self, per_token: bool = False) -> bool:
+        """Round the rows of x to 8 bits in every product from now on."""
+        k = self.shape[1]
+        if not self.has_integers() or not rounded.can_multiply(k, self.group):
+            return False
+        self.activations = k if per_token else rounded.PIECE
+        return True
+
+    def refilled(self, plain: Tensor) -> Weight:
+        """Return other elements, (N, K) of any float type, in this format."""
+        weight = super().refilled(plain)
+        if self.activations:
+            weight.round_activations(per_token=self.activations == self.shape[1])
+        return weight
+
+    def _linear_of_rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the product of rounded rows and this weight, computed by PyTorch."""
+        n, k = self.shape
+        leading = x.shape[:-1]
+        x = x.reshape(-1, k) if self.rotated is None else hadamard(x.float().reshape(-1, k))
+        x = x.bfloat16()
+        ids = self.stored_ids(torch.arange(n))
+        scales = unpack_scales(self.scales, ids).unbind(-1)
+        weight = rounded.IntegerWeight(self.elements(ids), *scales)
+        out = rounded.multiply(rounded.round_rows(x, self.activations), weight)
+        if self.adapter is not None:
+            down, up = self._adapter_factors(self.adapter)
+            out += x.float() @ down.float().t() @ up.float().t()
+        return out.to(dtype).view(*leading, n)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows (..., K) of ids (...) in bf16; IndexError where there is no such row."""
@@ -368,7 +409,7 @@ class GroupedWeight(BlockedWeight):
 
     def native_matrix(self) -> list[int]:
         """Return the fields of `Matrix` in kernels.h."""
-        strides_and_gaps = super().native_matrix()[10:]
+        strides_and_gaps = super().native_matrix()[11:]
         return [
             self.values.data_ptr(),
             self.scales.data_ptr(),
@@ -378,6 +419,7 @@ class GroupedWeight(BlockedWeight):
             self.per_group,
             self.group,
             self.rotated is not None,
+            self.activations,
             0 if self.adapter is None else self.adapter.data_ptr(),
             self.rank,
             *strides_and_gaps,

@@ -86,6 +86,17 @@ class Weight(nn.Module):
         copy.copy_(plain)
         return self.pack(copy)
 
+    def round_activations(self, per_token: bool = False) -> bool:
+        """Round the rows of x to 8 bits in every product from now on; see `llama.ops.rounded`.
+
+        Args:
+            per_token: Whether a row has one scale. Otherwise each group of columns has one.
+
+        Returns:
+            Whether it does; False where the elements are not whole numbers.
+        """
+        return False
+
     def part(self, rows: list[slice], columns: slice) -> "Weight | None":
         """Return a part of the matrix in the same memory; None where the format cannot be cut so.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from helpers.checkpoints import long_demo, random_state, write_byte_tokenizer, write_meta
-from helpers.kernels import BODIES, HAS_KERNELS, library
+from helpers.kernels import BODIES, HAS_KERNELS, INTEGER_BODIES, library
 from helpers.launch import DEMO
 from llama import Llama
 from llama.engine.core import EngineCore
@@ -121,13 +121,23 @@ def single_thread() -> Iterator[None]:
 @pytest.fixture(params=BODIES)
 def kernels(request, monkeypatch) -> str:
     """Run a test with each compiled variant of the kernels; the value is the variant's name."""
+    return _run(request.param, monkeypatch)
+
+
+@pytest.fixture(params=INTEGER_BODIES)
+def integer_kernels(request, monkeypatch) -> str:
+    """Run a test with each variant whose integer products may differ; the value is its name."""
+    return _run(request.param, monkeypatch)
+
+
+def _run(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if not HAS_KERNELS:
         pytest.skip("needs x86-64 with AVX2, and g++")
-    if not native.cpu_flags() >= BODIES[request.param].needs:
-        pytest.skip(f"this CPU has no {request.param}")
-    body = library(request.param)
+    if not native.cpu_flags() >= INTEGER_BODIES[name].needs:
+        pytest.skip(f"this CPU has no {name}")
+    body = library(name)
     monkeypatch.setattr(native, "kernels", lambda: body)
-    return request.param
+    return name
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

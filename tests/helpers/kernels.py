@@ -23,6 +23,7 @@ HAS_KERNELS = bool(SUPPORTED) and build.find_compiler() is not None
 KERNELS_RUN = HAS_KERNELS and os.environ.get(native.VARIABLE) != "none"
 
 _HEADER = Path(__file__).resolve().parent / "amx_emulated.h"  # a replacement for AMX's tiles
+_VNNI_HEADER = _HEADER.parent / "avx_vnni_emulated.h"
 # g++ searches this path for the header. As a compiler flag, the path would be part of the cache's
 # key, and every checkout would compile for half a minute.
 _USERS = [os.environ["CPATH"]] if os.environ.get("CPATH") else []
@@ -34,23 +35,35 @@ EMULATED_AMX = InstructionSet(  # a copy, so that libraries share no variable of
      "-include", _HEADER.name),
     _AVX512_BF16.needs,
 )  # fmt: skip
-BODIES = {x.name: x for x in (*INSTRUCTION_SETS, EMULATED_AMX)}
+_AVX2 = INSTRUCTION_SETS[-1]
+# AVX_VNNI by the same instruction of AVX-512, in 256 bits
+EMULATED_AVX_VNNI = InstructionSet(
+    "avx_vnni_emulated",
+    (*_AVX2.flags, "-D__AVXVNNI__", "-include", _VNNI_HEADER.name),
+    _AVX2.needs | {"avx512vl", "avx512_vnni"},
+)
+_EMULATED = {EMULATED_AMX.name: _HEADER, EMULATED_AVX_VNNI.name: _VNNI_HEADER}
+# They differ from others in the products of activations in int8 alone.
+_VNNI = ("avx512_vnni", "avx_vnni", EMULATED_AVX_VNNI.name)
+INTEGER_BODIES = {x.name: x for x in (*INSTRUCTION_SETS, EMULATED_AMX, EMULATED_AVX_VNNI)}
+BODIES = {name: x for name, x in INTEGER_BODIES.items() if name not in _VNNI}
 
 
 def folder_of(body: InstructionSet) -> Path:
     """Return the folder of the compiled library: normally the user's cache.
 
-    Where a header replaces AMX's tiles, it is a folder named after the contents of that header,
+    Where a header replaces instructions, it is a folder named after the contents of that header,
     because the contents are not part of the cache's key.
     """
-    if body is not EMULATED_AMX:
+    header = _EMULATED.get(body.name)
+    if header is None:
         return native.cache_folder()
     return (
-        native.cache_folder() / f"emulated-{hashlib.sha256(_HEADER.read_bytes()).hexdigest()[:16]}"
+        native.cache_folder() / f"emulated-{hashlib.sha256(header.read_bytes()).hexdigest()[:16]}"
     )
 
 
 @functools.cache
 def library(name: str) -> ctypes.CDLL:
     """Return the library of an instruction set, compiled once."""
-    return native.load(folder_of(BODIES[name]), BODIES[name])
+    return native.load(folder_of(INTEGER_BODIES[name]), INTEGER_BODIES[name])

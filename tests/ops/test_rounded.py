@@ -1,12 +1,18 @@
-"""Activations in int8: the definition in PyTorch against exact arithmetic."""
+"""Activations in int8: the definition against exact arithmetic, and the kernels against it."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.coded import TABLES, coded
 from llama.ops import rounded
+from llama.ops.cpu import native
+from llama.weights import packed
+from llama.weights.coded import Coded, hadamard
+from llama.weights.groups import GroupedWeight
 
 
 def rows(m: int, k: int, seed: int = 4) -> Tensor:
@@ -120,3 +126,101 @@ def test_sizes_that_have_no_pieces_are_refused():
     assert rounded.can_multiply(64, 16) and rounded.can_multiply(6656, 6656)
     assert not rounded.can_multiply(48, 16)
     assert not rounded.can_multiply(192, 48)
+
+
+INTEGERS = [  # a format of test_grouped.py: table, (N, K), group, offsets, type of the scales
+    ("symmetric", (64, 1056), 32, False, torch.float16),  # Q4_0
+    ("unsigned", (34, 1024), 32, True, torch.uint8),  # Q4_K, rows that do not fill a block
+    ("curved", (32, 2048), 32, False, torch.uint8),  # IQ4_XS
+    ("unsigned", (32, 512), 16, True, torch.float16),
+    ("unsigned", (96, 1024), 128, True, torch.float32),  # AWQ
+    ("six bits", (64, 2080), 16, False, torch.float32),  # Q6_K
+    ("bytes", (64, 2048), 32, False, torch.float16),  # Q8_0
+    ("bytes", (33, 2080), 2080, False, torch.float32),
+    ("bytes", (64, 3072), 1536, True, torch.float32),  # groups across the edge of a K block
+    ("bytes", (32, 32), 32, False, torch.float32),
+]
+
+
+def activations(m: int, k: int) -> Tensor:
+    """Return rows with outliers, ties, zeros, subnormal numbers and numbers that are not finite."""
+    x = rows(m, k) * torch.logspace(-3, 3, m)[:, None].bfloat16()
+    x[::5, 7] = 1000
+    x[1::7] = 0
+    x[2::7, :32] = 2.0**-120
+    x[3::7, ::2] = -0.0
+    x[4::7, :4] = torch.tensor([127, 0.5, 1.5, -2.5]).bfloat16()
+    if m > 30:
+        x[20, 5], x[21, 6], x[22, k - 1] = torch.inf, torch.nan, -torch.inf
+    return x
+
+
+@pytest.mark.parametrize("which", INTEGERS, ids=str)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_product_has_the_bits_of_the_definition(integer_kernels, which, per_token, monkeypatch):
+    """So it is with each instruction set, for a row alone and in any batch, on several threads."""
+    held = packed(coded(*which))
+    assert isinstance(held, GroupedWeight) and held.round_activations(per_token)
+    x = activations(40, which[1][1])
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "kernels", lambda: None)
+        expected = held.linear(x, torch.float32)
+    for m in (1, 2, 3, 4, 5, 6, 8, 14, 15, 40):
+        out = held.linear(x[:m], torch.float32)
+        assert torch.equal(out.nan_to_num(), expected[:m].nan_to_num()), m
+        assert torch.equal(out.isnan(), expected[:m].isnan())
+    many = held.linear(x[:15].repeat(18, 1), torch.float32)  # more than an M block
+    assert torch.equal(many, expected[:15].repeat(18, 1))
+    torch.set_num_threads(3)  # conftest restores the number
+    assert torch.equal(held.linear(x[:15]), expected[:15].bfloat16())
+    alone = held.linear(x[6:7], torch.float32)
+    assert torch.equal(alone, expected[6:7])
+
+
+@pytest.mark.parametrize("table", ["unsigned", "six bits", "bytes"])
+def test_the_largest_sums_do_not_overflow(integer_kernels, table):
+    """All codes and all activations have their largest magnitude, in each combination of signs."""
+    elements = TABLES[table]
+    n, k = 32, 4096
+    codes = torch.full((n, k), len(elements) - 1, dtype=torch.uint8)
+    codes[::2] = 0
+    group = k if table == "bytes" else 32
+    file = Coded(codes, elements, torch.ones(n, k // group))
+    x = torch.ones(2, k).bfloat16()
+    x[1] = -1
+    for per_token in (False, True):
+        held = packed(file)
+        assert isinstance(held, GroupedWeight) and held.round_activations(per_token)
+        out = held.linear(x, torch.float32)
+        expected = x.float() @ file.plain().t()
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=0)
+
+
+def test_an_adapter_reads_rows_that_are_not_rounded(integer_kernels):
+    file = coded("symmetric", (64, 256), 32, False, torch.float32)
+    down, up = rows(16, 256).float(), rows(64, 16).float()
+    x = rows(20, 256)
+    for is_rotated in (False, True):
+        plain = packed(replace(file, is_rotated=is_rotated))
+        adapted = packed(replace(file, is_rotated=is_rotated, down=down, up=up))
+        assert plain.round_activations() and adapted.round_activations()
+        turned = hadamard(x.float()).bfloat16() if is_rotated else x
+        added = turned.double() @ down.double().t() @ up.double().t()
+        difference = adapted.linear(x, torch.float32) - plain.linear(x, torch.float32)
+        torch.testing.assert_close(difference.double(), added, rtol=1e-3, atol=2e-3)
+
+
+def test_fractions_and_other_sizes_keep_their_activations(integer_kernels):
+    for which in (
+        ("e4m3", (32, 1024), 1024, False, torch.float32),
+        ("symmetric", (32, 1056), 48, False, torch.float32),
+        ("symmetric", (32, 1040), 16, False, torch.float32),
+    ):
+        held = packed(coded(*which))
+        x = rows(3, which[1][1])
+        before = held.linear(x)
+        assert not held.round_activations()
+        assert torch.equal(held.linear(x), before)
+    halves = Coded(torch.zeros(32, 64).byte(), torch.arange(16) / 2, torch.ones(32, 2))
+    assert not packed(halves).round_activations()
+    assert not packed(rows(32, 64)).round_activations()

@@ -49,15 +49,25 @@ _AVX2 = InstructionSet(
     ("-march=haswell",),
     frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"}),
 )
+_AVX_VNNI = InstructionSet(
+    "avx_vnni",
+    (*_AVX2.flags, "-mavxvnni"),
+    _AVX2.needs | {"avx_vnni"},
+)
 _AVX512 = InstructionSet(
     "avx512",
     ("-march=skylake-avx512",),
     _AVX2.needs | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
 )
+_AVX512_VNNI = InstructionSet(
+    "avx512_vnni",
+    (*_AVX512.flags, "-mavx512vnni"),
+    _AVX512.needs | {"avx512_vnni"},
+)
 _AVX512_BF16 = InstructionSet(
     "avx512_bf16",
-    (*_AVX512.flags, "-mavx512bf16"),
-    _AVX512.needs | {"avx512_bf16"},
+    (*_AVX512_VNNI.flags, "-mavx512bf16"),
+    _AVX512_VNNI.needs | {"avx512_bf16"},
     # Sapphire Rapids and later Intels, where a virtual machine hides their tiles: a product of bf16
     # pairs takes as long as four of floats. (AMD's CPUs have no arch_capabilities.)
     frozenset({"avx512_fp16", "arch_capabilities"}),
@@ -67,7 +77,14 @@ _AMX = InstructionSet(
     (*_AVX512_BF16.flags, "-mamx-tile", "-mamx-bf16"),
     _AVX512_BF16.needs | {"amx_tile", "amx_bf16"},
 )
-INSTRUCTION_SETS = (_AMX, _AVX512_BF16, _AVX512, _AVX2)  # the fastest first
+INSTRUCTION_SETS = (  # the fastest first
+    _AMX,
+    _AVX512_BF16,
+    _AVX512_VNNI,
+    _AVX512,
+    _AVX_VNNI,
+    _AVX2,
+)
 
 
 def is_supported_system() -> bool:
@@ -88,7 +105,7 @@ def library_name(instruction_set: InstructionSet) -> str:
 def accepts(compiler: str, instruction_set: InstructionSet) -> bool:
     """Return whether the compiler knows the instruction set.
 
-    avx512_bf16 needs g++ 10, AMX g++ 11.
+    avx512_bf16 needs g++ 10, avx_vnni and AMX g++ 11.
     """
     command = [compiler, *instruction_set.flags, "-x", "c++", "-E", os.devnull]
     return subprocess.run(command, capture_output=True, timeout=60).returncode == 0

@@ -34,5 +34,5 @@ constexpr long MIN_GROUP = 16;      // consecutive k of the smallest group; othe
 constexpr long MAX_RANK = 256;      // rank of an adapter
 constexpr long MAX_HEAD_DIM = 256;  // elements of a head; stack buffers have this size
 constexpr int MAX_RANKS = 64;       // ranks that share memory
-constexpr long MATRIX_FIELDS = 15;  // 64-bit fields of Matrix in kernels.h
-constexpr long HALF_FIELDS = 34;    // 64-bit fields of Half in layers.cpp
+constexpr long MATRIX_FIELDS = 16;  // 64-bit fields of Matrix in kernels.h
+constexpr long HALF_FIELDS = 36;    // 64-bit fields of Half in layers.cpp

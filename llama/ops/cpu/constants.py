@@ -70,8 +70,8 @@ MIN_GROUP = 16  # neighbouring columns that share a scale; other groups are mult
 MAX_RANK = 256  # columns of an adapter
 MAX_HEAD_DIM = 256  # elements of a head
 MAX_RANKS = 64  # ranks that share memory
-MATRIX_FIELDS = 15  # integers that describe a packed weight, `Matrix` in kernels.h
-HALF_FIELDS = 34  # integers that describe a half layer, `Half` in layers.cpp
+MATRIX_FIELDS = 16  # integers that describe a packed weight, `Matrix` in kernels.h
+HALF_FIELDS = 36  # integers that describe a half layer, `Half` in layers.cpp
 
 _ENUMS = (ElementFormat, ScaleFormat, KvFormat, BodyKind, PackState, ChannelState, SumType)
 ALL: dict[str, int] = {

@@ -64,6 +64,10 @@ struct Matrix {
   int64_t per_group;   // 0: elements are the weights; 1: a scale per group; 2: scale and offset
   int64_t group;       // consecutive k that share a scale and an offset
   int64_t is_rotated;  // whether x must be multiplied by hadamard() first
+  // Consecutive k of x that share a scale when x is rounded to int8, 32 or all; 0: x stays bf16.
+  // The elements are whole numbers then, K is a multiple of 32, and groups have 16 k or a multiple
+  // of 32.
+  int64_t activations;
   // A low-rank adapter, whose product is added: down (rank, k), then up (n, rank), both bf16 in
   // blocks. The rank is a multiple of 32, or 0 without an adapter.
   const uint16_t* adapter;

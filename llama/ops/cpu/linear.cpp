@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "integer_product.h"
 #include "packed_weight.h"
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #include "amx_few_rows.h"
@@ -346,6 +347,9 @@ void product(Worker& worker, const Rows& x, const Layout& layout, const Weight& 
 template <class Kind>
 void linear_of(Worker& worker, const Rows& x, const Weight& weight, const Outputs& out,
                char* workspace) {
+  if constexpr (HAS_INTEGERS<Kind>)
+    if (weight.activations)
+      return product<Kind>(worker, x, RoundedX(x.count, weight), weight, out, workspace);
 #if defined(HAS_TILES)
   if (weight.k % TILE_K == 0 && tiles_work()) {
     if constexpr (std::is_same_v<Kind, Nibbles>)
