@@ -81,6 +81,12 @@ class BuildArgs:
             take half the memory of bf16, with one scale per row; "int4" takes less than a third,
             with a scale and an offset for each group of 32. The lm_head is quantized to int8, and
             the rest of the model stays in bf16. The older dtype="int8" means the same.
+        activations: "int8" also rounds the inputs of each layer's matrices on the CPU, with one
+            scale for each group of 32, if the elements of these matrices are whole numbers, as they
+            are with quantize="int8" or "int4" and in most quantized files: prompts and batches take
+            a third less time. "int8_token" has one scale per token instead, which loses more.
+            Embedding and lm_head are multiplied as before. Default, and also "bf16": activations
+            are not rounded.
         kv_cache_memory_bytes: the size of the KV cache on each rank. Default: the memory that is
             left beside the weights, but no more than max_batch_size x max_seq_len tokens need.
         kv_cache_dtype: "int8" stores the KV cache in int8, on CPU or CUDA, with one scale per token
@@ -159,6 +165,13 @@ class BuildArgs:
     )
     chat_template: str | None = _flag(
         None, "FILE", "Chat template (Jinja), or llama3 for Meta's format", "the model's own"
+    )
+    activations: str | None = _flag(
+        None,
+        "NAME",
+        "Round the activations on the CPU: int8, or int8_token with one scale per token",
+        "bf16",
+        choices=("bf16", "int8", "int8_token"),
     )
     kv_cache_memory_bytes: int | None = _flag(
         None, "N", "Size of the KV cache on each rank, in bytes", "what fits", limits=(1, 2**60)

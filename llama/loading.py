@@ -76,6 +76,7 @@ class Files:
         placement: What the rank holds.
         device: Where it holds that.
         kernels: The Triton kernels that the model may run.
+        activations: How activations are rounded; None: they are not.
     """
 
     checkpoint: Checkpoint
@@ -84,6 +85,7 @@ class Files:
     placement: Placement
     device: torch.device
     kernels: KernelSet = TORCH_ONLY
+    activations: str | None = None
 
     def compared(self) -> list[tuple[str, object]]:
         """Return what must be the same on every rank, by name."""
@@ -137,6 +139,8 @@ class Loaded:
         file_type = self.files.checkpoint.file_type
         if file_type not in (None, name):
             name += f" from {file_type}"
+        if self.files.activations is not None:
+            name += f", activations={self.files.activations}"
         tokens = f"{runner.num_pages * PAGE_SIZE:,} tokens"
         if self.model.plan.kv_format.name:
             tokens += f" in {self.model.plan.kv_format.name}"
@@ -258,7 +262,10 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
     is_default = dtype in (None, "auto") and quantize is None
     if is_default and stays_in_codes(checkpoint, device):
         checkpoint = replace(checkpoint, in_codes=True)
-    return Files(checkpoint, chosen_dtype, quantize, placement, device)
+    is_plain = quantize is None and not checkpoint.in_codes and checkpoint.packed is None
+    activations = weights.check_activations(args.activations, device, is_plain=is_plain)
+    files = Files(checkpoint, chosen_dtype, quantize, placement, device)
+    return replace(files, activations=activations)
 
 
 def stays_in_codes(checkpoint: Checkpoint, device: torch.device) -> bool:
@@ -354,7 +361,7 @@ def _find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> li
     if path is None or path in DRAFTERS:
         return []
     try:
-        draft_args = replace(args, ckpt_dir=str(path))
+        draft_args = replace(args, ckpt_dir=str(path), activations=None)
         files = find_files(draft_args, model.placement, model.device)
         draft_tokenizer = load_tokenizer(files.checkpoint)
     except (OSError, ValueError) as e:
@@ -460,19 +467,22 @@ def load_weights(
     check = LoadCheck(checkpoint, warns=is_first).check if verify else None
     if checkpoint.packed is not None:
         packed.attach(checkpoint, model)
-        return model
-    reader.load(
-        checkpoint,
-        model,
-        check=check,
-        filled=functools.partial(model.pack, quantize=files.quantize),
-        progress=is_first and sys.stderr.isatty(),
-    )
-    if checkpoint.in_codes:
-        model.quantization = checkpoint.file_type
-        if files.device.type == "cuda" and is_first:
-            warn_of_plain(_layer_matrices(model), str(checkpoint.file_type))
-    _warn_of_damage(model, checkpoint)
+    else:
+        reader.load(
+            checkpoint,
+            model,
+            check=check,
+            filled=functools.partial(model.pack, quantize=files.quantize),
+            progress=is_first and sys.stderr.isatty(),
+        )
+        if checkpoint.in_codes:
+            model.quantization = checkpoint.file_type
+            if files.device.type == "cuda" and is_first:
+                warn_of_plain(_layer_matrices(model), str(checkpoint.file_type))
+        _warn_of_damage(model, checkpoint)
+    if files.activations is not None:
+        matrices = {"/".join(x.names): x.weight for x in _layer_matrices(model)}
+        weights.round_activations(matrices, files.activations)
     return model
 
 

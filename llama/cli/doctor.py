@@ -39,7 +39,7 @@ from llama.sizes import Memory, default_batch_size
 from llama.weights import QUANTIZED
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16")
+_INSTRUCTION_SETS = ("avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 _LAYOUTS = {"meta": "Meta's", "hf": "Hugging Face's", "gguf": "GGUF's"}
 _MIB = 2**20
 _GIB = 2**30

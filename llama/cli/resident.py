@@ -37,7 +37,12 @@ from llama.cli.model import demo_dir
 from llama.cli.ranks import say
 from llama.storage.hub import model_folder
 
-KEYED = ("device", "dtype", "quantize")  # flags with a server of its own for each value
+KEYED = (
+    "device",
+    "dtype",
+    "quantize",
+    "activations",
+)  # flags with a server of its own for each value
 LISTENER_FD = "LLAMA_LISTENER_FD"  # environment variable with the socket that a server inherits
 _START_S = 1800.0  # time limit of loading a model
 _NOTE_S = 3.0  # delay of the note about what is waited for

@@ -6,11 +6,14 @@ format, write its file and name it here. Files and models must not be known here
 Shapes: N outputs, K inputs.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from llama.checks import FieldError
 from llama.device import dtype_name, missing_bf16
+from llama.ops import rounded
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import ElementFormat, ScaleFormat
 from llama.weights.blocks import BlockedWeight
@@ -28,11 +31,13 @@ __all__ = [
     "QuantKey",
     "Weight",
     "bytes_of",
+    "check_activations",
     "check_quantize",
     "lm_head_format",
     "on_gpu",
     "packed",
     "random_weight",
+    "round_activations",
 ]
 
 # The formats by the names that `quantize=` takes.
@@ -48,6 +53,8 @@ FORMATS: dict[str, type[Weight]] = {
     "six_bits": SixBitsWeight,
     **QUANTIZED,
 }
+# The values of `activations=` that round: whether a row of x has one scale.
+_ROUNDED_ACTIVATIONS = {"int8": False, "int8_token": True}
 _Matrix = Tensor | Coded | CodedRows
 _CPU = torch.device("cpu")
 _Formats = tuple[type[GroupedWeight], ...]  # the smallest first
@@ -85,6 +92,70 @@ def check_quantize(name: object, dtype: torch.dtype, device: torch.device) -> st
             f"quantize={name!r} is for dtype='bf16', not {dtype_name(dtype)}: leave dtype out"
         )
     return name
+
+
+def check_activations(name: object, device: torch.device, *, is_plain: bool) -> str | None:
+    """Return how `activations=` asks for activations to be rounded; None where they are not.
+
+    Args:
+        name: The value that the user gave.
+        device: The device of the model.
+        is_plain: Whether no matrix is quantized.
+
+    Raises:
+        ValueError: There is no such rounding, or not for these matrices, this device or CPU.
+    """
+    if name is None or name == "bf16":
+        return None
+    if not isinstance(name, str) or name not in _ROUNDED_ACTIVATIONS:
+        names = ", ".join(["bf16", *_ROUNDED_ACTIVATIONS])
+        raise FieldError.of("activations", f"={name!r}: give one of {names}, or None")
+    if device.type != "cpu":
+        raise ValueError(
+            f"activations={name!r} is for the CPU, not for {device.type}: leave activations out"
+        )
+    allowed = native.allowed_instruction_sets()
+    if allowed and allowed[0].name == "amx":
+        raise ValueError(
+            f"activations={name!r} is slower than bf16 on this CPU, which has AMX: leave "
+            "activations out"
+        )
+    if is_plain:
+        raise _no_integers(name)
+    return name
+
+
+def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
+    """Round the rows that these matrices multiply, where their elements are whole numbers.
+
+    Args:
+        matrices: The matrices of the layers by name, as a rank holds them.
+        name: What `check_activations` returned.
+
+    Raises:
+        ValueError: No matrix has such elements; or a rank's part of one has columns that do not
+            fill a group.
+    """
+    per_token = _ROUNDED_ACTIVATIONS[name]
+    is_any = False
+    for matrix, weight in matrices.items():
+        if weight.round_activations(per_token):
+            is_any = True
+        elif weight.has_integers() and weight.shape[1] % rounded.PIECE:
+            raise ValueError(
+                f"activations={name!r}: {matrix} has {weight.shape[1]} columns on a rank, which is "
+                f"no multiple of {rounded.PIECE}: use another number of ranks, or leave "
+                "activations out"
+            )
+    if not is_any:
+        raise _no_integers(name)
+
+
+def _no_integers(name: str) -> ValueError:
+    return ValueError(
+        f"activations={name!r} needs matrices whose elements are whole numbers, and this model has "
+        "none: give quantize='int8' or 'int4' too, or leave activations out"
+    )
 
 
 def lm_head_format(quantize: str | None) -> str | None:

@@ -86,6 +86,10 @@ class Weight(nn.Module):
         copy.copy_(plain)
         return self.pack(copy)
 
+    def has_integers(self) -> bool:
+        """Return whether all elements, before they are scaled, are whole numbers in 8 bits."""
+        return False
+
     def round_activations(self, per_token: bool = False) -> bool:
         """Round the rows of x to 8 bits in every product from now on; see `llama.ops.rounded`.
 

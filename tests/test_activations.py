@@ -1,0 +1,112 @@
+"""`activations=` of `Llama.build`: which matrices round their inputs, and what does not change."""
+
+import re
+
+import pytest
+import torch
+
+from helpers.kernels import KERNELS_RUN
+from llama import Llama
+from llama.ops.cpu import native
+from llama.weights import check_activations, packed, round_activations
+
+CPU = torch.device("cpu")
+needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
+
+
+def build(folder, **options) -> Llama:
+    return Llama.build(str(folder), None, 128, 8, device="cpu", **options)
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint) -> str:
+    return str(make_checkpoint(dim=128, seed=31)[0])
+
+
+def logits_of(llama: Llama) -> torch.Tensor:
+    tokens = torch.arange(60).remainder(250)[None] + 3
+    return torch.cat([llama.model(tokens[:, :40], 0)] + [
+        llama.model(tokens[:, i : i + 1], i) for i in range(40, 60)
+    ], 1)  # fmt: skip
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("activations", ["int8", "int8_token"])
+def test_inputs_of_the_layers_are_rounded(folder, quantize, activations, capsys):
+    llama = build(folder, quantize=quantize, activations=activations)
+    assert f"cpu, {quantize}, activations={activations}, model_par" in capsys.readouterr().out
+    model = llama.model
+    for layer in model.blocks():
+        for linear in (layer.attention.wo, layer.feed_forward.w2):
+            k = linear.weight.shape[1]
+            assert linear.weight.activations == (32 if activations == "int8" else k)
+    assert not model.output.weight.activations
+    rounded, plain = logits_of(llama), logits_of(build(folder, quantize=quantize))
+    assert not torch.equal(rounded, plain)
+    error = (rounded - plain).square().mean() / plain.square().mean()
+    assert error < (1e-3 if activations == "int8" else 2e-3)
+    model.use_modules(True)
+    assert torch.equal(logits_of(llama), rounded), "the modules are the definition"
+    model.use_modules(False)
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    model.load_state_dict(state)
+    assert model.blocks()[0].attention.wo.weight.activations, "also after other weights are loaded"
+
+
+@needs_kernels
+def test_bf16_is_the_default(folder, capsys):
+    plain = logits_of(build(folder, quantize="int8"))
+    llama = build(folder, quantize="int8", activations="bf16")
+    assert "activations" not in capsys.readouterr().out
+    assert torch.equal(logits_of(llama), plain)
+
+
+@needs_kernels
+def test_an_answer_is_the_same_in_any_batch_and_with_drafts(folder):
+    prompts = [[256, *range(60 + i, 90 + 3 * i)] for i in range(5)]
+    llama = build(folder, quantize="int4", activations="int8")
+    together = llama.generate(prompts, 20, temperature=0)[0]
+    for prompt, answer in zip(prompts, together, strict=True):
+        assert llama.generate([prompt], 20, temperature=0)[0] == [answer]
+    drafting = build(folder, quantize="int4", activations="int8", speculate="lookup")
+    assert drafting.generate(prompts, 20, temperature=0)[0] == together
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"activations": "int4"}, "activations='int4': give one of bf16, int8, int8_token, or"),
+        ({"activations": 8}, "activations=8: give one of"),
+        ({"activations": "int8"}, "activations='int8' needs matrices whose elements are whole"),
+        ({"activations": "int8", "quantize": "fp8"}, "none: give quantize='int8' or 'int4' too"),
+    ],
+)
+def test_what_cannot_be_rounded_is_refused(folder, asked, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(folder, **asked)
+
+
+def test_other_devices_amx_and_ranks_with_broken_groups_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="activations='int8' is for the CPU, not for cuda: leave"):
+        check_activations("int8", torch.device("cuda"), is_plain=False)
+    assert check_activations("bf16", torch.device("cuda"), is_plain=True) is None
+    sets = [x for x in native.INSTRUCTION_SETS if x.name == "amx"]
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "allowed_instruction_sets", lambda: sets)
+        with pytest.raises(ValueError, match="slower than bf16 on this CPU, which has AMX: leave"):
+            check_activations("int8_token", CPU, is_plain=False)
+    held = {"layers.0.attention.wo": packed(torch.ones(32, 80).bfloat16(), "int8")}
+    with pytest.raises(
+        ValueError, match=r"attention.wo has 80 columns on a rank, which is no mult"
+    ):
+        round_activations(held, "int8")
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_without_kernels_pytorch_computes_the_same(folder, no_kernels, per_token):
+    llama = build(folder, quantize="int8", activations="int8_token" if per_token else "int8")
+    plain = logits_of(build(folder, quantize="int8"))
+    rounded = logits_of(llama)
+    assert not torch.equal(rounded, plain)
+    assert (rounded - plain).square().mean() / plain.square().mean() < 2e-3
