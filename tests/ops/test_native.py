@@ -118,7 +118,8 @@ def test_the_fastest_body_comes_first(monkeypatch):
     pairs = next(x for x in build.INSTRUCTION_SETS if x.name == "avx512_bf16")
     for flags, first in [
         (build.INSTRUCTION_SETS[0].needs | pairs.slow_on, "amx"), (pairs.needs, "avx512_bf16"),
-        (pairs.needs | pairs.slow_on, "avx512_vnni"), (pairs.needs | {"avx512_fp16"}, "avx512_bf16"),
+        (pairs.needs | pairs.slow_on, "avx512_vnni"),
+        (pairs.needs | {"avx512_fp16"}, "avx512_bf16"),
         (pairs.needs - {"avx512_bf16", "avx512_vnni"}, "avx512"),
         (AVX2.needs | {"avx_vnni"}, "avx_vnni"), (AVX2.needs, "avx2"),
     ]:  # fmt: skip
