@@ -5,6 +5,9 @@ an offset, and stands for element * scale + offset; the elements are those of th
 is rounded, with one exception: a CPU with AMX multiplies weights with several groups per row in
 bf16. Adapters are not merged. packed_weight.h describes the layouts. Files must not be known here.
 
+The file has over 400 lines because one class has all products of such a matrix: on a CPU, on a GPU,
+and of activations that are rounded.
+
 Shapes: N outputs, K inputs, G groups of K / G columns, R the rank of an adapter.
 """
 
