@@ -9,11 +9,12 @@ It imports neither torch nor pydantic: every command, `llama --help` too, reads 
 
 import functools
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from llama.checks import FieldTypeError, brief, checked_number, limits_of, nearest
+from llama.checks import FieldError, FieldTypeError, brief, checked_number, limits_of, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +88,10 @@ class BuildArgs:
             a third less time. "int8_token" has one scale per token instead, which loses more.
             Embedding and lm_head are multiplied as before. Default, and also "bf16": activations
             are not rounded.
+        lora: LoRA or DoRA adapters in PEFT's format that are merged into the weights while these
+            are loaded: the folder of one, several with commas between them, or a list, which are
+            merged in order. The result is a model like any other, so that it takes no longer to
+            run. Quantized weights must not keep their codes: give dtype="bf16", too.
         kv_cache_memory_bytes: the size of the KV cache on each rank. Default: the memory that is
             left beside the weights, but no more than max_batch_size x max_seq_len tokens need.
         kv_cache_dtype: "int8" stores the KV cache in int8, on CPU or CUDA, with one scale per token
@@ -173,6 +178,13 @@ class BuildArgs:
         "bf16",
         choices=("bf16", "int8", "int8_token"),
     )
+    lora: "str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None" = _flag(
+        None,
+        "DIR",
+        "Folder of a LoRA adapter to merge into the weights; several are separated by commas",
+        "none",
+        may_differ=True,  # Ranks compare what is in the folders.
+    )
     kv_cache_memory_bytes: int | None = _flag(
         None, "N", "Size of the KV cache on each rank, in bytes", "what fits", limits=(1, 2**60)
     )
@@ -246,12 +258,41 @@ class BuildArgs:
         name = self.speculate
         if name is not None and not (isinstance(name, str) and name):
             raise TypeError(f"speculate={brief(name)}: give 'lookup', a draft model, or None")
-        return replace(self, **checked_values)
+        lora = lora_paths(self.lora) or None
+        return replace(self, **checked_values, lora=lora)
 
     def shared(self) -> dict[str, Any]:
         """Return the arguments that must be the same on every rank, by name."""
         names = [x.name for x in fields(self) if x.metadata and not x.metadata["may_differ"]]
         return {name: getattr(self, name) for name in names}
+
+
+def lora_paths(
+    lora: "str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None",
+) -> tuple[str, ...]:
+    """Return the paths of adapters that an argument `lora` names.
+
+    Args:
+        lora: one text, in which commas separate paths; one path; a list of paths; or None.
+
+    Raises:
+        FieldError: it is something else, or a path is empty.
+    """
+    if lora is None:
+        return ()
+    if isinstance(lora, str):
+        paths: Sequence[object] = lora.split(",")
+    else:
+        paths = list(lora) if isinstance(lora, list | tuple) else [lora]
+    texts = []
+    for path in paths:
+        if not isinstance(path, str | os.PathLike):
+            text = f"lora={brief(lora)} must be the path of an adapter, or a list of paths"
+            raise FieldTypeError("lora", text)
+        texts.append(os.fspath(path))
+    if not all(texts):
+        raise FieldError("lora", f"lora={brief(lora)} has an empty path: leave it out")
+    return tuple(texts)
 
 
 def taking(arguments: Callable[_P, _A]) -> Callable[[Callable[[_A], _T]], Callable[_P, _T]]:

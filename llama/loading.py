@@ -139,6 +139,8 @@ class Loaded:
         file_type = self.files.checkpoint.file_type
         if file_type not in (None, name):
             name += f" from {file_type}"
+        for adapter in self.files.checkpoint.adapters:
+            name += f" with {adapter.folder.name}"
         if self.files.activations is not None:
             name += f", activations={self.files.activations}"
         tokens = f"{runner.num_pages * PAGE_SIZE:,} tokens"
@@ -261,7 +263,14 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
         packed.check_use(checkpoint, device, chosen_dtype, quantize)
     is_default = dtype in (None, "auto") and quantize is None
     if is_default and stays_in_codes(checkpoint, device):
+        if args.lora is not None:
+            raise ValueError(
+                f"{checkpoint.weights_path} keeps its matrices in the codes of "
+                f"{checkpoint.file_type}, into which no adapter can be merged: build with "
+                "dtype='bf16', so that they are dequantized first"
+            )
         checkpoint = replace(checkpoint, in_codes=True)
+    checkpoint = checkpoint.merged_with(args.lora)
     is_plain = quantize is None and not checkpoint.in_codes and checkpoint.packed is None
     activations = weights.check_activations(args.activations, device, is_plain=is_plain)
     files = Files(checkpoint, chosen_dtype, quantize, placement, device)
@@ -361,7 +370,7 @@ def _find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> li
     if path is None or path in DRAFTERS:
         return []
     try:
-        draft_args = replace(args, ckpt_dir=str(path), activations=None)
+        draft_args = replace(args, ckpt_dir=str(path), activations=None, lora=None)
         files = find_files(draft_args, model.placement, model.device)
         draft_tokenizer = load_tokenizer(files.checkpoint)
     except (OSError, ValueError) as e:

@@ -1,11 +1,13 @@
-"""Write a checkpoint again: in another number of shards, in another layout, quantized or packed.
+"""Write a checkpoint again: in other shards, in another layout, merged, quantized or packed.
 
 In: what `find` understands. Out: a new folder or GGUF file, complete or not there at all. The
-values are the same, those of quantized files in bfloat16, unless matrices are quantized on the way.
-Memory holds one tensor at most, so that a laptop converts a model larger than its memory.
+values are the same, those of quantized files in bfloat16, unless adapters are merged or matrices
+are quantized on the way. Memory holds one tensor at most, so that a laptop converts a model larger
+than its memory.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -44,6 +46,7 @@ from llama.weights import QUANTIZED, check_quantize
 
 _FILE_BYTES = 5_000_000_000  # limit for one .safetensors file, unless it holds a single tensor
 _MAX_SHARDS = 4096
+Lora = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 _SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}  # Meta's defaults
 
 
@@ -92,6 +95,7 @@ def convert(
     out_dir: str | os.PathLike[str],
     *,
     quantize: str | None = None,
+    lora: Lora = None,
     progress: bool = False,
 ) -> list[str]:
     """Write Meta's layout or GGUF as Hugging Face's, or Hugging Face's as Meta's (one shard).
@@ -107,6 +111,8 @@ def convert(
         quantize: A format of `build`: then Hugging Face's layout is written from any layout, with
             the matrices of the layers as compressed-tensors stores them. For a GGUF file, "q8_0" or
             "q4_0"; without it the file is in bf16.
+        lora: Adapters of `build` that are merged first: then, too, a folder is written in Hugging
+            Face's layout from any layout.
         progress: Whether a bar is drawn on stderr.
 
     Returns:
@@ -119,12 +125,12 @@ def convert(
     """
     to_gguf = Path(out_dir).suffix.lower() == ".gguf"
     _check_quantize_name(quantize, to_gguf)
-    checkpoint = find(ckpt_dir)
+    checkpoint = find(ckpt_dir).merged_with(lora)
     reader = ConversionReader(checkpoint, quantize)
     if to_gguf:
         return _write_gguf(checkpoint, reader, Path(out_dir), progress)
     tokenizer = _tokenizer_paths(checkpoint)
-    if checkpoint.layout != "hf" or quantize:
+    if checkpoint.layout != "hf" or quantize or lora:
         output = _hf_output(checkpoint, reader, tokenizer)
     else:
         output = OutputFolder("meta", _shards(reader, 1))
@@ -142,6 +148,7 @@ def pack(
     out_dir: str | os.PathLike[str],
     *,
     quantize: str | None = None,
+    lora: Lora = None,
     progress: bool = False,
 ) -> list[str]:
     """Write a checkpoint as `build` stores it in the memory of a CPU.
@@ -152,6 +159,7 @@ def pack(
         ckpt_dir: The checkpoint.
         out_dir: The new folder.
         quantize: As for `build`. None keeps the codes of quantized files.
+        lora: Adapters of `build` that are merged first. Into codes none can be merged.
         progress: Whether a bar is drawn on stderr.
 
     Returns:
@@ -170,8 +178,15 @@ def pack(
             "doctor` tells why)"
         )
     checkpoint = find(ckpt_dir)
-    checkpoint = replace(checkpoint, in_codes=checkpoint.is_quantized and quantize is None)
-    others = _packed_others(checkpoint)
+    in_codes = checkpoint.is_quantized and quantize is None
+    if in_codes and lora:
+        raise ValueError(
+            f"{checkpoint.weights_path} keeps the codes of {checkpoint.file_type} when it is "
+            "packed, into which no adapter can be merged: give --quantize, or first write a folder "
+            "in bf16 without --packed, and pack that"
+        )
+    checkpoint = replace(checkpoint.merged_with(lora), in_codes=in_codes)
+    others = _packed_others(checkpoint) | _lora_file(checkpoint)
     CheckpointReader(checkpoint)  # raises for wrong names and shapes before anything is written
     size = bytes_of(checkpoint, WHOLE, torch.bfloat16, quantize, torch.device("cpu"))
     with writing.new_folder(out_dir) as folder:
@@ -313,7 +328,18 @@ def _hf_output(
     if ids and checkpoint.layout == "meta":
         output.others["generation_config.json"] = ids | _SAMPLING
     output.others |= settings_files(checkpoint, ids, has_config=True)
+    output.others |= _lora_file(checkpoint)
     return output
+
+
+def _lora_file(checkpoint: Checkpoint) -> dict[str, FileContent]:
+    """Return the file that names the adapters that were merged, if there are any."""
+    if not checkpoint.adapters:
+        return {}
+    adapters = [
+        {"name": x.folder.resolve().name, "sha256": x.digest()} for x in checkpoint.adapters
+    ]
+    return {"lora.json": {"merged": adapters}}
 
 
 def _meta_params(args: ModelArgs) -> dict[str, Any]:

@@ -10,11 +10,13 @@ import hashlib
 import itertools
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llama.checkpoint import gguf_args, hf_quantized, huggingface, meta_quantized
+from llama.checkpoint.adapters import TIED, Adapter, open_adapters
 from llama.checkpoint.files import MappedTensor, open_tensors, read_metadata
 from llama.checkpoint.vision import VisionParts, split_config, split_params
 from llama.checks import brief
@@ -63,6 +65,9 @@ class Checkpoint:
         in_codes: Whether quantized matrices keep the codes of the file when they are loaded.
         packed: The metadata of a file of packed weights.
         vision: What the files hold beside the text model that is loaded; None: nothing.
+        adapters: The adapters that are merged into the tensors while these are read, in order.
+        is_untied: Whether the adapters separate embedding and lm_head, which are one matrix in the
+            files.
     """
 
     folder: Path
@@ -74,6 +79,37 @@ class Checkpoint:
     in_codes: bool = False
     packed: dict[str, str] | None = None
     vision: VisionParts | None = None
+    adapters: tuple[Adapter, ...] = ()
+    is_untied: bool = False
+
+    def merged_with(
+        self, lora: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+    ) -> "Checkpoint":
+        """Return the same checkpoint with adapters, as `build` takes them, merged into it.
+
+        Raises:
+            OSError: A file of an adapter is missing or cannot be read.
+            ValueError: An adapter does not fit the model, or the weights are packed.
+        """
+        if not lora:
+            return self
+        if self.packed is not None:
+            source = shown(self.packed["source"])
+            raise ValueError(
+                f"{self.folder} holds packed weights, into which no adapter can be merged: make "
+                f"another folder: llama convert {source} OUT --packed --lora ADAPTER"
+            )
+        adapters = open_adapters(lora, self.params)
+        is_untied = self.params.tied_output and any(
+            not adapter.updates.keys().isdisjoint(TIED) for adapter in adapters
+        )
+        params = replace(self.params, tied_output=False) if is_untied else self.params
+        return replace(self, params=params, adapters=adapters, is_untied=is_untied)
+
+    @property
+    def params_of_files(self) -> ModelArgs:
+        """The sizes of the model in the files, before adapters are merged."""
+        return replace(self.params, tied_output=True) if self.is_untied else self.params
 
     @property
     def weights_path(self) -> Path:
@@ -162,9 +198,10 @@ class Checkpoint:
         """Return a line for each file of weights that differs between files of the same size.
 
         It has a hash of the file's start, which holds names and shapes, of its end, and of pages in
-        between.
+        between. Adapters, which are smaller, are hashed whole.
         """
-        return [_sample(path) for path in self.shards]
+        adapters = [f"lora: SHA-256 {adapter.digest()}" for adapter in self.adapters]
+        return adapters + [_sample(path) for path in self.shards]
 
 
 def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:

@@ -1,8 +1,9 @@
 """The tensors of a checkpoint, copied into one rank's part of a model.
 
-In: a `Checkpoint`, a `Placement`, and tensors or a Transformer to fill. Out: filled tensors. A rank
-reads the bytes that it copies and no others, and nothing in a file is run. The file has over 400
-lines because plain, quantized and stacked tensors share the rule of which shard holds what.
+In: a `Checkpoint`, a `Placement`, and tensors or a Transformer to fill. Out: filled tensors, into
+which the adapters of the checkpoint are merged. A rank reads the bytes that it needs and no others,
+and nothing in a file is run. The file has over 400 lines because plain, quantized, stacked and
+merged tensors share the rule of which shard holds what.
 
 Shapes: N outputs (rows), K inputs (columns).
 """
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from llama.checkpoint import huggingface as hf
+from llama.checkpoint.adapters import TIED
 from llama.checkpoint.files import FileReader, MappedTensor
 from llama.checkpoint.find import Checkpoint
+from llama.checkpoint.merging import Merge, Update, work_dtype
 from llama.checkpoint.quantized_matrix import PackTarget, QuantizedMatrix
 from llama.checkpoint.shards import Shard, open_shards
 from llama.checkpoint.table import ROTATED, name_in, share, whole_shapes
@@ -88,6 +91,7 @@ class CheckpointReader:
         layout: The layout of the files.
         shapes: The shapes of the whole tensors.
         shards: The tensors of each shard. Layouts other than Meta's have one.
+        updates: What adapters do to tensors, in their order.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device = _CPU) -> None:
@@ -109,18 +113,34 @@ class CheckpointReader:
         self.params = checkpoint.params
         self.layout = checkpoint.layout
         self.shapes = whole_shapes(self.params)
-        self.shards = [self._by_metas_names(shard) for shard in open_shards(checkpoint)]
+        self.shards = [
+            self._by_metas_names(shard, checkpoint.is_untied) for shard in open_shards(checkpoint)
+        ]
+        self.updates: dict[str, list[Update]] = {}
+        for adapter in checkpoint.adapters:
+            for name, update in adapter.updates.items():
+                self.updates.setdefault(name, []).append(update)
         # Shards of Meta's layout hold what equal ranks would hold.
         count = len(self.shards)
         self._placements = [Placement(rank=i, size=count) for i in range(count)]
         self._file_reader = FileReader(device)
         self._first_rows: dict[object, Coded | None] = {}
 
-    def _by_metas_names(self, shard: Shard) -> Shard:
-        return {name: shard[name_in(self.layout, name)] for name in self.shapes}
+    def _by_metas_names(self, shard: Shard, is_untied: bool) -> Shard:
+        """Return the tensors by Meta's names; an lm_head that adapters untie is the embedding."""
+        tensors = {}
+        for name in self.shapes:
+            source = TIED[0] if is_untied and name == TIED[1] else name
+            tensors[name] = shard[name_in(self.layout, source)]
+        return tensors
 
     def are_equal(self, one: str, other: str) -> bool:
-        """Return whether two tensors have the same elements; other layouts then store one."""
+        """Return whether two tensors have the same elements; other layouts then store one.
+
+        A tensor that an adapter changes counts as another.
+        """
+        if one in self.updates or other in self.updates:
+            return False
         for shard in self.shards:
             if not torch.equal(shard[one].data, shard[other].data):
                 return False
@@ -138,7 +158,7 @@ class CheckpointReader:
     def copy(
         self, name: str, into: Tensor, placement: Placement = WHOLE, layout: str = "meta"
     ) -> None:
-        """Fill a tensor of any float type with what a rank holds.
+        """Fill a tensor of any float type with what a rank holds, adapters merged.
 
         On a GPU that is done in the order of the current stream.
 
@@ -148,6 +168,9 @@ class CheckpointReader:
             placement: The rank.
             layout: The layout whose order the rows get, "meta" or "hf".
         """
+        if name in self.updates:
+            self._copy_merged(name, into, placement, layout)
+            return
         fill = self._fill(name, layout)
         dim, wanted = share(self.params, name, placement)
         part = self._part(name, placement)
@@ -165,6 +188,62 @@ class CheckpointReader:
                 plain = plain[:, _slice(wanted)]
             into[row : row + len(plain)] = plain
             row += len(plain)
+
+    def _copy_merged(self, name: str, into: Tensor, placement: Placement, layout: str) -> None:
+        """Do what `copy` does for a tensor that adapters change, a chunk of rows at a time."""
+        dim, wanted = share(self.params, name, placement)
+        order = functools.partial(self._adapter_rows, name, layout)
+        merge = Merge(self.updates[name], order)
+        replacement = merge.updates[merge.first].replacement
+        if into.dim() == 1 and replacement is not None:  # a norm, which no rank divides
+            into.copy_(replacement)
+            return
+        n, k = self.shapes[name]
+        rows = range(n) if dim else wanted
+        columns = wanted if dim else range(k)
+        source = _MergedRows(self, name, layout, into.device)
+        for index in merge.indices_with_column_norms():
+            squares = torch.zeros(k, dtype=work_dtype(into.device), device=into.device)
+            for chunk in self._row_chunks(name, range(n)):
+                squares += source.read(merge, chunk, range(k), index).square().sum(0)
+            merge.column_norms[index] = squares.sqrt()
+        for chunk in self._row_chunks(name, rows):
+            begin = chunk.start - rows.start
+            into[begin : begin + len(chunk)] = source.read(merge, chunk, columns)
+
+    def _adapter_rows(self, name: str, layout: str, rows: Tensor) -> Tensor:
+        """Return rows of an adapter, which has Hugging Face's order, in the order of a layout."""
+        if layout == "hf" or not name.endswith(ROTATED):
+            return rows
+        ordered = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        hf.copy_rows(ordered, rows.contiguous(), self.params.head_dim, to=layout)
+        return ordered
+
+    def read_base(self, name: str, rows: range, columns: range, layout: str, into: Tensor) -> None:
+        """Fill a tensor of a wide float type with rows and columns of a matrix of the files.
+
+        Args:
+            name: Meta's name of the matrix.
+            rows: Some whole heads of rows, no more than are unpacked at a time.
+            columns: The columns; all, where rows are divided among ranks.
+            layout: The layout whose order the rows get.
+            into: The tensor.
+        """
+        fill = self._fill(name, layout)
+        dim, _ = share(self.params, name, WHOLE)
+        matrix = self.shards[0][name].quantized
+        if matrix is not None:
+            stored = range(self.shapes[name][1]) if matrix.is_rotated else columns
+            coded = self._read(_Part(name, matrix, rows, stored), into.device)
+            plain = (coded if fill is Tensor.copy_ else coded.in_order(fill)).plain(torch.float32)
+            into.copy_(plain[:, _slice(columns)] if matrix.is_rotated else plain)
+            return
+        for piece in self._pieces(name, columns if dim else rows):
+            size = piece.end - piece.begin
+            source = piece.tensor.data.narrow(dim, piece.begin, size)
+            if dim:
+                source = source[_slice(rows)]
+            self._copy_piece(piece.tensor, source, into.narrow(dim, piece.position, size), fill)
 
     def coded(self, names: Sequence[str], placement: Placement = WHOLE) -> CodedRows | None:
         """Return what a rank holds of tensors that are stacked to one matrix, in their codes.
@@ -269,13 +348,17 @@ class CheckpointReader:
             fill: Copies rows into the order that they get.
             device: Where the chunks lie.
         """
-        granularity = math.lcm(N_BLOCK, self.params.head_dim)
-        max_rows = _CHUNK_ELEMENTS // self.shapes[part.name][1]
-        step = max(max_rows // granularity, 1) * granularity
-        for start in range(0, len(part.rows), step):
-            chunk = part._replace(rows=part.rows[start : start + step])
-            coded = self._read(chunk, device)
+        for rows in self._row_chunks(part.name, part.rows):
+            coded = self._read(part._replace(rows=rows), device)
             yield coded if fill is Tensor.copy_ else coded.in_order(fill)
+
+    def _row_chunks(self, name: str, rows: range) -> Iterator[range]:
+        """Yield rows of a matrix, some whole heads at a time."""
+        granularity = math.lcm(N_BLOCK, self.params.head_dim)
+        max_rows = _CHUNK_ELEMENTS // self.shapes[name][1]
+        step = max(max_rows // granularity, 1) * granularity
+        for start in range(0, len(rows), step):
+            yield rows[start : start + step]
 
     def _read(self, part: _Part, device: torch.device) -> Coded:
         """Read a part from all shards that hold some of it."""
@@ -302,6 +385,44 @@ class CheckpointReader:
         whole = pieces[0] if len(pieces) == 1 else joined(pieces, dim)
         assert whole is not None, name  # all shards have one format
         return whole
+
+
+class _MergedRows(NamedTuple):
+    """A matrix into which adapters are merged, read in chunks of rows.
+
+    Attributes:
+        reader: Reads the matrix of the base model.
+        name: Meta's name of the matrix.
+        layout: The layout whose order the rows get.
+        device: Where the rows lie.
+    """
+
+    reader: CheckpointReader
+    name: str
+    layout: str
+    device: torch.device
+
+    def read(
+        self, merge: Merge, rows: range, columns: range, unscaled: int | None = None
+    ) -> Tensor:
+        """Return rows and columns of the merged matrix, or as `Merge.apply` leaves them.
+
+        Args:
+            merge: The updates.
+            rows: The rows of a chunk.
+            columns: The columns.
+            unscaled: As for `Merge.apply`.
+        """
+        needed = columns
+        if merge.needs_whole_rows:
+            needed = range(self.reader.shapes[self.name][1])
+        dtype = work_dtype(self.device)
+        work = torch.empty(len(rows), len(needed), dtype=dtype, device=self.device)
+        if merge.needs_base:
+            self.reader.read_base(self.name, rows, needed, self.layout, work)
+        merge.apply(work, _slice(rows), _slice(needed), unscaled)
+        begin = columns.start - needed.start
+        return work[:, begin : begin + len(columns)]
 
 
 class _StackedParts:

@@ -35,7 +35,7 @@ def open_shards(checkpoint: Checkpoint) -> list[Shard]:
     if checkpoint.vision is not None:
         shards = [checkpoint.vision.text_tensors(shard) for shard in shards]
     for shard in shards:
-        if checkpoint.params.tied_output and is_tied(shard):
+        if checkpoint.params_of_files.tied_output and is_tied(shard):
             del shard["output.weight"]
     if checkpoint.layout == "meta":
         shards = [meta_quantized.join_fp8_scales(shard, i) for i, shard in enumerate(shards)]
@@ -70,7 +70,7 @@ def _check(checkpoint: Checkpoint, shards: list[Shard]) -> None:
     if layout == "meta":
         _check_count(checkpoint, shards)
     try:
-        shapes = shard_shapes(checkpoint.params, len(shards))
+        shapes = shard_shapes(checkpoint.params_of_files, len(shards))
     except ValueError as e:
         raise ValueError(
             f"{checkpoint.folder} has {len(shards)} shards, which do not fit {path.name}: {e}"

@@ -176,8 +176,14 @@ COMMANDS = {
         examples=["llama reshard Meta-Llama-3-70B one-shard --model_parallel_size 1"],
     ),
     "convert": Command(
-        "Convert between Meta's, Hugging Face's and GGUF layouts, or quantize the weights.",
-        defaults={"ckpt_dir": REQUIRED, "out_dir": REQUIRED, "packed": False, "quantize": None},
+        "Convert between Meta's, Hugging Face's and GGUF layouts, quantize, or merge adapters.",
+        defaults={
+            "ckpt_dir": REQUIRED,
+            "out_dir": REQUIRED,
+            "packed": False,
+            "quantize": None,
+            "lora": None,
+        },
         positional=["ckpt_dir", "out_dir"],
         function=commands.convert,
         examples=[
@@ -185,6 +191,7 @@ COMMANDS = {
             "llama convert Llama-3.2-1B Llama-3.2-1B-FP8 --quantize fp8",
             "llama convert Llama-3.2-1B Llama-3.2-1B-Q4_0.gguf --quantize q4_0",
             "llama convert Meta-Llama-3-8B Meta-Llama-3-8B-packed --packed",
+            "llama convert Meta-Llama-3-8B Merged --lora Adapter",
         ],
         flags=FLAGS | {"quantize": _QUANTIZE},
         has_variables=False,  # LLAMA_QUANTIZE applies to loading.

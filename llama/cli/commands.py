@@ -291,7 +291,7 @@ def convert(options: argparse.Namespace) -> int:
     from llama.checkpoint.convert import pack
 
     write = pack if options.packed else write_layout
-    return _write_weights(write, options, quantize=options.quantize)
+    return _write_weights(write, options, quantize=options.quantize, lora=options.lora)
 
 
 def _write_weights(

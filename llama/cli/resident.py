@@ -32,17 +32,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import llama
+from llama.build_args import lora_paths
 from llama.cli.flags import FLAGS, extra, variable
 from llama.cli.model import demo_dir
 from llama.cli.ranks import say
 from llama.storage.hub import model_folder
 
-KEYED = (
-    "device",
-    "dtype",
-    "quantize",
-    "activations",
-)  # flags with a server of its own for each value
+# Flags with a server of its own for each value.
+KEYED = ("device", "dtype", "quantize", "activations", "lora")
 LISTENER_FD = "LLAMA_LISTENER_FD"  # environment variable with the socket that a server inherits
 _START_S = 1800.0  # time limit of loading a model
 _NOTE_S = 3.0  # delay of the note about what is waited for
@@ -228,7 +225,8 @@ def _last_error(stem: Path) -> str:
 def _stem(options: argparse.Namespace) -> Path:
     """Return the path of a model's files without its suffix."""
     model = model_folder(options.ckpt_dir or demo_dir()).resolve()
-    flags = [getattr(options, name) for name in KEYED]
+    flags = [getattr(options, name) for name in KEYED if name != "lora"]
+    flags += [model_folder(path).resolve() for path in lora_paths(options.lora)]
     identity = [model, llama.__version__, llama.__file__, *flags]
     return _folder() / hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 

@@ -39,8 +39,17 @@ def torchrun_groups(
     return found
 
 
-def torchrun(world: int, jobs: list[dict], folder: Path) -> list[list[dict]]:
-    """Run the jobs under torchrun and return the results, one list for each rank."""
+def torchrun(
+    world: int, jobs: list[dict], folder: Path, num_builds: int | None = None
+) -> list[list[dict]]:
+    """Run the jobs under torchrun and return the results, one list for each rank.
+
+    Args:
+        world: the number of ranks.
+        jobs: the jobs.
+        folder: where the results are written.
+        num_builds: how many models are loaded; None: one per folder, until they are forgotten.
+    """
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -50,7 +59,8 @@ def torchrun(world: int, jobs: list[dict], folder: Path) -> list[list[dict]]:
     assert done.returncode == 0, done.stdout + done.stderr
     ends = [(folder / f"rank{r}.end").read_text() for r in range(world)]
     assert ends == ["False"] * world, "a process that leaves its groups can end with SIGABRT"
-    assert done.stdout.count("Loaded in ") == _num_builds(jobs), "rank 0 alone prints, per build"
+    expected = _num_builds(jobs) if num_builds is None else num_builds
+    assert done.stdout.count("Loaded in ") == expected, "rank 0 alone prints, per build"
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
 
 

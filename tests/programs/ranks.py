@@ -113,6 +113,12 @@ def fewer_files(folder: str) -> None:
     Llama.build(folder if RANK == 0 else folder + "-gone", None, 64, 1, dtype="fp32", device="cpu")
 
 
+def build_merged(folder: str, lora: list[str | None], prompt: list[int]) -> list[list[int]]:
+    """Merge an adapter that each rank has a path of its own for, and answer a prompt."""
+    llama = Llama.build(folder, None, 64, 4, dtype="fp32", device="cpu", lora=lora[RANK])
+    return llama.generate([prompt], 8, 0)[0]
+
+
 def verified(folder: str) -> None:
     """Build with a damaged weight, which only the rank that checks it finds."""
     Llama.build(folder, None, 64, 1, dtype="fp32", device="cpu", verify=True)
