@@ -144,7 +144,10 @@ def test_a_format_of_weights_is_a_file():
         ("fastchat", r"nowhere"),
         ("fire", r"nowhere"),
         ("tiktoken", r"llama/tokenizer\.py"),
-        ("regex", r"llama/prompts/(scanner|parser|call_format_parser)\.py"),
+        (
+            "regex",
+            r"llama/(prompts/(scanner|parser|call_format_parser)|checkpoint/adapter_config)\.py",
+        ),
         ("jinja2", r"llama/prompts/jinja/(sandbox|rendering|operations|filters)\.py"),
         ("llguidance", r"llama/requests/grammar\.py"),
         ("transformers", r"nowhere"),

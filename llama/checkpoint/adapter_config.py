@@ -125,8 +125,8 @@ def read_config(path: Path) -> AdapterConfig:
         _check_keys(content)
         _check_init(content.get("init_lora_weights"))
         rank = whole_number("r", content.get("r"), 1, _MAX_RANK)
-        ranks = _object(content, "rank_pattern")
-        alphas = _object(content, "alpha_pattern")
+        ranks = _patterns(content, "rank_pattern")
+        alphas = _patterns(content, "alpha_pattern")
         return AdapterConfig(
             rank=rank,
             alpha=_alpha("lora_alpha", content.get("lora_alpha")),
@@ -197,7 +197,7 @@ def _alpha(name: str, value: object) -> float:
     return number(name, value, -_MAX_ALPHA, _MAX_ALPHA)
 
 
-def _object(content: dict[str, Any], key: str) -> dict[str, Any]:
+def _patterns(content: dict[str, Any], key: str) -> dict[str, Any]:
     value = content.get(key)
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{key} is {brief(value)}, and must be an object")

@@ -29,7 +29,7 @@ from llama.cli.client import Client, json_at
 LIMIT_S = 60  # distinguishes a hang from a slow end
 ONCE = "Once upon a time"
 FLAGS = ["--dtype", "fp32", "--device", "cpu"]
-OPTIONS = argparse.Namespace(ckpt_dir=None, dtype="fp32", device="cpu", quantize=None)
+OPTIONS = argparse.Namespace(ckpt_dir=None, dtype="fp32", device="cpu", quantize=None, lora=None)
 COMPLETE = ["complete", "--resident", *FLAGS, "--temperature", "0", "--max_gen_len", "12"]
 WITHOUT_TORCH = (
     "import sys; from llama.cli import main; code = main(sys.argv[1:]); "
@@ -253,10 +253,12 @@ def test_each_model_and_way_to_hold_it_has_a_server(folder, tmp_path, monkeypatc
         return resident._stem(argparse.Namespace(**{**vars(OPTIONS), **change})).name
 
     keys = [key(), key(dtype=None), key(quantize="int8"), key(ckpt_dir=str(tmp_path))]
+    keys += [key(lora=str(tmp_path / "a")), key(lora=f"{tmp_path / 'a'},{tmp_path / 'b'}")]
     monkeypatch.setattr("llama.__version__", "0.0.1", raising=False)
-    assert len({*keys, key()}) == 5
+    assert len({*keys, key()}) == 7
     monkeypatch.chdir(tmp_path)
     assert key(ckpt_dir=".") == key(ckpt_dir=str(tmp_path))
+    assert key(lora="a,b") == key(lora=f"{tmp_path / 'a'},{tmp_path / 'b'}")
 
 
 def test_a_folder_that_others_can_enter_is_refused(folder, monkeypatch):
