@@ -8,6 +8,17 @@ import torch
 from torch import Tensor
 
 from helpers.absent_device import AbsentDevice, absent_gpu, refuse_float64
+from helpers.adapters import (
+    DOWN,
+    EMBEDDING,
+    PREFIX,
+    QUERY,
+    merged_state,
+    update_of,
+    write_adapter,
+)
+from helpers.checkpoints import write_byte_tokenizer
+from helpers.weights import hf_model
 from llama import Llama, Transformer
 from llama.checkpoint.find import find
 from llama.engine.core import EngineCore
@@ -55,6 +66,22 @@ def test_a_mac_gives_the_ids_of_the_cpu(mac, checkpoint_dir):
         assert ours[0] == theirs[0], settings
         for a, b in zip(ours[1] or [], theirs[1] or [], strict=True):
             assert a == pytest.approx(b, abs=1e-4)
+
+
+def test_a_mac_merges_adapters_without_float64(mac, tmp_path):
+    """A Mac's GPU merges in float32: matrices of the layers and of the ends, by LoRA and DoRA."""
+    model = hf_model(vocab_size=512)
+    model.save_pretrained(tmp_path / "base")
+    write_byte_tokenizer(tmp_path / "base")
+    norm = {f"{PREFIX}model.norm.weight": torch.full((64,), 3.0)}
+    tensors = norm | update_of(model, QUERY, DOWN, EMBEDDING, dora=True)
+    adapter = write_adapter(tmp_path / "adapter", tensors, use_dora=True)
+    expected = merged_state(model, tensors)
+    llama = Llama.build(str(tmp_path / "base"), None, 64, 1, dtype="fp32", lora=adapter)
+    shards = llama.model.named_shards()
+    for name, values in expected.items():
+        assert shards[name].device.type == "mps"
+        torch.testing.assert_close(shards[name].cpu(), values.float(), atol=2e-6, rtol=2e-6)
 
 
 def test_a_mac_s_kv_cache_stays_below_its_limit(checkpoint_dir):

@@ -129,7 +129,7 @@ class Merge:
                 work *= factors[columns]
             else:
                 magnitude = self.order(low_rank.magnitude[rows]).to(work)
-                work *= _ratio(magnitude, work.norm(dim=1))[:, None]
+                work *= _ratio(magnitude, torch.linalg.vector_norm(work, dim=1))[:, None]
         return work
 
 
