@@ -120,9 +120,10 @@ def rank_shapes(params: ModelArgs, placement: Placement) -> dict[str, Size]:
     for name, shape in whole_shapes(params).items():
         if not _has(rank_share, name):
             continue
-        dim, rows = share(params, name, placement)
+        entry = _entry(name)
         sizes = list(shape)
-        sizes[dim] = len(rows)
+        if entry.dim is not None:
+            sizes[entry.dim] = len(rank_share.rows(entry.shape[entry.dim]))
         shapes[name] = Size(sizes)
     return shapes
 

@@ -262,7 +262,7 @@ FLAGS = {
     "gpu": Flag(
         one_of(*GPU_NAMES), "NAME", f"Kind of device: {', '.join(GPU_NAMES)}", choices=GPU_NAMES
     ),
-    "gpus": Flag(within(1, 64), "N", "Number of GPUs in each machine"),
+    "gpus": Flag(within(1, 16), "N", "Number of GPUs in each machine"),
     "machines": Flag(within(1, 64), "N", "Number of machines"),
     "memory_gb": Flag(
         within(1, 10**6), "GB", "Memory of each device, in GB", "that of the kind of device"

@@ -153,6 +153,15 @@ def test_layouts_of_the_largest_models():
     assert find_options(plan_of("405b --gpu h200 --gpus 8"))[0].layout == Layout(8)
 
 
+def test_many_devices_have_few_layouts():
+    """A plan for a cluster answers soon: some numbers of stages and machines stand for all."""
+    layouts = list(plan_of("405b --gpu h100 --gpus 8 --machines 64").layouts())
+    assert len(layouts) < 200 and Layout(8, 64, 1) in layouts
+    assert {layout.tensor for layout in layouts} >= {3, 8, 16, 512}
+    assert {layout.pipeline for layout in layouts} >= {1, 2, 3, 16, 126}
+    assert all(layout.ranks <= 512 for layout in layouts)
+
+
 def test_one_sequence_is_fastest_on_all_devices():
     (best, *_) = find_options(plan_of("8b --gpu h100 --gpus 8 --batch 1"))
     assert best.layout == Layout(8)

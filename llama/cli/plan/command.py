@@ -4,13 +4,14 @@ In: checked flags. Out: text or JSON on standard output, and an exit code.
 """
 
 import argparse
+import itertools
 import json
 from dataclasses import replace
 
 import torch
 
 from llama.checks import FieldError
-from llama.cli.plan.layouts import Plan, find_options
+from llama.cli.plan.layouts import Plan, find_options, fits_today
 from llama.cli.plan.models import Model
 from llama.cli.plan.report import as_json, as_text
 from llama.cli.ranks import global_rank
@@ -95,16 +96,13 @@ def _does_not_fit(asked: Plan) -> str:
     """Return the message for devices that hold no sequence, with a number that would."""
     kind = next(name for name, device in DEVICES.items() if device.title == asked.device.title)
     found = "not even 16 machines do"
-    for machines in (1, 2, 4, 8, 16):
-        for per_machine in (1, 2, 4, 8) if asked.is_gpu else (1,):
-            larger = replace(asked, machines=machines, per_machine=per_machine)
-            is_larger = machines * per_machine > asked.num_devices
-            if is_larger and any(not option.missing for option in find_options(larger)):
-                found = f"--machines {machines} --gpus {per_machine} would do"
-                break
-        else:
-            continue
-        break
+    per_machines = (1, 2, 4, 8) if asked.is_gpu else (1,)
+    for machines, per_machine in itertools.product((1, 2, 4, 8, 16), per_machines):
+        is_larger = machines * per_machine > asked.num_devices
+        larger = replace(asked, machines=machines, per_machine=per_machine)
+        if is_larger and fits_today(larger):
+            found = f"--machines {machines} --gpus {per_machine} would do"
+            break
     return (
         f"{asked.model.name} in {asked.format_name} and one sequence of {asked.context} tokens "
         f"do not fit into {asked.machines} x {asked.per_machine} {kind} of "

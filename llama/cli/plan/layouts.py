@@ -98,8 +98,8 @@ class Plan:
         """Return what a rank needs of its device's memory."""
         args = self.model.args
         layers = LayerPlan.of(args, placement, self.kv_format)
-        max_batch_size = self.batch or default_batch_size(self.torch_device)
-        reserve = step_bytes(args, layers, self.dtype, max_batch_size)
+        batch_size = default_batch_size(self.torch_device)
+        reserve = step_bytes(args, layers, self.dtype, batch_size)
         return Memory(
             free=int(self.device.memory),
             weights=self.weight_bytes(placement),
@@ -117,16 +117,25 @@ class Plan:
         return Storage.of(args, self.dtype.itemsize, self.quantize, kv_width)
 
     def layouts(self) -> Iterator[Layout]:
-        """Yield the layouts of these devices: all that have whole groups on each machine."""
+        """Yield the layouts of these devices that have whole groups on each machine.
+
+        Of many stages, and of groups on many machines, only some numbers are tried.
+        """
         sizes = [*range(1, self.per_machine + 1)]
-        sizes += [self.per_machine * count for count in range(2, self.machines + 1)]
+        sizes += [self.per_machine * count for count in _some(self.machines) if count > 1]
         for tensor in sizes:
             if tensor <= self.per_machine:
                 groups = self.per_machine // tensor * self.machines
             else:
                 groups = self.num_devices // tensor
-            for stages in range(1, min(groups, self.model.args.n_layers) + 1):
+            for stages in _some(min(groups, self.model.args.n_layers)):
                 yield Layout(tensor, stages, groups // stages, self.per_machine)
+
+
+def _some(limit: int) -> list[int]:
+    """Return the numbers up to 8, the powers of two above, and the limit itself."""
+    counts = [*range(1, 9), 16, 32, 64, 128]
+    return sorted({limit, *(count for count in counts if count < limit)})
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,13 @@ def find_options(asked: Plan) -> list[Option]:
         if option is not None:
             options.append(option)
     return sorted(options, key=lambda option: (-option.tokens_per_s, option.layout.ranks))
+
+
+def fits_today(asked: Plan) -> bool:
+    """Return whether the model and one sequence fit in a layout that this runtime has."""
+    args = asked.model.args
+    layouts = (layout for layout in asked.layouts() if not _missing(args, layout))
+    return any(option_for(asked, layout) is not None for layout in layouts)
 
 
 def option_for(asked: Plan, layout: Layout) -> Option | None:
