@@ -29,7 +29,8 @@ class ClientTokenizer:
         self.wrapped = tokenizer
         self.dialog_format = dialog_format or MetaFormat(tokenizer)
         self.vocab_size = tokenizer.n_words
-        self.all_special_ids = sorted(tokenizer.special_tokens.values())
+        added = tokenizer.added_tokens.values()
+        self.all_special_ids = sorted(token.id for token in added if token.special)
         self.bos_token_id = tokenizer.bos_id
         self.bos_token = tokenizer.decode(tokenizer.bos_id)
         self.eos_token_id = tokenizer.eos_id
@@ -68,16 +69,20 @@ class ClientTokenizer:
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
+        **template_kwargs: Any,
     ) -> Any:
         """Return the ids of a dialog, or with tokenize=False its text.
 
+        Further arguments are variables of the chat template.
+
         Raises:
-            ValueError: The text is asked for, and a message names a special token. As a prompt,
-                that text would be another dialog.
+            ValueError: The template has no such variable. Or the text is asked for, and a message
+                names a special token: as a prompt, that text would be another dialog.
         """
         options = PromptOptions(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            **template_options(template_kwargs),
         )
         ids = self.dialog_format.encode(conversation, tools, options)
         if tokenize:
@@ -101,3 +106,12 @@ class ClientTokenizer:
     def __await__(self) -> Generator[None, None, "ClientTokenizer"]:
         return self
         yield  # This makes the method a generator, as `await` requires.
+
+
+def template_options(template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `PromptOptions` for variables of a chat template.
+
+    Clients give enable_thinking to every model, so a template need not have it.
+    """
+    others = dict(template_kwargs)
+    return {"enable_thinking": others.pop("enable_thinking", None), "template_kwargs": others}

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import http.client
 import json
+import re
 import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from starlette.responses import Response, StreamingResponse
 
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.hosts import HostRequest, Pace, read_params, reports_of
+from llama.prompts.dialog_format import DialogFormat, MetaFormat
 from llama.server.auth import ONE_TENANT
 from llama.server.encoding import JsonResponse, unless_client_leaves
 from llama.server.errors import ApiError, ErrorFields
@@ -27,7 +29,6 @@ from llama.server.exchange import beside_if_large, body_router
 from llama.server.openai.request import OpenAIRequest
 from llama.server.respond import MAX_IN_LOOP, check_answer_size, num_items
 from llama.server.service import Service, State, log
-from llama.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 _INTERVAL = 2  # tokens between two reports of a stream; FastChat's default
@@ -47,6 +48,10 @@ _MARK = "\ue000"  # a character for private use, which no message contains
 _START = "<|start_header_id|>"
 _END = "<|end_header_id|>\n\n"
 _EOT = "<|eot_id|>"
+# With a chat template, a prompt of FastChat only lists the messages of a dialog, each behind the
+# mark of its role, and `prompt_ids` encodes the dialog.
+_ROLE = "\ue001{}\ue001"  # characters for private use
+_ROLE_MARK = re.compile("\ue001(system|user|assistant)\ue001")
 
 _NO_EMBEDDINGS = "this worker does not compute embeddings: use a model that is trained for them"
 _CONTROLLER_TIMEOUT_S = 5.0
@@ -90,8 +95,8 @@ class FastChatWorker:
             prompt = body.get("prompt")
             if not isinstance(prompt, str):
                 return JsonResponse(_error(WRONG_TYPE, "the body has no 'prompt' that is a string"))
-            count = ClientTokenizer(self.service.loaded().tokenizer).num_tokens
-            num_tokens = await beside_if_large(http, lambda: count(as_trained(prompt)))
+            dialog_format = self.service.dialog_format
+            num_tokens = await beside_if_large(http, lambda: _count(prompt, dialog_format))
             return JsonResponse({"count": num_tokens, "error_code": 0})
 
         @router.post("/worker_get_embeddings")
@@ -104,7 +109,7 @@ class FastChatWorker:
 
         @router.post("/worker_get_conv_template")
         async def conv_template() -> Response:
-            return JsonResponse({"conv": conversation_template(self.service.loaded().tokenizer)})
+            return JsonResponse({"conv": conversation_template(self.service.dialog_format)})
 
         @router.post("/model_details")
         async def details() -> Response:
@@ -164,10 +169,17 @@ class FastChatWorker:
     def _request(self, params: dict[str, Any]) -> HostRequest:
         """Read the request of FastChat; raise a ValueError that names a wrong key."""
         llama = self.service.loaded()
-        if isinstance(params.get("prompt"), str):
+        dialog_format = self.service.dialog_format
+        if isinstance(dialog_format, MetaFormat) and isinstance(params.get("prompt"), str):
             params = {**params, "prompt": as_trained(params["prompt"])}
-        max_seq_len = llama.llm_engine.max_seq_len
-        return read_params(params, None, llama.tokenizer, max_seq_len, has_raw_echo=True)
+        return read_params(
+            params,
+            None,
+            llama.tokenizer,
+            llama.llm_engine.max_seq_len,
+            has_raw_echo=True,
+            encode=lambda prompt: prompt_ids(prompt, dialog_format),
+        )
 
     @contextlib.asynccontextmanager
     async def _registered(self, _app: FastAPI) -> AsyncIterator[None]:
@@ -236,24 +248,63 @@ def _post(url: str, body: dict[str, Any]) -> Any:
         return json.load(response)
 
 
-def conversation_template(tokenizer: Tokenizer) -> dict[str, Any]:
+def conversation_template(dialog_format: DialogFormat) -> dict[str, Any]:
     """Return the fields of FastChat's `Conversation`, from which its API server makes the prompt.
 
-    With `as_trained` the result is Llama 3's chat format; the tokenizer adds begin_of_text.
+    `prompt_ids` has the ids of such a prompt. For Meta's format its text is that format, after
+    `as_trained`. For a chat template it lists the messages, because no `Conversation` could express
+    every template.
     """
+    roles = [_ROLE.format(role) for role in ("system", "user", "assistant")]
+    separator = ""
+    if isinstance(dialog_format, MetaFormat):
+        roles = [f"{_START}{role}{_END}" for role in ("system", "user", "assistant")]
+        roles[1:] = [role + _MARK for role in roles[1:]]
+        separator = _EOT
     return {
         "name": "llama-3",
-        "system_template": f"{_START}system{_END}{{system_message}}",
+        "system_template": f"{roles[0]}{{system_message}}",
         "system_message": "",
-        "roles": [f"{_START}{role}{_END}{_MARK}" for role in ("user", "assistant")],
+        "roles": roles[1:],
         "messages": [],
         "offset": 0,
         "sep_style": _ADD_COLON_TWO,
-        "sep": _EOT,
-        "sep2": _EOT,
-        "stop_str": None,
-        "stop_token_ids": sorted(tokenizer.stop_tokens),
+        "sep": separator,
+        "sep2": separator,
+        "stop_str": list(dialog_format.stop_strings) or None,
+        "stop_token_ids": sorted(dialog_format.tokenizer.stop_tokens),
     }
+
+
+def prompt_ids(prompt: str, dialog_format: DialogFormat) -> list[int]:
+    """Return the ids of a prompt, which is a text or was made with `conversation_template`.
+
+    Raises:
+        ValueError: the dialog cannot be encoded; the message says why.
+    """
+    is_meta = isinstance(dialog_format, MetaFormat)
+    if is_meta or not prompt.startswith(_ROLE.format("system")):
+        text = as_trained(prompt) if is_meta else prompt
+        return ClientTokenizer(dialog_format.tokenizer).encode(text)
+    _, *pieces = _ROLE_MARK.split(prompt)
+    dialog = [
+        {"role": role, "content": text if role == "system" else text.removeprefix(":")[1:]}
+        for role, text in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
+    # FastChat writes an empty system message, and ends with the beginning of the answer.
+    first = 0 if dialog[0]["content"] else 1
+    return dialog_format.encode(dialog[first:-1])
+
+
+def _count(prompt: str, dialog_format: DialogFormat) -> int:
+    """Return the number of ids of a prompt, or of its text if its dialog cannot be encoded.
+
+    FastChat shows the error of a dialog only where it asks for the answer.
+    """
+    try:
+        return len(prompt_ids(prompt, dialog_format))
+    except ValueError:
+        return ClientTokenizer(dialog_format.tokenizer).num_tokens(prompt)
 
 
 def as_trained(prompt: str) -> str:

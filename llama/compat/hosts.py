@@ -11,7 +11,7 @@ cannot be used is a ValueError that names the key, because FastChat does not cat
 import contextlib
 import itertools
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,18 +287,19 @@ def read_params(
     max_new_tokens: int = FASTCHAT_TOKENS,
     has_raw_echo: bool = False,
     benchmark: bool = False,
+    encode: Callable[[str], list[int]] | None = None,
 ) -> HostRequest:
     """Check the request of a host.
 
     Args:
         params: The request.
-        context_len: A limit of the tokens of prompt and answer, in addition to `max_seq_len`, or
-            None.
+        context_len: A further limit of the tokens of prompt and answer, or None.
         tokenizer: The model's tokenizer.
         max_seq_len: The maximum number of tokens of prompt and answer.
         max_new_tokens: The default of the request's max_new_tokens.
         has_raw_echo: Whether the echo has the special tokens of the prompt.
         benchmark: Whether no stop token and no stop string ends the answer.
+        encode: Returns the ids of the prompt; by default those of a `ClientTokenizer`.
 
     Raises:
         ValueError: A value cannot be used; the message names its key.
@@ -314,7 +315,7 @@ def read_params(
     prompt = params.get("prompt")
     if not isinstance(prompt, str):
         raise ValueError("params has no 'prompt' that is a string")
-    tokens = ClientTokenizer(tokenizer).encode(prompt)
+    tokens = (encode or ClientTokenizer(tokenizer).encode)(prompt)
     with errors_in("params"):
         context = whole_number("context_len", _number(context_len), 2, 2**63, optional=True)
         context = min(context or max_seq_len, max_seq_len)
@@ -362,10 +363,7 @@ def _sampling(
 
 
 def _number(value: Any) -> Any:
-    """Return a number as an int or a float. Hosts also send "8", 8.0 and numpy scalars.
-
-    Any other value is returned as it is.
-    """
+    """Return "8", 8.0 or a numpy scalar as an int or a float, and any other value as it is."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         if hasattr(value, "item"):
             value = value.item()

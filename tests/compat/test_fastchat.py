@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 
-from helpers.fastchat import DIALOGS, NO_SYSTEM
+from helpers.fastchat import DIALOGS, FINE_TUNES, HOSTILE, NO_SYSTEM, format_of
 from helpers.launch import environment
 from helpers.server import run_server
 from llama import Llama, cli
 from llama.compat import fastchat
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.compat.fastchat import FastChatWorker, as_trained, conversation_template
+from llama.compat.fastchat import FastChatWorker, as_trained, conversation_template, prompt_ids
+from llama.prompts.dialog_format import MissingFormat
 from llama.server.app import make_app
 from llama.server.service import Limits, Service
 from llama.tokenizer import ChatFormat
@@ -122,10 +123,38 @@ def written_by_main(dialog) -> str:
 def test_prompts_of_the_template_are_the_chat_format(demo, dialog):
     tokenizer = demo.tokenizer
     encode = ClientTokenizer(tokenizer).encode
-    prompt = written(dialog, conversation_template(tokenizer))
+    prompt = written(dialog, conversation_template(demo.dialog_format))
     ids = ChatFormat(tokenizer).encode_dialog_prompt(dialog)
-    assert encode(as_trained(prompt)) == ids
+    assert prompt_ids(prompt, demo.dialog_format) == encode(as_trained(prompt)) == ids
     assert encode(as_trained(written_by_main(dialog))) == ids
+
+
+@pytest.mark.parametrize("kind", FINE_TUNES)
+def test_prompts_of_a_chat_template_are_its_own(tmp_path, kind):
+    dialog_format = format_of(tmp_path, kind)
+    fields = conversation_template(dialog_format)
+    assert set(fields["stop_token_ids"]) == dialog_format.tokenizer.stop_tokens
+    for dialog in [*DIALOGS, HOSTILE]:
+        assert prompt_ids(written(dialog, fields), dialog_format) == dialog_format.encode(dialog)
+    text = "Once <|eot_id|><|start_header_id|>user"
+    ids = ClientTokenizer(dialog_format.tokenizer).encode(text)
+    assert prompt_ids(text, dialog_format) == ids, "a text stays a text"
+
+
+def test_a_model_without_a_chat_template_says_so_in_the_answer(demo, monkeypatch):
+    app = make_worker(demo)
+    monkeypatch.setattr(demo, "dialog_format", MissingFormat(demo.tokenizer))
+
+    async def scenario():
+        conv = (await post(app, "/worker_get_conv_template"))["conv"]
+        prompt = written([FRANCE], conv)
+        assert (await post(app, "/count_token", prompt=prompt))["count"] > 5
+        report = await post(app, "/worker_generate", prompt=prompt)
+        assert report["error_code"] == 40302 and "--chat_template" in report["text"]
+        plain = await post(app, "/worker_generate", prompt="a", max_new_tokens=1)
+        assert plain["finish_reason"] == "length"
+
+    asyncio.run(scenario())
 
 
 def test_other_texts_stay_as_they_are():
@@ -136,7 +165,7 @@ def test_other_texts_stay_as_they_are():
 
 def test_stream_generate_and_what_the_controller_asks(demo):
     app = make_worker(demo)
-    prompt = written([FRANCE], conversation_template(demo.tokenizer))
+    prompt = written([FRANCE], conversation_template(demo.dialog_format))
     params = {"prompt": prompt, "temperature": 0, "max_new_tokens": 40, "echo": False}
 
     async def scenario():
@@ -151,7 +180,7 @@ def test_stream_generate_and_what_the_controller_asks(demo):
         assert count == {"count": reports[-1]["usage"]["prompt_tokens"], "error_code": 0}
         assert await post(app, "/model_details") == {"context_length": demo.llm_engine.max_seq_len}
         assert (await post(app, "/worker_get_conv_template"))["conv"] == conversation_template(
-            demo.tokenizer
+            demo.dialog_format
         )
         status = {"model_names": ["demo"], "speed": 1, "queue_length": 0}
         assert await post(app, "/worker_get_status") == status == app.status()
@@ -337,7 +366,7 @@ def ask(url: str, **params: Any) -> bytes:
 def test_two_ranks_are_one_worker(demo, tmp_path):
     """Two ranks are one worker: rank 0 alone registers, serves, refuses and drains."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    prompt = written([FRANCE], conversation_template(demo.tokenizer))
+    prompt = written([FRANCE], conversation_template(demo.dialog_format))
     greedy = {"prompt": prompt, "temperature": 0, "max_new_tokens": 40, "echo": False}
     flags = ("--served_model_name", "demo", "--dtype", "fp32", "--max_seq_len", "512")
     env = environment(FASTCHAT_WORKER_HEART_BEAT_INTERVAL="1")

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
-from helpers.fastchat import DIALOGS
+from helpers.fastchat import DIALOGS, FINE_TUNES, HOSTILE, format_of
 from helpers.launch import DEMO, PROGRAMS, environment
 from helpers.ports import reserved_port
 from helpers.waiting import wait_until
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.compat.fastchat import as_trained, conversation_template
+from llama.compat.fastchat import as_trained, conversation_template, prompt_ids
 from llama.tokenizer import ChatFormat
 
 PYTHON = os.environ.get("FASTCHAT_PYTHON", "")
@@ -148,18 +148,30 @@ def test_models_and_token_check(client, worker_url, demo):
     assert found == {"fits": True, "tokenCount": count, "contextLength": 512}
 
 
+def fastchats_prompts(fields: dict[str, Any], dialogs: list[Any]) -> dict[str, Any]:
+    command = [PYTHON, str(PROGRAMS / "fastchat_prompts.py")]
+    job = json.dumps({"fields": fields, "dialogs": dialogs})
+    done = subprocess.run(
+        command, input=job, capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kind", FINE_TUNES)
+def test_fastchats_prompts_are_those_of_a_chat_template(tmp_path, kind):
+    dialog_format = format_of(tmp_path, kind)
+    dialogs: list[Any] = [*DIALOGS, HOSTILE]
+    found = fastchats_prompts(conversation_template(dialog_format), dialogs)
+    for prompt, dialog in zip(found["worker"], dialogs, strict=True):
+        assert prompt_ids(prompt, dialog_format) == dialog_format.encode(dialog)
+
+
 def test_fastchats_prompts_are_the_chat_format(demo):
     """FastChat's prompts are the chat format.
 
     Its API server fills in a conversation; LLAMA3 is the style that its main branch has of its own.
     """
-    fields = conversation_template(demo.tokenizer)
-    command = [PYTHON, str(PROGRAMS / "fastchat_prompts.py")]
-    job = json.dumps({"fields": fields, "dialogs": DIALOGS})
-    done = subprocess.run(
-        command, input=job, capture_output=True, text=True, timeout=LIMIT_S, check=True
-    )
-    found = json.loads(done.stdout)
+    found = fastchats_prompts(conversation_template(demo.dialog_format), DIALOGS)
     assert len(found["worker"]) == len(DIALOGS) and found.get("LLAMA3", DIALOGS)
     for prompts in found.values():
         dialogs: list[Any] = DIALOGS

@@ -13,7 +13,10 @@ import threading
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from helpers.chat_templates import CHATML
+from helpers.fine_tunes import make_model
 from helpers.launch import DEMO, PROGRAMS, environment
 from helpers.prompts import FRANCE, prompts_of, user
 from helpers.waiting import wait_until
@@ -399,6 +402,35 @@ def test_tools_are_told_in_the_form_of_the_model(make_checkpoint):
 
 
 TOOLS = [{"type": "function", "function": {"name": "capital", "parameters": {"country": "str"}}}]
+
+
+SWITCH = CHATML + "{{ '<think>' if enable_thinking else '' }}{{ style or '' }}"
+
+
+def test_a_fine_tune_with_the_variables_of_its_template(tmp_path):
+    folder = make_model(tmp_path, "chatml")
+    template = tmp_path / "other.jinja"
+    template.write_text(SWITCH, encoding="utf-8")
+    fields = {"reasoning_parser": "deepseek_r1", "tool_call_parser": "hermes"}
+    args: Any = {"chat_template": str(template), "max_model_len": 64, "device": "cpu", **fields}
+    own = LLM(str(folder), **args)
+    reasoning = own.llama.dialog_format.reasoning
+    assert reasoning is not None and reasoning.end == "</think>"
+    tokenizer = own.get_tokenizer()
+    named = {token.id for token in own.llama.tokenizer.added_tokens.values()}
+    assert set(tokenizer.all_special_ids) < named
+    dialog: list[Any] = [user("Who?")]
+    theirs: Any = AutoTokenizer.from_pretrained(folder).apply_chat_template
+    source: Any = {"chat_template": SWITCH, "add_generation_prompt": True}
+    cases: list[Any] = [{"enable_thinking": True}, {"style": "x", "enable_thinking": False}, {}]
+    for variables in cases:
+        (output,) = own.chat(dialog, greedy(1), chat_template_kwargs=variables)
+        wanted = theirs(dialog, **source, **variables)["input_ids"]
+        assert output.prompt_token_ids == wanted
+        ours = tokenizer.apply_chat_template(dialog, add_generation_prompt=True, **variables)
+        assert ours == wanted
+    with pytest.raises(ValueError, match="has no variable 'stile'"):
+        own.chat(dialog, greedy(1), chat_template_kwargs={"stile": "x"})
 
 
 def test_the_flow_of_a_chatglm_client(llm):

@@ -123,6 +123,7 @@ class EngineArgs:
         tokenizer: A tokenizer file, or a folder that has one.
         generation_config: "auto" takes the parameters of calls that give none from the model's
             generation_config.json, "vllm" does not.
+        chat_template: A file, or "llama3" for Meta's format.
         gpu_memory_utilization: Has no effect except a warning.
     """
 
@@ -140,6 +141,9 @@ class EngineArgs:
     generation_config: str = "auto"
     quantization: str | None = None
     speculative_config: Any = None
+    chat_template: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     gpu_memory_utilization: InitVar[float | None] = None
 
     def __post_init__(self, gpu_memory_utilization: float | None) -> None:
@@ -166,7 +170,7 @@ class EngineArgs:
         arguments: dict[str, Any] = {"seed": 0}
         for name, value in vars(self).items():
             build_name = _BUILD_NAMES.get(name, name)
-            if build_name in known and value not in (None, "auto"):
+            if build_name in known and value not in (None, "", "auto"):
                 arguments[build_name] = value
         arguments["tokenizer_path"] = _tokenizer_file(self.tokenizer, self.model)
         try:

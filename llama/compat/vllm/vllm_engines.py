@@ -25,7 +25,7 @@ from typing import Any, Self, cast
 from tqdm import tqdm
 
 from llama.checks import brief
-from llama.compat.client_tokenizer import ClientTokenizer
+from llama.compat.client_tokenizer import ClientTokenizer, template_options
 from llama.compat.vllm.engine_args import EngineArgs
 from llama.compat.vllm.vllm_params import (
     BeamSearchParams,
@@ -35,7 +35,7 @@ from llama.compat.vllm.vllm_params import (
 )
 from llama.compat.vllm.vllm_request import BeamSearchOutput, RequestOutput, VllmRequest
 from llama.generation import Llama
-from llama.prompts.dialog_format import MetaFormat
+from llama.prompts.dialog_format import MetaFormat, PromptOptions
 from llama.requests import async_engine
 from llama.requests.beam_search import beam_search
 
@@ -210,21 +210,23 @@ class LLM(EngineFrontend):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Return the answers to one dialog, or to each dialog of a list.
 
-        See `encode_chat` for the format, and `generate` for the other arguments.
+        The format is that of the model. `chat_template_kwargs` has variables of its chat template;
+        see `generate` for the other arguments.
         """
         refuse("LLM.chat", others, {"chat_template_content_format": ("auto", "string")})
+        options = PromptOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **template_options(chat_template_kwargs or {}),
+        )
 
         def prompt(dialog: Sequence[Any]) -> dict[str, Any]:
-            ids = self.tokenizer.apply_chat_template(
-                dialog,
-                tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
+            ids = self.tokenizer.dialog_format.encode(dialog, tools, options)
             return {"prompt": self.tokenizer.decode(ids), "prompt_token_ids": ids}
 
         is_one = bool(messages) and isinstance(messages[0], Mapping)
