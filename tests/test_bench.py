@@ -392,6 +392,17 @@ def test_quality_of_a_trained_model(bench):
 
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
+def test_quality_measures_activations(bench):
+    """Activations in int8 cost the demo model as much as int8 weights, and more per token."""
+    folder = Path(run.__file__).parents[2] / "checkpoints" / "demo"
+    formats = "int8,int8+int8,int8+int8_token"
+    command = f"quality --model {folder} --formats {formats} --window 65 --windows 2 --threads 1"
+    _, weights, groups, token = bench(command)["rows"]
+    assert weights["kl"] < groups["kl"] < token["kl"] < 0.004
+    assert groups["kl"] < 0.002 and groups["gb"] == weights["gb"]
+
+
+@pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
 def test_speculate_compares_runs_with_and_without_guesses(bench):
     folder = Path(run.__file__).parents[2] / "checkpoints" / "demo"
     document = bench(f"speculate --model {folder} --batches 2 --steps 24 --repeats 1 --threads 1")

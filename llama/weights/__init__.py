@@ -27,6 +27,7 @@ from llama.weights.weight import Weight
 __all__ = [
     "FORMATS",
     "QUANTIZED",
+    "ROUNDED_ACTIVATIONS",
     "PlainWeight",
     "QuantKey",
     "Weight",
@@ -54,7 +55,7 @@ FORMATS: dict[str, type[Weight]] = {
     **QUANTIZED,
 }
 # The values of `activations=` that round: whether a row of x has one scale.
-_ROUNDED_ACTIVATIONS = {"int8": False, "int8_token": True}
+ROUNDED_ACTIVATIONS = {"int8": False, "int8_token": True}
 _Matrix = Tensor | Coded | CodedRows
 _CPU = torch.device("cpu")
 _Formats = tuple[type[GroupedWeight], ...]  # the smallest first
@@ -107,8 +108,8 @@ def check_activations(name: object, device: torch.device, *, is_plain: bool) -> 
     """
     if name is None or name == "bf16":
         return None
-    if not isinstance(name, str) or name not in _ROUNDED_ACTIVATIONS:
-        names = ", ".join(["bf16", *_ROUNDED_ACTIVATIONS])
+    if not isinstance(name, str) or name not in ROUNDED_ACTIVATIONS:
+        names = ", ".join(["bf16", *ROUNDED_ACTIVATIONS])
         raise FieldError.of("activations", f"={name!r}: give one of {names}, or None")
     if device.type != "cpu":
         raise ValueError(
@@ -136,7 +137,7 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
         ValueError: No matrix has such elements; or a rank's part of one has columns that do not
             fill a group.
     """
-    per_token = _ROUNDED_ACTIVATIONS[name]
+    per_token = ROUNDED_ACTIVATIONS[name]
     is_any = False
     for matrix, weight in matrices.items():
         if weight.round_activations(per_token):

@@ -1,4 +1,4 @@
-"""Measure what quantized weights or a quantized KV cache cost: perplexity and distance to bf16.
+"""Measure what quantized weights, activations or KV caches cost: perplexity, distance to bf16.
 
 In: a folder with weights, formats, and a text. Out: a row a format. The text is read in windows of
 their own. "KL" is the mean over all tokens of the Kullback-Leibler divergence, in nats, of the next
@@ -20,11 +20,18 @@ from bench.report import Column
 from bench.run import Bench, Row, whole
 from llama import Llama
 from llama.ops.kv_cache import FORMATS as KV_FORMATS
-from llama.weights import QUANTIZED
+from llama.weights import QUANTIZED, ROUNDED_ACTIVATIONS
 
 _TEXT = Path(__file__).resolve().parents[2] / "README.md"
 _CACHES = {f"kv_{name}": name for name in KV_FORMATS if name}  # the model is in bf16
-_KNOWN = (*QUANTIZED, *_CACHES)
+# Formats of weights with activations that are rounded, such as int8+int8_token.
+_ACTIVATIONS = {
+    f"{weights}+{name}": (weights, name)
+    for weights in ("int8", "int4")
+    for name in ROUNDED_ACTIVATIONS
+}
+_DEFAULT = (*QUANTIZED, *_CACHES)
+_KNOWN = (*_DEFAULT, *_ACTIVATIONS)
 _COLUMNS: list[Column] = [
     ("weights", "weights", ""), ("GB", "gb", ".3f"), ("perplexity", "perplexity", ".3f"),
     ("to bf16", "to_bf16", "+.2%"), ("KL", "kl", ".4f"), ("+-", "kl_error", ".4f"),
@@ -33,13 +40,15 @@ _COLUMNS: list[Column] = [
 
 
 def quality(
-    formats: str = ",".join(_KNOWN),
+    formats: str = ",".join(_DEFAULT),
     text: str = str(_TEXT),
     window: int = 512,
     windows: int = 4,
     **flags: Any,
 ) -> None:
     """Measure the perplexity of a text by format of weights or KV cache, and the distance to bf16.
+
+    "int8+int8" is a format of weights and one of activations.
 
     It needs a folder with trained weights: random ones have no quality to lose. It runs on a CPU
     and keeps all log-probabilities of bf16, which are 2 GB for 4 windows of Llama 3.
@@ -70,7 +79,8 @@ def _log_probabilities(
     """Return the weights' bytes, ids (windows, window), log-probabilities (windows, window, V)."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "bf16"}
     options["kv_cache_dtype"] = _CACHES.get(name)
-    options["quantize"] = name if name in QUANTIZED else None
+    quantize, options["activations"] = _ACTIVATIONS.get(name, (name, None))
+    options["quantize"] = quantize if quantize in QUANTIZED else None
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
         llama = Llama.build(folder, None, window, 1, **options)
     num_new = window - 1  # the first token of a window is begin_of_text
