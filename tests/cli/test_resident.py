@@ -29,7 +29,9 @@ from llama.cli.client import Client, json_at
 LIMIT_S = 60  # distinguishes a hang from a slow end
 ONCE = "Once upon a time"
 FLAGS = ["--dtype", "fp32", "--device", "cpu"]
-OPTIONS = argparse.Namespace(ckpt_dir=None, dtype="fp32", device="cpu", quantize=None, lora=None)
+OPTIONS = argparse.Namespace(
+    ckpt_dir=None, dtype="fp32", device="cpu", quantize=None, activations=None, lora=None
+)
 COMPLETE = ["complete", "--resident", *FLAGS, "--temperature", "0", "--max_gen_len", "12"]
 WITHOUT_TORCH = (
     "import sys; from llama.cli import main; code = main(sys.argv[1:]); "
