@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import tiktoken.load
+from safetensors.torch import load_file, save_file
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from helpers.launch import DEMO
 from helpers.weights import hf_model
+from llama.tokenizer import Tokenizer
 
 KINDS = ("meta", "r1", "chatml", "hermes", "tulu")
 # What config.json or generation_config.json name as the ends of an answer, as offsets.
@@ -162,4 +164,35 @@ def make_model(folder: Path, kind: str, **config: Any) -> Path:
     special = {key: ids[key] for key in ("bos_token_id", "eos_token_id")}
     hf_model(vocab_size=rows, **special, **config).save_pretrained(folder)
     path.write_text(generation)
+    return folder
+
+
+def chain_model(folder: Path, kind: str, text: str) -> Path:
+    """Write a model of a kind whose greedy answers are known, also to other processes.
+
+    Its layers add nothing and its lm_head knows one successor of each token of the text, so that a
+    prompt that ends with the first token is answered with the others.
+
+    Args:
+        folder: where it is written.
+        kind: one of KINDS.
+        text: tokens that all differ, added tokens by their names.
+
+    Returns:
+        The folder.
+    """
+    rows = make_tokenizer(folder, kind)
+    tokenizer = Tokenizer(folder / "tokenizer.json", vocab_size=rows)
+    ids = tokenizer.encode(text, bos=False, eos=False, allowed_special="all")
+    assert len(set(ids)) == len(ids), "a token has two successors"
+    make_model(folder, kind)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    embedding = weights["model.embed_tokens.weight"]
+    lm_head = weights["lm_head.weight"].zero_()
+    lm_head[ids[1:]] = embedding[ids[:-1]] / embedding[ids[:-1]].norm(dim=1, keepdim=True)
+    save_file(weights, path, {"format": "pt"})
     return folder
