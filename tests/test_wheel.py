@@ -101,6 +101,7 @@ def test_a_library_that_was_not_kept_is_compiled(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # compiles every instruction set once
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(wheel, tmp_path):
     """A wheel gives the bits of a checkout without a compiler.
@@ -129,6 +130,7 @@ def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(wheel, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # compiles every instruction set once
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 def test_a_wheel_works_in_an_empty_environment(wheel):
     """scripts/try_wheel passes, with the dependencies of the environment that runs the tests."""
