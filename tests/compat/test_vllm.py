@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from helpers.chat_templates import CHATML
-from helpers.fine_tunes import make_model
+from helpers.chat_templates import CHATML, R1
+from helpers.fine_tunes import chain_model, make_model
 from helpers.launch import DEMO, PROGRAMS, environment
 from helpers.prompts import FRANCE, prompts_of, user
 from helpers.waiting import wait_until
@@ -431,6 +431,24 @@ def test_a_fine_tune_with_the_variables_of_its_template(tmp_path):
         assert ours == wanted
     with pytest.raises(ValueError, match="has no variable 'stile'"):
         own.chat(dialog, greedy(1), chat_template_kwargs={"stile": "x"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"), [({"reasoning_parser": "deepseek_r1"}, "Hm so</think>No."), ({}, "No.")]
+)
+def test_structured_outputs_behind_reasoning(tmp_path, fields, text):
+    folder = chain_model(tmp_path, "r1", "\nHm so</think>Yes.<｜end▁of▁sentence｜>")
+    (folder / "chat_template.jinja").write_text(R1, encoding="utf-8")
+    own = LLM(str(folder), max_model_len=64, device="cpu", **fields)
+    params = greedy(40, structured_outputs=StructuredOutputsParams(choice=["No."]))
+    (output,) = own.chat([user("Is it so?")], params)
+    assert output.outputs[0].text == text
+    deltas = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)
+    own.llm_engine.add_request("a", {"prompt_token_ids": output.prompt_token_ids}, deltas)
+    pieces = []
+    while own.llm_engine.has_unfinished_requests():
+        pieces += [piece.outputs[0].text for piece in own.llm_engine.step()]
+    assert "".join(pieces) == text and len(pieces) > 1
 
 
 def test_the_flow_of_a_chatglm_client(llm):

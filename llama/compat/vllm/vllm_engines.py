@@ -126,12 +126,23 @@ class EngineFrontend:
             params = replace(params, cache_salt=prompt["cache_salt"])
         text, ids = self._encode(prompt)
         request_id = name if index is None else ""
+        marks = self.llama.dialog_format.reasoning
+        starts_behind = params.structured_outputs is not None and self._names_reasoning()
+        if starts_behind and marks is not None:
+            params = replace(params, reasoning=marks.rule(None))
         request = self.llama_engine.prepare(request_id, ids, params, index=index or 0)
+        if starts_behind:
+            for answer in request.answers:
+                answer.reader = None  # vLLM's texts contain the reasoning.
         if params.seed is not None:
             # In vLLM, each prompt of a list has this seed itself, not one derived from it.
             request.set_seed(params.seed)
         tokenizer = self.llama.tokenizer
         return VllmRequest.of(request, params, name=name, prompt=text, tokenizer=tokenizer)
+
+    def _names_reasoning(self) -> bool:
+        """Return whether a reasoning_parser is given: formats then begin behind the reasoning."""
+        return self._args is not None and bool(self._args.reasoning_parser)
 
     def _encode(self, prompt: Any) -> tuple[str | None, Any]:
         """Return the text of a prompt, if it has one, and its ids."""
