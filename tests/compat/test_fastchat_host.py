@@ -21,12 +21,14 @@ from typing import Any
 import pytest
 
 from helpers.fastchat import DIALOGS, FINE_TUNES, HOSTILE, format_of
+from helpers.fine_tunes import chain_model
 from helpers.launch import DEMO, PROGRAMS, environment
 from helpers.ports import reserved_port
 from helpers.waiting import wait_until
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.fastchat import as_trained, conversation_template, prompt_ids
-from llama.tokenizer import ChatFormat
+from llama.prompts.template_format import TemplateFormat
+from llama.tokenizer import ChatFormat, Tokenizer
 
 PYTHON = os.environ.get("FASTCHAT_PYTHON", "")
 pytestmark = [
@@ -100,8 +102,8 @@ def controller_at(folder: Path, port: int) -> Iterator[str]:
         yield url
 
 
-def worker(folder: Path, controller: str):
-    ours = ["llama", "serve", str(DEMO), "--port", "0", "--dtype", "fp32", "--max_seq_len", "512"]
+def worker(folder: Path, controller: str, model: Path = DEMO):
+    ours = ["llama", "serve", str(model), "--port", "0", "--dtype", "fp32", "--max_seq_len", "512"]
     return running(folder, *ours, "--fastchat_controller", controller)
 
 
@@ -111,12 +113,22 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def worker_url(folder) -> Iterator[tuple[str, str]]:
-    """The addresses of the API server and of the worker."""
+def fine_tune(tmp_path_factory) -> Path:
+    """A folder of a model with R1's template, whose greedy answer is known."""
+    text = "\nHm so</think> Yes.<｜end▁of▁sentence｜>"
+    found = chain_model(tmp_path_factory.mktemp("fine_tune") / "known", "r1", text)
+    (found / "chat_template.jinja").write_text(FINE_TUNES["r1"], encoding="utf-8")
+    return found
+
+
+@pytest.fixture(scope="module")
+def worker_url(folder, fine_tune) -> Iterator[tuple[str, str]]:
+    """The addresses of the API server and of the worker of the demo model."""
     with (
         reserved_port() as port,
         reserved_port() as controller_port,
         controller_at(folder, controller_port) as controller,
+        worker(folder, controller, fine_tune) as other,
         worker(folder, controller) as ours,
         running(
             folder, "fastchat.serve.openai_api_server", "--controller-address", controller,
@@ -124,7 +136,8 @@ def worker_url(folder) -> Iterator[tuple[str, str]]:
         ) as server,
     ):  # fmt: skip
         url = ours.wait_for(r"listening on (\S+);")
-        ours.wait_for(r"(registered) with")
+        for each in (ours, other):
+            each.wait_for(r"(registered) with")
         check = {"model": "demo", "prompt": "a", "max_tokens": 1}
         at = f"http://127.0.0.1:{port}"
         server.wait_until(lambda: answers(f"{at}/api/v1/token_check", prompts=[check]))
@@ -141,7 +154,7 @@ def client(worker_url):
 
 
 def test_models_and_token_check(client, worker_url, demo):
-    assert [model.id for model in client.models.list()] == ["demo"]
+    assert [model.id for model in client.models.list()] == ["demo", "known"]
     item = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8}
     (found,) = post(f"{worker_url[0]}/api/v1/token_check", prompts=[item])["prompts"]
     count = len(demo.tokenizer.encode(item["prompt"], bos=True, eos=False))
@@ -188,6 +201,17 @@ def test_chat_is_chat_completion(client, demo, dialog):
     text = demo.chat_completion([dialog], temperature=0, max_gen_len=40)[0]["generation"]["content"]
     assert made.choices[0].message.content == text
     assert made.usage.prompt_tokens == len(ChatFormat(demo.tokenizer).encode_dialog_prompt(dialog))
+
+
+@pytest.mark.parametrize("dialog", DIALOGS)
+def test_a_fine_tune_answers_in_its_own_format(client, fine_tune, dialog):
+    made = client.chat.completions.create(
+        model="known", messages=dialog, temperature=0, max_tokens=20
+    )
+    assert made.choices[0].message.content == "Hm so</think> Yes."
+    tokenizer = Tokenizer(fine_tune / "tokenizer.json")
+    dialog_format = TemplateFormat(tokenizer, {"default": FINE_TUNES["r1"]})
+    assert made.usage.prompt_tokens == len(dialog_format.encode(dialog))
 
 
 def test_messages_in_parts(client):
