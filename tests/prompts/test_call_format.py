@@ -185,22 +185,6 @@ def test_further_calls_are_dropped_where_one_is_allowed():
     assert read(form, replace(TOOLS, parallel=False), [text]) == ("", CALLS[:1])
 
 
-@pytest.fixture(scope="module")
-def takes() -> Callable[[str, str], bool]:
-    """A function takes(grammar, text): whether the text, byte by byte, is a whole answer."""
-    tokenizer = LLTokenizer("byte")
-
-    def check(grammar: str, text: str) -> bool:
-        source = grammar_from("lark", grammar)
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(source, tokenizer)
-        assert not is_error, (messages, grammar)
-        matcher = LLMatcher(tokenizer, source)
-        tokens = tokenizer.tokenize_str(text)
-        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-
-    return check
-
-
 @pytest.mark.parametrize("name", sorted(KNOWN_FORMATS))
 def test_a_forced_call_has_the_form_and_is_read(takes, name):
     form = KNOWN_FORMATS[name]

@@ -9,7 +9,7 @@ import jsonschema
 import llguidance.tiktoken
 import pytest
 from llama_models.llama3 import tokenizer as oracle_module
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import LLMatcher, grammar_from
 
 from llama.prompts.grammar import call_grammar
 from llama.prompts.parser import CallArguments, CallStart, ToolCallParser
@@ -38,22 +38,6 @@ TOOLS = Tools.of(
 )
 FORCED = replace(TOOLS, must_call=True)
 JSON, PYTHON = ToolFormat.LLAMA_3_1, ToolFormat.LLAMA_3_2
-
-
-@pytest.fixture(scope="module")
-def takes():
-    """A function takes(grammar, text): whether the text, byte by byte, is a whole answer."""
-    tokenizer = LLTokenizer("byte")
-
-    def check(grammar: str, text: str) -> bool:
-        source = grammar_from("lark", grammar)
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(source, tokenizer)
-        assert not is_error, (messages, grammar)
-        matcher = LLMatcher(tokenizer, source)
-        tokens = tokenizer.tokenize_str(text)
-        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-
-    return check
 
 
 GOOD = {
