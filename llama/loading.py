@@ -339,7 +339,8 @@ def _chosen_format(
         templates = {DEFAULT: _given_template(chat_template)}
     else:
         templates = find_chat_templates(checkpoint)
-    if templates:
+    # Further templates alone, such as the one for tools, leave chats without a template.
+    if DEFAULT in templates:
         # Jinja takes a fiftieth of the time that a command needs to start; Meta's files need none.
         from llama.prompts.template_format import choose_format
 

@@ -11,14 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    LlamaForCausalLM,
-    MllamaConfig,
-    MllamaForCausalLM,
-    MllamaForConditionalGeneration,
-)
 
 from helpers import meta
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
@@ -63,8 +58,10 @@ def mllama(tmp_path_factory) -> tuple[Path, Tensor]:
     """A folder of transformers' vision model, and its logits without an image."""
     folder = tmp_path_factory.mktemp("mllama")
     torch.manual_seed(3)
-    config = MllamaConfig(text_config=TEXT, vision_config=VISION, image_token_index=512)
-    model = MllamaForConditionalGeneration(config).eval()
+    config = transformers.MllamaConfig(
+        text_config=TEXT, vision_config=VISION, image_token_index=512
+    )
+    model = transformers.MllamaForConditionalGeneration(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "gate" in name:
@@ -119,7 +116,7 @@ def test_the_text_model_of_a_vision_model_is_loaded(mllama, tmp_path):
 
 
 def test_a_text_model_that_was_saved_alone_is_loaded(mllama, tmp_path):
-    model = MllamaForCausalLM.from_pretrained(mllama[0]).eval()
+    model = transformers.MllamaForCausalLM.from_pretrained(mllama[0]).eval()
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "mllama_text_model"
     check_logits(tmp_path, mllama[1])
@@ -134,7 +131,7 @@ def test_a_llama_of_the_same_tensors_is_written(mllama, tmp_path):
     assert written.layout == "meta" and written.vision is None and written.params.n_layers == 4
     check_logits(tmp_path / "meta", expected)
     convert(tmp_path / "meta", tmp_path / "hf")
-    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.inference_mode():
         torch.testing.assert_close(theirs(TOKENS).logits, expected, atol=1e-5, rtol=1e-4)
     convert(folder, tmp_path / "model.gguf")
@@ -153,7 +150,9 @@ def test_verify_and_doctor_say_what_is_loaded(mllama, capsys):
 
 
 def test_an_image_in_a_request_is_refused(mllama):
-    llama = Llama.build(str(mllama[0]), None, 64, 1, device="cpu", dtype="fp32")
+    llama = Llama.build(
+        str(mllama[0]), None, 64, 1, device="cpu", dtype="fp32", chat_template="llama3"
+    )
     dialog = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, IMAGE]}]
     with pytest.raises(ValueError, match=r"content\[1\] is an image, and the model reads text"):
         llama.chat_completion([dialog])

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx2
 import openai
 import pytest
@@ -166,6 +165,8 @@ def test_a_forced_call_reaches_openai_s_client(server):
 
 @WITH_TOOLS
 def test_a_forced_call_reaches_anthropic_s_client(server):
+    import anthropic
+
     def connect(connection: Any) -> anthropic.AsyncAnthropic:
         return anthropic.AsyncAnthropic(
             base_url="http://localhost", api_key="none", http_client=connection, max_retries=0

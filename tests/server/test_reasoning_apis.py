@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import anthropic
 import httpx2
 import ollama
 import openai
@@ -89,6 +88,7 @@ def test_responses_that_end_in_the_reasoning(server):
 
 def messages(server: ReasoningServer, **body: Any) -> tuple[Any, Any, list[Any]]:
     """Return a whole message, what Anthropic's client makes of a stream, and its raw events."""
+    import anthropic
 
     def connect(connection: Any) -> Any:
         return anthropic.AsyncAnthropic(
@@ -143,6 +143,8 @@ def test_messages_take_thinking_back(server):
 
 
 def test_messages_switch_and_bound_the_thinking(server):
+    import anthropic
+
     messages(server, thinking={"type": "disabled"})
     assert server.format.seen.enable_thinking is False
     messages(server, thinking={"type": "enabled", "budget_tokens": 200})

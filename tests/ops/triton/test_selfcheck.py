@@ -428,6 +428,7 @@ def check(job, name):
     raise subprocess.CalledProcessError(1, ["gcc", "main.c"])
 sys.exit(program.run(sys.argv[1], check))
 """)
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     wanted = "Triton's C compiler failed: main.c:2:10: fatal error: Python.h: No such file"
     for _ in range(2):
         result = cached.load_or_check(job(), [str(program)])
