@@ -358,7 +358,8 @@ def test_every_function_of_the_sources_has_its_signature():
     letters = {"long": int, "float": float, "bool": bool}
     found = {}
     for source in build.FOLDER.glob("*.cpp"):
-        exported = source.read_text().split('extern "C" {')[1]
+        # integer_product.cpp exports none.
+        exported = source.read_text().partition('extern "C" {')[2]
         for returns, name, listed in re.findall(r"^(\w+) (\w+)\(([^)]*)\) \{", exported, re.M):
             kinds = [None if "*" in x else letters[x.split()[-2]] for x in listed.split(",")
                      if not x.strip().startswith("int threads")]  # fmt: skip

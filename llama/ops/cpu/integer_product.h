@@ -1,299 +1,33 @@
-// Products of x in int8 with packed weights whose elements are whole numbers: packed x of
-// rounded_rows.h and a weight go in, and float32 sums go to the rows of the output.
-//
-// llama/ops/rounded.py defines the result, bit for bit: exact integer sums over pieces of k, and
-// floating-point operations after them in one order, per output. So a row has the same bits alone
-// and in any batch, on every instruction set and number of threads. linear.cpp decides which
-// weights are multiplied so, and packs x.
+// Integer products: what linear.cpp, which packs x (rounded_rows.h), and integer_product.cpp share.
+// The types have external linkage, because they cross the border of the two files.
 #pragma once
-#include "rounded_rows.h"
+#include "kernels.h"
+#include "vectors.h"
 
-namespace {
-
-// A part of a weight block, some k of its 32 rows.
-struct QuadBlock {
-  const char *weights, *prefetch;
-  long count;           // number of k
-  const float* scales;  // of the groups, from the first on: (G, 2, 32)
-  long group;           // k of a group
-  long left_in_group;   // k of the first group that belong to this part
+// A row block of R rows from a K block on: quads (K/4, R, 4), and the terms of its pieces
+// (P, 3, R), which are the first values as int32, the scales of x, and the sums of its codes.
+struct QuadRows {
+  const char* quads;
+  const float* terms;
 };
 
-// Adds the products of a step of VECTORS vectors of rows and R rows of x to the sums. Two sets of
-// sums are independent, which hides the latency of an instruction if there are few sums.
-template <class Source, int R, int VECTORS, int SETS>
-[[gnu::always_inline]] inline void multiply_step(const Source& source, const char* w, const char* x,
-                                                 Ints (&sums)[SETS][R][VECTORS]) {
-  typename Source::Step steps[VECTORS];
-#pragma GCC unroll 2
-  for (int v = 0; v < VECTORS; v++) steps[v] = source.load(w + v * LANES * Source::ROW_BYTES);
-#if defined(HAS_VNNI)
-#pragma GCC unroll 4
-  for (int j = 0; j < STEP_QUADS; j++, x += 4 * R) {
-    UInts quads[VECTORS];
-#pragma GCC unroll 2
-    for (int v = 0; v < VECTORS; v++) quads[v] = source.quad(steps[v], j);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++)
-        add_dot(sums[j % SETS][r][v], quads[v], broadcast_quad(x + 4 * r));
-  }
-#else
-#pragma GCC unroll 2
-  for (int v = 0; v < VECTORS; v++) {
-    UInts quads[STEP_QUADS];
-#pragma GCC unroll 4
-    for (int j = 0; j < STEP_QUADS; j++) quads[j] = source.quad(steps[v], j);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) add_dots<Source::BITS>(sums[0][r][v], quads, x + 4 * r, 4 * R);
-  }
-#endif
-}
+// The layout of rounded x: the quads of all row blocks one after the other, then their terms.
+struct RoundedLayout {
+  long m, k;
+  long piece;                      // k that share terms, 32 or 16
+  Partition row_blocks, m_blocks;  // an M block is some row blocks
 
-// Adds the integer sums of a piece to the totals, in the order of rounded.py. The operations are
-// written one by one, because the compiler may fuse `a * b + c`.
-template <Scaling SCALING, int R, int VECTORS, int SETS>
-[[gnu::always_inline]] inline void add_piece(const Ints (&sums)[SETS][R][VECTORS],
-                                             const float* scales, const float* terms,
-                                             Floats (&totals)[R][VECTORS]) {
-#pragma GCC unroll 2
-  for (int v = 0; v < VECTORS; v++) {
-    Floats scale = {}, offset = {};
-    if constexpr (SCALING >= Scaling::GROUPS) scale = load<Floats>(scales + v * LANES);
-    if constexpr (SCALING == Scaling::OFFSETS) offset = load<Floats>(scales + N_BLOCK + v * LANES);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      Ints sum = sums[0][r][v];
-      if constexpr (SETS > 1) sum += sums[1][r][v];
-      Floats term = __builtin_convertvector(sum, Floats);
-      if constexpr (SCALING >= Scaling::GROUPS) term *= scale;
-      if constexpr (SCALING == Scaling::OFFSETS) add_product(term, offset, terms[2 * R + r]);
-      add_product(totals[r][v], term, terms[R + r]);
-    }
+  // Returns the row block of `rows` rows from `row` on, from k = `begin` on.
+  QuadRows part(const char* packed, long row, long rows, long begin) const {
+    const long before = row * k + begin * rows;
+    return {packed + before, (const float*)(packed + m * k) + 3 * before / piece};
   }
-}
-
-// Prefetches the bytes of a step of all 32 rows into L2, or some of their lines.
-template <class Source> void prefetch_step(const char* address) {
-  for (int line = 0; line < Source::PREFETCH_LINES; line++)
-    __builtin_prefetch(address + line * (Source::STEP / Source::PREFETCH_LINES), 0, 2);
-}
-
-// Adds the integer products of R rows of x and a part of a weight block to the sums (R, 32).
-template <class Source, int R>
-void multiply_tokens(const Source& source, const QuadRows& x, const QuadBlock& block,
-                     void* sums_of_block) {
-  constexpr int VECTORS = 2;
-  for (int first = 0; first < N_BLOCK; first += VECTORS * LANES) {
-    Ints sums[1][R][VECTORS];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++)
-        sums[0][r][v] = load<Ints>((int32_t*)sums_of_block + r * N_BLOCK + first + v * LANES) +
-                        broadcast_quad((const char*)(x.terms + r));
-    const char* w = block.weights + first * Source::ROW_BYTES;
-    const char* prefetch = block.prefetch;
-    const char* quads = x.quads;
-    for (long k = 0; k < block.count; k += STEP_K, w += Source::STEP, quads += STEP_K * R) {
-      if (first == 0) prefetch_step<Source>(prefetch);
-      prefetch += Source::STEP;
-      multiply_step(source, w, quads, sums);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++)
-        store((int32_t*)sums_of_block + r * N_BLOCK + first + v * LANES, sums[0][r][v]);
-  }
-}
-
-// Adds the product of R rows of x and a part of a weight block to the totals (R, 32).
-template <class Source, int R, Scaling SCALING, int PIECE>
-void multiply_quads(const Source& source, const QuadRows& x, const QuadBlock& block,
-                    void* totals_of_block) {
-  // The sums of a piece and the totals must both fit into the registers.
-  constexpr int VECTORS = R <= REGISTER_ROWS / 2 ? 2 : 1;
-  constexpr int SETS = R * VECTORS <= 4 ? 2 : 1;
-  for (int first = 0; first < N_BLOCK; first += VECTORS * LANES) {
-    Floats totals[R][VECTORS];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++)
-        totals[r][v] = load<Floats>((float*)totals_of_block + r * N_BLOCK + first + v * LANES);
-    const char* w = block.weights + first * Source::ROW_BYTES;
-    const char* prefetch = block.prefetch;
-    const char* quads = x.quads;
-    const float* terms = x.terms;
-    const float* scales = block.scales + first;
-    long left_in_group = block.left_in_group;
-    for (long k = 0; k < block.count; k += PIECE, terms += 3 * R) {
-      Ints sums[SETS][R][VECTORS] = {};
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; v++) sums[0][r][v] = broadcast_quad((const char*)(terms + r));
-#pragma GCC unroll 2
-      for (int i = 0; i < PIECE; i += STEP_K, w += Source::STEP, quads += STEP_K * R) {
-        if (first == 0) prefetch_step<Source>(prefetch);
-        prefetch += Source::STEP;
-        multiply_step(source, w, quads, sums);
-      }
-      add_piece<SCALING>(sums, scales, terms, totals);
-      if constexpr (SCALING >= Scaling::GROUPS) {
-        left_in_group -= PIECE;
-        if (!left_in_group) {
-          left_in_group = block.group;
-          scales += 2 * N_BLOCK;
-        }
-      }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++)
-        store((float*)totals_of_block + r * N_BLOCK + first + v * LANES, totals[r][v]);
-  }
-}
-
-template <class Source>
-using QuadTile = void (*)(const Source&, const QuadRows&, const QuadBlock&, void*);
-
-// Returns the tile for a number of rows, from 1 on: multiply_tokens() or multiply_quads().
-template <class Source, Scaling SCALING, int PIECE, int... R>
-QuadTile<Source> quad_tile(long rows, std::integer_sequence<int, R...>) {
-  if constexpr (SCALING == Scaling::TOKENS) {
-    static constexpr QuadTile<Source> TILES[] = {multiply_tokens<Source, R + 1>...};
-    return TILES[rows - 1];
-  } else {
-    static constexpr QuadTile<Source> TILES[] = {multiply_quads<Source, R + 1, SCALING, PIECE>...};
-    return TILES[rows - 1];
-  }
-}
-
-template <class Source, int MAX_ROWS>
-QuadTile<Source> select_quad_tile(long rows, const Weight& weight) {
-  constexpr std::make_integer_sequence<int, MAX_ROWS> ALL;
-  constexpr int HALF = ROUNDED_GROUP / 2;
-  const bool is_halved = weight.group < ROUNDED_GROUP;
-  switch (scaling_of(weight)) {
-    case Scaling::TOKENS:
-      return quad_tile<Source, Scaling::TOKENS, ROUNDED_GROUP>(rows, ALL);
-    case Scaling::ROWS:
-      return quad_tile<Source, Scaling::ROWS, ROUNDED_GROUP>(rows, ALL);
-    case Scaling::GROUPS:
-      return is_halved ? quad_tile<Source, Scaling::GROUPS, HALF>(rows, ALL)
-                       : quad_tile<Source, Scaling::GROUPS, ROUNDED_GROUP>(rows, ALL);
-    default:
-      return is_halved ? quad_tile<Source, Scaling::OFFSETS, HALF>(rows, ALL)
-                       : quad_tile<Source, Scaling::OFFSETS, ROUNDED_GROUP>(rows, ALL);
-  }
-}
-
-// Scales the totals (rows, 32) of rows of x by the scales of the rows of the weight. Integer sums
-// over all k become floats, and are scaled by the scales of x first.
-inline void scale_rows(void* totals, const QuadRows& x, long rows, const float* scales,
-                       bool are_integers) {
-  for (long i = 0; i < rows * N_BLOCK; i += LANES) {
-    Floats total = load<Floats>((float*)totals + i);
-    if (are_integers)
-      total = __builtin_convertvector((Ints)total, Floats) * x.terms[rows + i / N_BLOCK];
-    store((float*)totals + i, total * load<Floats>(scales + i % N_BLOCK));
-  }
-}
-
-// Multiplies the row blocks of one M block of x by one weight block: totals (rows, 32).
-template <class Source>
-void multiply_rounded(const RoundedX& x, const char* packed, long m_block, const Weight& weight,
-                      long block, float* totals) {
-  alignas(64) char quads[K_BLOCK * N_BLOCK];
-  alignas(64) float scales[(K_BLOCK / MIN_GROUP + 1) * 2 * N_BLOCK];
-  const Source source(weight);
-  const Scaling scaling = scaling_of(weight);
-  const long first_block = x.m_blocks.first(m_block), end_block = x.m_blocks.first(m_block + 1);
-  const long first_row = x.row_blocks.first(first_block);
-  const long rows_of_all = x.row_blocks.first(end_block) - first_row;
-  const bool is_in_place = x.m <= IN_PLACE_ROWS;
-  const long k = weight.k, group = weight.group;
-  const Parameters parameters(weight, block);
-  // The address of the i-th k of this block; after the last k, the next block follows.
-  const auto address = [&](long i) {
-    return weight.block(block + i / k) + i % k / STEP_K * Source::STEP;
-  };
-  std::memset(totals, 0, rows_of_all * N_BLOCK * sizeof(float));
-  for (long begin = 0, end; begin < k; begin = end) {
-    end = std::min(begin + K_BLOCK, k);
-    if (scaling >= Scaling::GROUPS) {
-      parameters.unpack(begin / group, (end - 1) / group + 1, scales);
-      parameters.prefetch(end / group, (2 * end - begin) / group);
-    }
-    const long prefetch_k = is_in_place ? 16384 / Source::STEP * STEP_K : end - begin;
-    QuadBlock part = {is_in_place ? address(begin) : quads,
-                      address(begin + prefetch_k),
-                      end - begin,
-                      scales,
-                      group,
-                      group - begin % group};
-    if (!is_in_place) make_quads(source, address(begin), part.prefetch, part.count, quads);
-    for (long b = first_block; b < end_block; b++) {
-      const long row = x.row_blocks.first(b), rows = x.row_blocks.size(b);
-      const QuadRows x_part = x.part(packed, row, rows, begin);
-      float* out = totals + (row - first_row) * N_BLOCK;
-      if (is_in_place)
-        select_quad_tile<Source, IN_PLACE_TILE>(rows, weight)(source, x_part, part, out);
-      else
-        select_quad_tile<Ready<Source>, REGISTER_ROWS>(rows, weight)(Ready<Source>(weight), x_part,
-                                                                     part, out);
-      part.prefetch = part.weights;  // the first row block has prefetched what follows
-    }
-  }
-  if (scaling >= Scaling::GROUPS) return;
-  parameters.unpack(0, 1, scales);
-  for (long b = first_block; b < end_block; b++) {
-    const long row = x.row_blocks.first(b), rows = x.row_blocks.size(b);
-    scale_rows(totals + (row - first_row) * N_BLOCK, x.part(packed, row, rows, 0), rows, scales,
-               scaling == Scaling::TOKENS);
-  }
-}
-
-// The sources of quads of each kind whose elements may be whole numbers.
-template <class Kind> struct SourcesOf;
-template <> struct SourcesOf<Int8> {
-  using Codes = ByteQuads;
-  using WholeBytes = ByteQuads;
-};
-template <> struct SourcesOf<Nibbles> {
-  using Codes = NibbleQuads;
-  using WholeBytes = TableQuads;
-};
-template <> struct SourcesOf<SixBits> {
-  using Codes = SixBitQuads;
-  using WholeBytes = SixBitQuads;
 };
 
-template <class Kind>
-constexpr bool HAS_INTEGERS =
-    std::is_same_v<Kind, Int8> || std::is_same_v<Kind, Nibbles> || std::is_same_v<Kind, SixBits>;
+// Multiplies the row blocks of one M block of x by one weight block: totals (rows, 32). All rows of
+// x are in `packed`, and `totals` holds up to M_BLOCK + REGISTER_ROWS rows.
+using MultiplyRounded = void(const RoundedLayout& x, const char* packed, long m_block,
+                             const Weight& weight, long block, float* totals);
 
-// Multiplies all rows of x by the weight and writes the outputs, like multiply_all() in linear.cpp.
-template <class Kind, class Packed>
-void multiply_all(Worker& worker, const RoundedX& x, Packed packed, const Weight& weight,
-                  const Outputs& out) {
-  const long blocks = num_blocks(weight.n);
-  alignas(64) float totals[(M_BLOCK + REGISTER_ROWS) * N_BLOCK];
-  const auto run = has_whole_bytes(weight) ? multiply_rounded<typename SourcesOf<Kind>::WholeBytes>
-                                           : multiply_rounded<typename SourcesOf<Kind>::Codes>;
-  const auto compute = [&](long piece) {
-    run(x, packed(), piece / blocks, weight, piece % blocks, totals);
-  };
-  const auto write_out = [&](long piece) {
-    const long m_block = piece / blocks;
-    write(out, weight.n, totals, x.row_blocks.first(x.m_blocks.first(m_block)),
-          x.row_blocks.first(x.m_blocks.first(m_block + 1)), piece % blocks * N_BLOCK);
-  };
-  worker.run(x.m_blocks.count * blocks, compute, write_out);
-}
-
-}  // namespace
+// Returns the function for a weight of int8, nibbles or six bits whose elements are whole numbers.
+MultiplyRounded* rounded_multiplier(const Weight& weight);

@@ -14,8 +14,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "integer_product.h"
 #include "packed_weight.h"
+#include "rounded_rows.h"
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #include "amx_few_rows.h"
 #define HAS_TILES
@@ -293,6 +293,29 @@ void multiply_all(Worker& worker, const PackedPairs& x, Packed packed, const Wei
     const long column = piece % blocks * N_BLOCK;
     write(out, weight.n, sums, x.row_blocks.first(x.m_blocks.first(m_block)),
           x.row_blocks.first(x.m_blocks.first(m_block + 1)), column);
+  };
+  worker.run(x.m_blocks.count * blocks, compute, write_out);
+}
+
+// Whether the elements of a kind may be whole numbers, see rounded_multiplier().
+template <class Kind>
+constexpr bool HAS_INTEGERS =
+    std::is_same_v<Kind, Int8> || std::is_same_v<Kind, Nibbles> || std::is_same_v<Kind, SixBits>;
+
+// Multiplies rounded rows by a weight whose elements are whole numbers.
+template <class Kind, class Packed>
+void multiply_all(Worker& worker, const RoundedX& x, Packed packed, const Weight& weight,
+                  const Outputs& out) {
+  const long blocks = num_blocks(weight.n);
+  alignas(64) float totals[(M_BLOCK + REGISTER_ROWS) * N_BLOCK];
+  MultiplyRounded* const multiply = rounded_multiplier(weight);
+  const auto compute = [&](long piece) {
+    multiply(x, packed(), piece / blocks, weight, piece % blocks, totals);
+  };
+  const auto write_out = [&](long piece) {
+    const long m_block = piece / blocks;
+    write(out, weight.n, totals, x.row_blocks.first(x.m_blocks.first(m_block)),
+          x.row_blocks.first(x.m_blocks.first(m_block + 1)), piece % blocks * N_BLOCK);
   };
   worker.run(x.m_blocks.count * blocks, compute, write_out);
 }

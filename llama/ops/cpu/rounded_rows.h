@@ -1,5 +1,5 @@
 // Rounds and packs x for integer products: bf16 rows (M, K) go in; quads of int8 and the terms of
-// their pieces come out, in the order in which integer_product.h reads them.
+// their pieces come out, in the order in which integer_product.cpp reads them.
 //
 // llama/ops/rounded.py defines the rounding, bit for bit. Each group of 32 k, or each row, has a
 // scale. A piece is 32 k, or 16 where the groups of the weight have 16. Sums over a piece begin
@@ -7,6 +7,7 @@
 #pragma once
 #include <algorithm>
 
+#include "integer_product.h"
 #include "quads.h"
 
 namespace {
@@ -95,32 +96,22 @@ struct HalfSums {
   }
 };
 
-// A row block of R rows from a K block on: quads (K/4, R, 4), and the terms of its pieces
-// (P, 3, R), which are the first values as int32, the scales of x, and the sums of its codes.
-struct QuadRows {
-  const char* quads;
-  const float* terms;
-};
-
-// The layout of rounded x: the quads of all row blocks one after the other, then their terms.
-struct RoundedX {
-  long m, k;
+// Packs x in the layout.
+struct RoundedX : RoundedLayout {
   bool has_row_scale;  // a row has one scale
   bool has_row_sums;   // the sums run over all k: a K block has one first value
-  long piece;
-  int offset;     // element_offset()
-  __m256i order;  // the indices of the codes in the order of quads, in each half
-  Partition row_blocks, m_blocks;
+  int offset;          // element_offset()
+  __m256i order;       // the indices of the codes in the order of quads, in each half
   RoundedX(long m, const Weight& weight)
-      : m(m),
-        k(weight.k),
+      : RoundedLayout{m, weight.k, std::min(weight.group, ROUNDED_GROUP),
+                      Partition(m, m <= IN_PLACE_ROWS ? IN_PLACE_TILE : REGISTER_ROWS),
+                      Partition(0, 1)},
         has_row_scale(weight.activations == weight.k),
         has_row_sums(scaling_of(weight) == Scaling::TOKENS),
-        piece(std::min(weight.group, ROUNDED_GROUP)),
         offset(element_offset(weight)),
-        order(shuffle_of(quad_order(weight.format))),
-        row_blocks(m, m <= IN_PLACE_ROWS ? IN_PLACE_TILE : REGISTER_ROWS),
-        m_blocks(row_blocks.count, M_BLOCK / REGISTER_ROWS) {}
+        order(shuffle_of(quad_order(weight.format))) {
+    m_blocks = Partition(row_blocks.count, M_BLOCK / REGISTER_ROWS);
+  }
 
   long k_blocks() const { return (k + K_BLOCK - 1) / K_BLOCK; }
 
@@ -136,12 +127,6 @@ struct RoundedX {
       const QuadRows of_row = {to.quads + 4 * r, to.terms + r};
       pack_row(x + (row + r) * k, of_row, rows, begin, std::min(begin + K_BLOCK, k));
     }
-  }
-
-  // Returns the row block of `rows` rows from `row` on, from k = `begin` on.
-  QuadRows part(const char* packed, long row, long rows, long begin) const {
-    const long before = row * k + begin * rows;
-    return {packed + before, (const float*)(packed + m * k) + 3 * before / piece};
   }
 
  private:

@@ -175,6 +175,8 @@ inline void multiply_add(Floats& sum, Pairs a, Pair b) {
 }
 #endif
 
+}  // namespace
+
 // Divides `total` items into parts of at most `max_size`, as evenly as possible: 16 rows with a
 // maximum of 14 become 8 and 8.
 struct Partition {
@@ -183,6 +185,8 @@ struct Partition {
   long first(long part) const { return part * total / count; }
   long size(long part) const { return first(part + 1) - first(part); }
 };
+
+namespace {
 
 // Rounds the upper half of each float's bits to a bf16, ties to even. The lower half is undefined.
 inline UInts rounded_bits(Floats v) {
