@@ -6,6 +6,7 @@ scripted stream, in OpenAI's format.
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,20 @@ from helpers.web import web
 from llama.server.page import read_page
 from llama.server.process import Server
 from llama.server.service import Limits, Service
+
+
+@pytest.fixture(scope="module")
+def still_page(browser, server) -> Iterator[Any]:
+    """The page of the server, for tests that call its functions and leave it as it is."""
+    page = browser.new_page()
+    page.set_default_timeout(60_000)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(server.url)
+    page.wait_for_selector("#state.ready")
+    yield page
+    page.close()
+    assert errors == []
 
 
 def test_the_page_is_one_small_text_with_nothing_from_elsewhere(server):
@@ -92,14 +107,14 @@ def test_the_speed_is_the_servers_own(page):
     assert page.inner_text(f"{DONE} .figures").startswith("250 tokens/s")
 
 
-def test_markdown_means_what_commonmark_says(page):
+def test_markdown_means_what_commonmark_says(still_page):
     for text in TEXTS:
-        assert normalized(page.evaluate(TREE, text)) == commonmark(text), text
+        assert normalized(still_page.evaluate(TREE, text)) == commonmark(text), text
     links = (
         "https://e.x/a_b. (see http://e.x/c(d)) xhttp://no [http://e.x](http://e.x/2) `http://no`"
     )
     hrefs = f"{TREE.rstrip('}').rstrip()}; return tree(box); }}"
-    ((_, _, nodes),) = page.evaluate(hrefs, links)
+    ((_, _, nodes),) = still_page.evaluate(hrefs, links)
     found = [node[1]["href"] for node in nodes if node[0] == "a"]
     assert found == ["https://e.x/a_b", "http://e.x/c(d)", "http://e.x/2"]
 
@@ -117,9 +132,9 @@ WRITTEN = """(text) => {
 }"""
 
 
-def test_math_is_drawn_as_mathml(page):
+def test_math_is_drawn_as_mathml(still_page):
     def written(text: str) -> str:
-        found = page.evaluate(WRITTEN, text)
+        found = still_page.evaluate(WRITTEN, text)
         return found.removeprefix("p(").removesuffix(")") if found.startswith("p(") else found
 
     inline = {
@@ -168,8 +183,8 @@ def test_math_is_drawn_as_mathml(page):
         assert written(text) == f"span(code.tex({json.dumps(text)}))", "what is no formula is shown"
 
 
-def test_every_command_of_the_tables_is_drawn(page):
-    found = page.evaluate("""() => {
+def test_every_command_of_the_tables_is_drawn(still_page):
+    found = still_page.evaluate("""() => {
         const names = [SYMBOLS, GREEK, OPERATORS, LARGE, INTEGRALS, LIMITS, SPACES, FENCES,
             ACCENTS, UNDER_ACCENTS, FRACTIONS, STYLES, FONTS, ARROWS, IGNORED]
             .flatMap((table) => [...table.keys()]).filter((name) => /^[a-z]+$/i.test(name));
@@ -209,9 +224,9 @@ CODE = {
 }  # fmt: skip
 
 
-def test_code_has_colors(page):
+def test_code_has_colors(still_page):
     for language, (code, wanted) in CODE.items():
-        nodes = page.evaluate(
+        nodes = still_page.evaluate(
             """([code, language]) => coloredCode(code, language).map((node) =>
                 node.tag ? [node.attributes.class, plainOf([node])] : ["", node])""",
             [code, language],
@@ -219,15 +234,17 @@ def test_code_has_colors(page):
         assert "".join(text for _, text in nodes) == code
         found = [f"{kind[5:]}:{text.replace(' ', '_')}" for kind, text in nodes if kind]
         assert " ".join(found) == wanted, language
-    assert page.evaluate("Object.keys(GRAMMARS).every((names) => grammarOf(names.split(' ')[0]))")
+    assert still_page.evaluate(
+        "Object.keys(GRAMMARS).every((names) => grammarOf(names.split(' ')[0]))"
+    )
 
 
-def test_a_growing_text_is_made_again_at_its_end_alone(page):
+def test_a_growing_text_is_made_again_at_its_end_alone(still_page):
     """A growing text is rendered again only at its end.
 
     The final rendering does not depend on how the text arrived, and finished blocks are kept.
     """
-    grown = page.evaluate(
+    grown = still_page.evaluate(
         """(texts) => texts.map((text) => {
             const [grown, whole] = [document.createElement("div"), document.createElement("div")];
             const markdown = new Markdown(grown);
@@ -239,7 +256,7 @@ def test_a_growing_text_is_made_again_at_its_end_alone(page):
         [*TEXTS, *MATH],
     )
     assert [text for text in grown if text] == []
-    seen = page.evaluate("""async () => {
+    seen = still_page.evaluate("""async () => {
         const parts = ["# Title", "Some **bold** text.", "```js\\nlet x;\\n```", "- a\\n- b", ""];
         const text = parts.join("\\n\\n").repeat(40);
         const node = document.createElement("div");
@@ -312,7 +329,7 @@ def test_no_text_can_run_or_load_anything(page, server):
     assert {url for url in asked if not url.startswith((server.url, "blob:"))} == set()
 
 
-def test_no_text_takes_long(page):
+def test_no_text_takes_long(still_page):
     """No text takes long to render; with quadratic time each of these would take minutes."""
     parts = "* ** _ ` `` [ ] ![ [a]( [a](< [a](b(  <http: &#1 | ~~ > - 1. *a_ **a* [[a]](b \\"
     texts = [part.strip() * 30_000 for part in parts.split(" ") if part]
@@ -341,7 +358,7 @@ def test_no_text_takes_long(page):
     code = ['"', "\\", '\\"', "'", "/*", "<!--", "`", "a", "a-", "- ", "1e", '"""', "$", "#", " "]
     for language in ("js", "python", "html", "css", "yaml", "json"):
         texts += [f"```{language}\n{part * (90_000 // len(part))}\n```" for part in code]
-    spent = page.evaluate(
+    spent = still_page.evaluate(
         """(texts) => texts.map((text) => {
             const began = performance.now();
             const markdown = new Markdown(document.createElement("div"));

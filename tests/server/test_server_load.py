@@ -95,9 +95,9 @@ def test_a_stream_that_ended_is_freed_at_once(end):
 def test_no_request_holds_the_event_loop_up():
     """No request blocks the event loop.
 
-    With bodies that are too large or nested, and schemas, the loop's thread computes for less than a
-    second between two turns. (The target is 0.2 s; the program prints each case.) Large fields are
-    in test_largest_fields.py.
+    With bodies that are too large or nested, and schemas, the loop's thread computes for less than
+    a second between two turns. (The target is 0.2 s; the program prints each case.) Large fields
+    are in test_largest_fields.py.
     """
     words = ["7 MB of ids", "7 MB of an", "7 MB of messages", "7 MB of brackets", "schema"]
     words += ["20,000", "99,000 lists"]
