@@ -12,9 +12,13 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypedDict, TypeVar
+from typing import Any, Literal, NoReturn, TypedDict, TypeVar
+
+import numpy as np
+import torch
 
 from llama.build_args import BuildArgs, taking
+from llama.checkpoint.pooling import GENERATES, PoolingSettings
 from llama.checks import FieldError, FieldTypeError, whole_number
 from llama.engine.core import EngineCore
 from llama.engine.sampler import sample_top_p
@@ -28,6 +32,7 @@ from llama.prompts.tools import tool_format_of
 from llama.ranks.stdout import MutedStdout
 from llama.requests.beam_search import beam_search
 from llama.requests.llm_engine import LLMEngine
+from llama.requests.pooling import EmbeddingOptions, Pooler, check_inputs
 from llama.requests.prepare import not_ids
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
@@ -129,6 +134,7 @@ class Llama:
                 num_pages=loaded.num_pages,
                 draft_model=loaded.draft_model,
                 has_drafts=bool(args.speculate),
+                pooling=loaded.pooling,
             )
             llama.engine.explain_failure = loaded.warn_not_finite
             if args.speculate:
@@ -157,6 +163,7 @@ class Llama:
         num_pages: int | None = None,
         draft_model: Transformer | None = None,
         has_drafts: bool = False,
+        pooling: PoolingSettings = GENERATES,
     ) -> None:
         """Make an engine for a loaded model.
 
@@ -169,6 +176,7 @@ class Llama:
                 max_seq_len tokens need.
             draft_model: the model that drafts tokens, for speculative decoding.
             has_drafts: whether `engine.speculate` will be called.
+            pooling: what the model does with whole prompts.
         """
         args = model.params
         self.model = model
@@ -190,6 +198,14 @@ class Llama:
             reserve=step_bytes(args, model.plan, model.norm.weight.dtype, args.max_batch_size),
         )
         self.llm_engine = LLMEngine(core, tokenizer, args.max_seq_len, seed)
+        self.pooler = Pooler(
+            pooling,
+            tokenizer,
+            self.llm_engine.prepare,
+            dim=args.dim,
+            n_layers=args.n_layers,
+            max_seq_len=args.max_seq_len,
+        )
 
     def lead(self, work: Callable[[], _T]) -> _T | None:
         """Run work on rank 0 while the other ranks follow.
@@ -405,6 +421,78 @@ class Llama:
             for beams in results
         ]
 
+    def embed(
+        self,
+        inputs: list[Any],
+        *,
+        pooling: Literal["last", "mean"] | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        include_prompt: bool | None = None,
+        truncate: int | None = None,
+    ) -> list[np.ndarray]:
+        """Return the vector of each input.
+
+        The vectors of a model that was trained for embeddings can be compared by their dot product.
+        Those of a chat model are poor embeddings.
+
+        Args:
+            inputs: texts or lists of token ids.
+            pooling: "last" for the hidden state of the last token, "mean" for the mean of all
+                tokens. By default the model's files say it; on a chat model it must be given.
+            normalize: make the length of each vector 1.
+            dimensions: keep so many leading elements, for models that were trained for it.
+            prompt_name: the name of a text in the model's files that is put before each input,
+                such as "query". By default the files say it.
+            prompt: a text that is put before each input.
+            include_prompt: whether a mean has the states of that text. By default the files say it.
+            truncate: cut longer inputs to so many leading tokens.
+
+        Returns:
+            one array of float32 per input, with `dimensions` elements, else as many as the model's
+            hidden states have.
+
+        Raises:
+            TypeError, ValueError: names the input or argument at fault, before any work.
+        """
+        options = EmbeddingOptions(
+            pooling, normalize, dimensions, prompt_name, prompt, include_prompt, truncate
+        )
+        # Checked where an error of one rank becomes an error of every rank.
+        requests = self._pooled(check_inputs("inputs", inputs), options)
+        outputs = self.llm_engine.run(requests)
+        return [options.vector(_checked(output)) for output in outputs]
+
+    def _pooled(self, inputs: Iterable[Any], options: EmbeddingOptions) -> Iterator[Request]:
+        yield from self.pooler.requests(inputs, self.pooler.checked(options))
+
+    def hidden_states(
+        self,
+        prompts: list[Any],
+        layers: Seq[int | str] = (-1,),
+        tokens: Literal["all", "last"] = "all",
+    ) -> list[dict[int | str, torch.Tensor]]:
+        """Return hidden states of each prompt, with the bits that generation computes.
+
+        Args:
+            prompts: texts or lists of token ids.
+            layers: 0 is the embedding of the tokens, i the residual stream behind i layers, -1 the
+                one behind the last layer, before the norm, and "norm" the normalised one, from
+                which logits are computed. transformers calls this one hidden_states[-1].
+            tokens: "all", or "last" for the last token of each prompt alone.
+
+        Returns:
+            for each prompt a tensor (tokens, dim) per layer, on the CPU in the model's dtype.
+
+        Raises:
+            TypeError, ValueError: names the prompt or argument at fault, before any work.
+        """
+        requests = self.pooler.captures(check_inputs("prompts", prompts), layers, tokens)
+        outputs = self.llm_engine.run(requests)
+        return [self.pooler.states(_checked(output), layers) for output in outputs]
+
     def _requests(
         self,
         prompts: Iterable[Any],
@@ -436,9 +524,7 @@ class Llama:
 
     def _run(self, prompts: Iterable[Any], *asked: Any, **more: Any) -> list[RequestOutput]:
         outputs = self.llm_engine.run(self._requests(prompts, *asked, **more))
-        for output in outputs:
-            _check(output)
-        return outputs
+        return [_checked(output) for output in outputs]
 
     def _deltas(
         self, outputs: Generator[RequestOutput, None, None], chat: ChatOptions
@@ -446,7 +532,7 @@ class Llama:
         readers: dict[int, AnswerDeltas] = {}
         with contextlib.closing(outputs):  # closing this generator closes the engine's at once
             for output in outputs:
-                _check(output)
+                _checked(output)
                 (answer,) = output.outputs
                 index = output.index
                 if index not in readers:
@@ -513,6 +599,7 @@ def _scores(output: RequestOutput, echo: bool) -> list[float]:
     ]
 
 
-def _check(output: RequestOutput) -> None:
+def _checked(output: RequestOutput) -> RequestOutput:
     if output.error is not None:
         raise ValueError(f"prompt {output.index}: {output.error}")
+    return output

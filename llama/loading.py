@@ -24,6 +24,7 @@ from llama.build_args import BuildArgs
 from llama.checkpoint import memory, packed, reader
 from llama.checkpoint.chat_templates import DEFAULT, find_chat_templates, read_template
 from llama.checkpoint.find import Checkpoint, find
+from llama.checkpoint.pooling import PoolingSettings
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import LoadCheck
 from llama.checks import brief, number, path_like
@@ -126,6 +127,11 @@ class Loaded:
     files: Files
     dialog_format: DialogFormat
     draft_model: Transformer | None = None
+
+    @property
+    def pooling(self) -> PoolingSettings:
+        """The settings of embeddings and scores of whole prompts."""
+        return self.files.checkpoint.pooling
 
     def describe(self, runner: ModelRunner) -> str:
         """Return device, type, ranks and sizes, as `Llama.build` prints them.

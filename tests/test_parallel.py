@@ -103,6 +103,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "stream", "folder": kv4, "prompts": TEXTS},
             {"do": "beams", "folder": kv4, "prompts": TEXTS},
             {"do": "second_thread", "folder": kv4},
+            {"do": "embed", "folder": kv4, "prompts": PROMPTS},
         ],
         "vllm": [
             {"do": "vllm_client", "folder": kv4, "prompts": TEXTS, "size": 2},
@@ -142,7 +143,8 @@ def test_every_shard_count_on_every_world(world, sharded, request, tmp_path):
         kv4 = str(sharded["kv4"])
         drafts = {"do": "speculated", "folder": kv4, "prompts": REPEATED, "draft": "lookup"}
         wide = {"do": "drafted", "folder": str(sharded["wide"]), "quantize": None}
-        ranks = torchrun(world, [*jobs, wide | {"kinds": ["some"]}, drafts], tmp_path)
+        embeds = {"do": "embed", "folder": kv4, "prompts": PROMPTS}
+        ranks = torchrun(world, [*jobs, embeds, wide | {"kinds": ["some"]}, drafts], tmp_path)
         alone_without = Llama.build(kv4, None, 256, 4, dtype="fp32", device="cpu")
         wanted = alone_without.generate(REPEATED, 60, 0.0)[0]
         (called, led, drafted), *others = [rank.pop()["result"] for rank in ranks]
@@ -150,6 +152,7 @@ def test_every_shard_count_on_every_world(world, sharded, request, tmp_path):
         changed, drafted = ranks[0].pop()["result"]
         assert [rank.pop()["result"] for rank in ranks[1:]] == [[[], drafted]] * 3
         assert changed == [] and drafted > 500
+        check_embeddings(sharded, [rank.pop()["result"] for rank in ranks])
     assert all(rank == ranks[0] for rank in ranks), "ranks differ"
     for job, found in zip(jobs, ranks[0], strict=True):
         settings = SAMPLED if job["temperature"] else GREEDY
@@ -157,6 +160,27 @@ def test_every_shard_count_on_every_world(world, sharded, request, tmp_path):
         assert found["result"][0] == tokens
         for ours, wanted in zip(found["result"][1] or [], logprobs or [], strict=True):
             assert ours == pytest.approx(wanted, abs=1e-4)
+
+
+def check_embeddings(sharded: dict[str, Path], ranks: list[Any]) -> None:
+    """Compare the results of the job "embed" with those of one process."""
+    llama = Llama.build(str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu")
+    vectors = [x for kind in ("mean", "last") for x in llama.embed(PROMPTS, pooling=kind)]
+    states = llama.hidden_states(PROMPTS, [1, "norm"], "last")
+    for called, led in ranks:
+        assert called == ranks[0][0] == (led or called), "ranks differ"
+    found, led = ranks[0]
+    assert led == found and [rank[1] for rank in ranks[1:]] == [None] * (len(ranks) - 1)
+    for ours, wanted in zip(found, vectors, strict=False):
+        assert ours == pytest.approx(wanted.tolist(), abs=2e-5)
+    for ours, state in zip(found[-1], states, strict=True):
+        for name, tensor in state.items():
+            assert ours[str(name)][0] == pytest.approx(tensor[0].tolist(), abs=1e-4)
+
+
+def test_two_ranks_embed(sharded, two_ranks):
+    """Vectors and hidden states are those of one process on every rank, called and led."""
+    check_embeddings(sharded, [rank[6]["result"] for rank in two_ranks["requests"]])
 
 
 def test_a_client_of_vllm_runs_on_two_ranks(sharded, two_ranks):
@@ -230,7 +254,7 @@ def test_requests_streams_and_beams_on_two_ranks(sharded, two_ranks):
     llama = Llama.build(str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu")
     texts = [r["generation"] for r in llama.text_completion(TEXTS, 1.0, 1.0, 16, seed=3)]
     beams = [[b["generation"] for b in found] for found in llama.beam_search(TEXTS, 3, 8)]
-    for _, listening, differ, streamed, searched, threaded in two_ranks["requests"]:
+    for _, listening, differ, streamed, searched, threaded, _ in two_ranks["requests"]:
         assert listening["result"] == [], "ranks of one machine talk over loopback alone"
         assert "the prompts or parameters differ between rank 0 and rank 1" in differ["error"]
         assert "RuntimeError: another thread of this rank has" in threaded["result"]

@@ -3,7 +3,8 @@
 In: a folder with Meta's consolidated.NN.pth and params.json, in any number of shards, or with
 Hugging Face's *.safetensors and config.json, or with packed weights; or a GGUF file, in any number
 of parts. Out: a `Checkpoint`. The JSON files are read, the header of a GGUF file, and the names of
-the tensors in Meta's files; no tensor is.
+the tensors in Meta's files; no tensor is. The file has over 400 lines because all layouts share the
+class `Checkpoint`.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from typing import Any
 from llama.checkpoint import gguf_args, hf_quantized, huggingface, meta_quantized
 from llama.checkpoint.adapters import TIED, Adapter, open_adapters
 from llama.checkpoint.files import MappedTensor, open_tensors, read_metadata
+from llama.checkpoint.pooling import GENERATES, PoolingSettings, settings_of
 from llama.checkpoint.vision import VisionParts, split_config, split_params
 from llama.checks import brief
 from llama.model.args import ModelArgs
@@ -68,6 +70,7 @@ class Checkpoint:
         adapters: The adapters that are merged into the tensors while these are read, in order.
         is_untied: Whether the adapters separate embedding and lm_head, which are one matrix in the
             files.
+        pooling: What the files say about embeddings and scores of whole prompts.
     """
 
     folder: Path
@@ -81,6 +84,7 @@ class Checkpoint:
     vision: VisionParts | None = None
     adapters: tuple[Adapter, ...] = ()
     is_untied: bool = False
+    pooling: PoolingSettings = GENERATES
 
     def merged_with(
         self, lora: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
@@ -304,8 +308,15 @@ def _find_hf(folder: Path) -> Checkpoint:
             f"{path}: quantization_config is of {brief(method)}, and this runtime reads "
             f"{', '.join(hf_quantized.METHODS)}: get the model in one of these, or in bfloat16"
         )
-    shards = _hf_shards(folder)
-    return Checkpoint(folder, args, shards, "hf", quantization=quantization, vision=vision_parts)
+    return Checkpoint(
+        folder,
+        args,
+        _hf_shards(folder),
+        "hf",
+        quantization=quantization,
+        vision=vision_parts,
+        pooling=settings_of(folder, config),
+    )
 
 
 def _find_packed(folder: Path, files: list[Path], metadata: dict[str, str]) -> Checkpoint:

@@ -8,12 +8,41 @@ changes.
 
 import functools
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
 
 _GREEDY_BELOW = 1e-5  # lower temperatures take the top token, as in vLLM
+
+PoolingKind = Literal["last", "mean", "first"]
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """The way in which one vector is made of the normalised hidden states of a prompt.
+
+    Attributes:
+        kind: The states that count: that of the last token, the mean of all, or that of the first.
+        skip: The leading tokens that a mean leaves out.
+    """
+
+    kind: PoolingKind = "last"
+    skip: int = 0
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The hidden states of a prompt that are reported.
+
+    Attributes:
+        layers: Numbers of states: 0 is the embedding, i the residual stream behind i layers, and
+            the number of layers plus one its normalised form, from which logits are computed.
+        last_only: Whether only the states of the last token are wanted.
+    """
+
+    layers: tuple[int, ...]
+    last_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +64,9 @@ class SequenceSpec:
         bad_words: Sequences of tokens. The last token of one must not follow the others.
         prompt_logprobs: The number of likeliest tokens to report beside the log-probability of each
             prompt token; None for no log-probabilities. `logprobs` is the same for the output.
+        pooling: How the prompt becomes one vector; None: it does not. A sequence with `pooling` or
+            `capture` generates nothing: its `max_len` is the length of its prompt.
+        capture: The hidden states of the prompt that are wanted; None: none.
 
     The other fields are those of `llama.sampling_params.SamplingParams`.
     """
@@ -60,6 +92,8 @@ class SequenceSpec:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooling: Pooling | None = None
+    capture: Capture | None = None
 
     # As JSON, bytes are written in base64: a hash is no UTF-8.
     __pydantic_config__: ClassVar[dict[str, str]] = {
@@ -77,6 +111,16 @@ class SequenceSpec:
         """Whether the top token is all that is asked for, unless a token is banned."""
         changes_logits = self.logit_bias or self.has_penalties
         return self.greedy and self.logprobs is None and not changes_logits
+
+    @property
+    def is_only_read(self) -> bool:
+        """Whether the sequence ends with its prompt, of which states are wanted."""
+        return self.pooling is not None or self.capture is not None
+
+    @functools.cached_property
+    def reads_prompt(self) -> bool:
+        """Whether tokens of the prompt have results of their own."""
+        return self.is_only_read or self.prompt_logprobs is not None
 
     @functools.cached_property
     def has_penalties(self) -> bool:

@@ -7,17 +7,21 @@ as well:
 - VERIFY: the last known token and the drafts behind it. The results are the tokens that follow each
   of them; they count as far as the drafts were right.
 - SCORE: a token of a prompt. The result is the log-probability of the known token behind it.
+- POOL: a token whose hidden state is a part of the vector of its prompt.
+- HIDDEN: a token whose hidden states are wanted themselves, behind some layers.
 
 For example, a prompt of 5 tokens whose log-probabilities are wanted has SCORE rows 0 to 3 and the
 SAMPLE row 4. A sequence with two drafts behind its last token has three VERIFY rows.
 
 A kind is one object with three methods. The scheduler asks `offsets` which rows of a step have the
 kind, the runner gets their results from `compute`, and the scheduler gives each sequence its own
-through `take`. A new kind is a class in this file and an entry of `KINDS`. Rows are kept per kind
-and not per sequence: a list for each sequence nearly doubled the host's time for 256 of them.
+through `take`. A new kind is a class in this file and an entry of `PROMPT_KINDS`. Rows are kept
+per kind and not per sequence: a list for each sequence nearly doubled the host's time for 256 of
+them.
 
 This file knows neither the model nor torch. `compute` gets tensors that it passes on to a
-`RowComputer`, or whose methods it calls.
+`RowComputer`, or whose methods it calls; `take` gets results on the host. The file has over 400
+lines because the kinds and the step that asks them are one contract.
 """
 
 from abc import ABC, abstractmethod
@@ -25,11 +29,14 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from llama.engine.sequence import SequenceState, TopLogprobs
 
 _Results = TypeVar("_Results")
 Reader = Callable[[], _Results]  # waits until results are on the host, and returns them
 HiddenStates = Any  # (R, E): a tensor, or what a recorded step gives in its place
+CapturedStates = dict[int, Any]  # the number of a state, and its rows on the host: (R, E)
 
 
 @dataclass(slots=True)
@@ -94,6 +101,12 @@ class RowComputer(Protocol):
 
     def score(self, hidden: HiddenStates, ids: list[int], num_top: int) -> Reader[Tokens]:
         """Score known tokens, one per row, beside the `num_top` likeliest of each row."""
+
+    def add_up(self, hidden: HiddenStates, counts: list[int]) -> Reader["np.ndarray"]:
+        """Add up groups of so many neighbouring rows each: (R, E) -> (groups, E) float64."""
+
+    def captured(self, rows: "Rows") -> Reader[CapturedStates]:
+        """Copy the states that the rows of HIDDEN want to the host."""
 
 
 class RowKind(ABC, Generic[_Results]):
@@ -273,11 +286,102 @@ class _Score(RowKind[Tokens]):
         return seq.spec.prompt_logprobs is not None
 
 
+class _Pool(RowKind["np.ndarray"]):
+    """The vector of a prompt: the hidden state of one token, or the mean of several.
+
+    Sums are in float64. States in bf16 or fp16 have so few bits that their sum is exact, as long as
+    their exponents are not far apart: then it does not matter in which steps a prompt is computed.
+    """
+
+    def offsets(self, seq: SequenceState, start: int, count: int) -> range:
+        pooling = seq.spec.pooling
+        assert pooling is not None
+        if pooling.kind == "mean":
+            return range(max(pooling.skip - start, 0), count)
+        position = 0 if pooling.kind == "first" else seq.num_prompt - 1
+        first = position - start
+        return range(first, first + 1) if 0 <= first < count else range(0)
+
+    def rows(self, items: list[Scheduled]) -> Rows:
+        return super().rows([item for item in items if item.sequence.spec.pooling is not None])
+
+    def compute(
+        self, computer: RowComputer, hidden: HiddenStates, rows: Rows
+    ) -> Reader["np.ndarray"]:
+        return computer.add_up(hidden, [len(offsets) for offsets in rows.offsets])
+
+    def distribute(
+        self, rows: Rows, results: "np.ndarray", ended: Container[SequenceState]
+    ) -> None:
+        """Give each sequence the sum of its rows, which is one row of the results."""
+        for i, item in enumerate(rows.items):
+            if item.sequence not in ended:
+                self.take(item, results, range(i, i + 1))
+
+    def take(self, item: Scheduled, results: "np.ndarray", part: range) -> None:
+        """Add a sum to that of the steps before; a preempted sequence begins again."""
+        seq = item.sequence
+        pooling = seq.spec.pooling
+        assert pooling is not None
+        (row,) = part
+        is_mean = pooling.kind == "mean"
+        total = results[row]
+        if is_mean and item.start > pooling.skip:
+            assert seq.pooled is not None
+            total = seq.pooled + total
+        seq.pooled = total
+        if is_mean and item.start + item.count < seq.num_prompt:
+            return
+        count = seq.num_prompt - pooling.skip if is_mean else 1
+        seq.pooled = (total / count).astype(np.float32)
+        if not np.isfinite(seq.pooled).all():
+            seq.finish_reason = "error"
+
+    def needs_all_rows(self, seq: SequenceState) -> bool:
+        return seq.spec.pooling is not None and seq.spec.pooling.kind != "last"
+
+
+class _Hidden(RowKind[CapturedStates]):
+    """The hidden states of a prompt behind some layers."""
+
+    def offsets(self, seq: SequenceState, start: int, count: int) -> range:
+        capture = seq.spec.capture
+        assert capture is not None
+        if not capture.last_only:
+            return range(count)
+        return range(count - 1, count) if start + count == seq.num_prompt else range(0)
+
+    def rows(self, items: list[Scheduled]) -> Rows:
+        return super().rows([item for item in items if item.sequence.spec.capture is not None])
+
+    def compute(
+        self, computer: RowComputer, hidden: HiddenStates, rows: Rows
+    ) -> Reader[CapturedStates]:
+        return computer.captured(rows)
+
+    def take(self, item: Scheduled, results: CapturedStates, part: range) -> None:
+        """Append the rows to those of the steps before; a preempted sequence begins again."""
+        seq = item.sequence
+        capture = seq.spec.capture
+        assert capture is not None
+        if item.start == 0:
+            seq.captured = {}
+        for layer in capture.layers:
+            seq.captured.setdefault(layer, []).append(
+                results[layer][part.start : part.start + len(part)]
+            )
+
+    def needs_all_rows(self, seq: SequenceState) -> bool:
+        return seq.spec.capture is not None and not seq.spec.capture.last_only
+
+
 _FIRST_ROW = range(1)
 SAMPLE = _Sample()
 VERIFY = _Verify()
 SCORE = _Score()
-KINDS: tuple[RowKind[Any], ...] = (SAMPLE, SCORE)  # kinds that sequences ask for by themselves
+POOL = _Pool()
+HIDDEN = _Hidden()
+PROMPT_KINDS: tuple[RowKind[Any], ...] = (SCORE, POOL, HIDDEN)  # results of prompts themselves
 StepResults = dict[RowKind[Any], Any]  # what each kind of a step computed
 
 
@@ -297,9 +401,14 @@ class Step:
     @classmethod
     def of(cls, items: list[Scheduled]) -> "Step":
         """Return the step of these items, with the rows that their sequences ask for."""
-        rows_of_kinds = {}
-        for kind in KINDS:
-            rows = kind.rows(items)
+        rows_of_kinds: dict[RowKind[Any], Rows] = {}
+        sampled = SAMPLE.rows(items)
+        if sampled.items:
+            rows_of_kinds[SAMPLE] = sampled
+        # Few sequences want anything else: the others are looked at once for all kinds.
+        reading = [item for item in items if item.sequence.spec.reads_prompt]
+        for kind in PROMPT_KINDS if reading else ():
+            rows = kind.rows(reading)
             if rows.items:
                 rows_of_kinds[kind] = rows
         return cls(items, rows_of_kinds)
@@ -329,6 +438,13 @@ class Step:
         for kind, rows in self.rows.items():
             sampled += kind.sampled(rows)
         return sampled
+
+    def captured_layers(self) -> frozenset[int]:
+        """Return the numbers of the hidden states that any sequence of the step wants."""
+        if HIDDEN not in self.rows:
+            return frozenset()
+        specs = [item.sequence.spec for item in self.rows[HIDDEN].items]
+        return frozenset(x for spec in specs if spec.capture for x in spec.capture.layers)
 
     def sampling_items(self) -> list[Scheduled]:
         """Return the items whose sequences get a token, or several, of this step."""

@@ -8,12 +8,14 @@ top_k or min_p cost two more waits.
 
 On a GPU scheduling is asynchronous, as in vLLM: the next step begins before this one is read, and
 takes the tokens that this one sampled from the device. Steps of single tokens are replayed as
-graphs, see `llama.engine.graphs`; all others run operator by operator.
+graphs, see `llama.engine.graphs`; all others run operator by operator. The file has over 400 lines
+because the two parts of a step share the runner's buffers.
 """
 
 import warnings
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,9 +25,19 @@ from llama.engine.graphs import Decoded, DecodeGraphs, bucket_of
 from llama.engine.largest_step import largest_step
 from llama.engine.processors import LogitsProcessors
 from llama.engine.recorder import CaptureError, Recorder
-from llama.engine.rows import HiddenStates, Reader, Scheduled, Step, StepResults, Tokens
+from llama.engine.rows import (
+    CapturedStates,
+    HiddenStates,
+    Reader,
+    Rows,
+    Scheduled,
+    Step,
+    StepResults,
+    Tokens,
+)
 from llama.engine.sampler import Sampled, needs_top_only, sample, score, top_of_ranks
 from llama.engine.sequence import SequenceState
+from llama.model.execution import NOTHING_WATCHED, Watched
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
 from llama.ops.sample import on_device_of
@@ -185,8 +197,12 @@ class ModelRunner:
             self._give_up_graphs(error)
             return None
 
-    def hidden_states(self, step: Step) -> Tensor:
+    def hidden_states(self, step: Step, watched: Watched = NOTHING_WATCHED) -> Tensor:
         """Run a step operator by operator.
+
+        Args:
+            step: The step.
+            watched: Further hidden states of its rows that are wanted.
 
         Returns:
             (R, E): the hidden states of its rows, kind after kind, each in the order of the items.
@@ -224,7 +240,7 @@ class ModelRunner:
         if pending:
             known = self._last_ids[on_device_of(ids, sources)]
             ids[on_device_of(ids, pending)] = known
-        return self.model.hidden_states(ids, batch, self.kv_cache)
+        return self.model.hidden_states(ids, batch, self.kv_cache, watched)
 
     def keep_last_ids(self, ids: Tensor, sequences: list[SequenceState]) -> None:
         """Keep the tokens that a step sampled on the device, for the step that starts next."""
@@ -268,7 +284,8 @@ class RunningStep:
             num_tokens=sum([item.count for item in step.items]),
             wants_logits=self._model.parallel.is_alone or not self._is_greedy,
         )
-        self._hidden = runner.hidden_states(step) if decoded is None else decoded
+        self._watched = Watched(step.captured_layers())
+        self._hidden = runner.hidden_states(step, self._watched) if decoded is None else decoded
 
     def compute_rows(self) -> Reader[StepResults]:
         """Begin to compute the results of all rows; the function returned waits for them."""
@@ -332,6 +349,32 @@ class RunningStep:
             tokens.logprobs += part.logprobs
             tokens.tops += part.tops
         return lambda: tokens
+
+    def add_up(self, hidden: HiddenStates, counts: list[int]) -> Reader[np.ndarray]:
+        """Add up groups of neighbouring rows: (R, E) -> (groups, E) float64, alike on all ranks."""
+        dtype = (
+            torch.float32 if hidden.device.type == "mps" else torch.float64
+        )  # mps has no float64
+        if len(counts) == len(hidden):
+            sums = hidden.to(dtype)
+        else:
+            sums = torch.stack([part.sum(0, dtype=dtype) for part in hidden.split(counts)])
+        read = _to_host(self._model.parallel.broadcast(sums))
+        return lambda: read().double().numpy()
+
+    def captured(self, rows: Rows) -> Reader[CapturedStates]:
+        """Copy the hidden states of rows of the step to the host, alike on all ranks."""
+        first = 0
+        for other in self._step.rows.values():
+            if other is rows:
+                break
+            first += other.num_rows
+        end = first + rows.num_rows
+        readers = {}
+        for layer, states in self._watched.states.items():
+            part = states[first:end].contiguous()
+            readers[layer] = _to_host(self._model.parallel.broadcast(part))
+        return lambda: {layer: read() for layer, read in readers.items()}
 
     def _columns(self, sampled: Sampled) -> Tensor:
         """Put all that the host reads of each row into one tensor, the same on every rank.

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from llama.engine.pages import PagePool, page_hash
-from llama.engine.rows import KINDS, Scheduled, Step, StepResults
+from llama.engine.rows import PROMPT_KINDS, Scheduled, Step, StepResults
 from llama.engine.sequence import SequenceState, no_pages
 from llama.engine.waiting import WaitingQueue
 
@@ -120,8 +120,9 @@ class Scheduler:
                 continue
             if item.drafts:
                 self._offer(seq)
-            if item.start + item.count == seq.spec.max_len:
-                seq.finish_reason = "length"  # its prompt fills it: no token can be sampled
+            if item.start + item.count == seq.spec.max_len and seq.finish_reason is None:
+                # Its prompt fills it: no token can be sampled.
+                seq.finish_reason = "stop" if seq.spec.is_only_read else "length"
             if seq.finish_reason is not None:
                 self.remove(seq)
                 moved.append(seq)
@@ -220,7 +221,7 @@ class Scheduler:
 
         They end before its last token, which must be computed to sample the next one.
         """
-        if any(kind.needs_all_rows(seq) for kind in KINDS):
+        if seq.spec.reads_prompt and any(kind.needs_all_rows(seq) for kind in PROMPT_KINDS):
             return []
         max_computed = len(seq.tokens) - 1
         full = max_computed // self.pool.page_size

@@ -11,9 +11,12 @@ import copy
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from llama.engine.request import Constraint, SequenceSpec
+
+if TYPE_CHECKING:
+    import numpy as np
 
 TopLogprobs = list[tuple[int, float]]  # ids and log-probabilities, the likeliest first
 # Why a sequence ended: a stop token or text, its maximum length, its caller, or an error.
@@ -47,6 +50,10 @@ class SequenceState:
         top_logprobs: The likeliest tokens in the place of each of these.
         prompt_logprobs: The log-probability of each prompt token; 0.0 for the first.
         prompt_top_logprobs: The likeliest tokens in the place of each of these.
+        pooled: The sum of the hidden states that its pooling wants, (E) float64, as far as they
+            are computed; in the end the vector, (E) float32.
+        captured: By the number of a state, its parts on the host, (N, E) each, in the order of the
+            tokens.
     """
 
     spec: SequenceSpec
@@ -66,6 +73,8 @@ class SequenceState:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    pooled: "np.ndarray | None" = None
+    captured: dict[int, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.spec.tokens)

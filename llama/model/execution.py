@@ -16,7 +16,7 @@ slots per page. H, K and F are this rank's.
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -45,6 +45,28 @@ _forward_of = attrgetter("forward")
 Forwards = Mapping[type[nn.Module], Callable[..., Any]]  # the forward of each class of a layer
 
 
+@dataclass(frozen=True, eq=False)
+class Watched:
+    """The hidden states of a step that somebody wants to see.
+
+    Attributes:
+        layers: Their numbers: i is the residual stream that enters layer i, L the one that leaves
+            the last of L layers, and L + 1 its normalised form.
+        states: The states that were seen, by number: (R, E) of the rows that have results.
+    """
+
+    layers: frozenset[int] = frozenset()
+    states: dict[int, Tensor] = field(default_factory=dict)
+
+    def see(self, layer: int, x: Tensor, batch: Batch) -> None:
+        """Keep a copy of a state (T, E), if it is wanted; x may be changed in place later."""
+        if layer in self.layers:
+            self.states[layer] = x.clone() if batch.wants_all else x[batch.logit_rows]
+
+
+NOTHING_WATCHED = Watched()
+
+
 @dataclass(frozen=True)
 class SubLayer:
     """The weights of a half layer: x + second(body(first(norm(x)) + bias)).
@@ -57,6 +79,7 @@ class SubLayer:
         second: wo (E, H D), or w2 (E, F).
         bias: What is added to the rows of the first product, (N); None: nothing.
         kv_plane: The index of its layer's keys and values in the KV cache, if it has some.
+        begins: The number of the layer whose first half it is; None for other halves.
     """
 
     kind: HalfKind
@@ -66,6 +89,7 @@ class SubLayer:
     second: Weight
     bias: Tensor | None
     kv_plane: int | None
+    begins: int | None = None
 
 
 @dataclass(eq=False)
@@ -83,7 +107,14 @@ class OpLayers:
         """Return whether `run` takes this KV cache."""
         return _is_cache(self.plan, kv_cache, self.sublayers[0].norm.weight.dtype)
 
-    def run(self, x: Tensor, freqs_cis: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        freqs_cis: Tensor,
+        kv_cache: Tensor,
+        batch: Batch,
+        watched: Watched = NOTHING_WATCHED,
+    ) -> Tensor:
         """Run the layers: x (T, E) -> (T, E).
 
         Args:
@@ -91,6 +122,7 @@ class OpLayers:
             freqs_cis: The rotations of the tokens' positions, (T, D/2).
             kv_cache: (L, 2, P, S, K, W), which it `supports`, written in place.
             batch: The tokens of the step.
+            watched: The states that are wanted.
         """
         planes = kv_cache.unbind()
         kernels = batch.kernels
@@ -98,6 +130,8 @@ class OpLayers:
         normed = rms_norm(x, first.weight, first.eps, kernels)
         following = [sublayer.norm for sublayer in self.sublayers[1:]]
         for sublayer, norm in zip(self.sublayers, [*following, None], strict=True):
+            if sublayer.begins is not None:
+                watched.see(sublayer.begins, x, batch)
             part = sublayer.first.linear(normed, context=batch)
             if sublayer.bias is not None:
                 part = part + sublayer.bias
@@ -145,10 +179,18 @@ class NativeLayers:
         has_kernels = kv_cache.dtype in NATIVE
         return is_usable and has_kernels and _is_cache(self.plan, kv_cache, torch.bfloat16)
 
-    def run(self, x: Tensor, freqs_cis: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        freqs_cis: Tensor,
+        kv_cache: Tensor,
+        batch: Batch,
+        watched: Watched = NOTHING_WATCHED,
+    ) -> Tensor:
         """Run the layers, with the arguments and the result of `OpLayers.run`.
 
-        Between ranks there are two native calls per layer, each followed by a sum.
+        The native call is split where the stream is seen. Between ranks there are two native calls
+        per layer, each followed by a sum. Neither changes a bit.
         """
         x = x.clone(memory_format=torch.contiguous_format)
         num_tokens, _ = x.shape
@@ -170,13 +212,32 @@ class NativeLayers:
             )  # fmt: skip
 
         if self.parallel.size == 1:
-            run_sublayers(x, 0, len(self.sublayers))
+            begin = 0
+            for i, layer in self._starts(watched):
+                if begin < i:
+                    run_sublayers(x, begin, i)
+                watched.see(layer, x, batch)
+                begin = i
+            run_sublayers(x, begin, len(self.sublayers))
         else:
             part = torch.empty_like(x)
+            layers = dict(self._starts(watched))
             for i in range(len(self.sublayers)):
+                if i in layers:
+                    watched.see(layers[i], x, batch)
                 run_sublayers(part, i, i + 1)
                 x += self.parallel.all_reduce(part)
         return x
+
+    def _starts(self, watched: Watched) -> list[tuple[int, int]]:
+        """Return the indices of the half layers at which watched layers begin, and these layers."""
+        if not watched.layers:
+            return []
+        starts = []
+        for i, sublayer in enumerate(self.sublayers):
+            if sublayer.begins is not None and sublayer.begins in watched.layers:
+                starts.append((i, sublayer.begins))
+        return starts
 
     def _check(self, x: Tensor, freqs_cis: Tensor, batch: Batch, page_size: int) -> None:
         """Check the shapes that the kernels rely on: a wrong one would read or write anywhere."""
@@ -307,7 +368,8 @@ class LayerExecution:
         sublayers: list[SubLayer] = []
         for spec in self._plan.layers:
             layer: Any = self._layers[spec.index]
-            sublayers += layer.sublayers(spec.kv_plane)
+            first, *others = layer.sublayers(spec.kv_plane)
+            sublayers += [replace(first, begins=spec.index), *others]
         if sublayers[0].norm.weight.is_cuda or kernels.names:
             return OpLayers(self._plan, sublayers, self._parallel)
         if not _may_be_native(sublayers[0].norm.weight):

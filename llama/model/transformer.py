@@ -6,6 +6,8 @@ ragged batch of the engine; `Transformer.forward` has Meta's signature and runs 
 Shapes: T tokens of the flat batch, B sequences, R rows that want logits, E model dim, H query heads
 and K kv heads of this rank, D head dim, F ffn of this rank, V vocabulary, P pages, S slots per
 page, M pages per sequence, L layers.
+
+The file has over 400 lines because the two ways to run a model share its modules.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +20,13 @@ from torch import Tensor, nn
 from llama import weights
 from llama.device import current, use_huge_pages, zeros
 from llama.model.args import ModelArgs
-from llama.model.execution import Executor, LayerExecution, SubLayer
+from llama.model.execution import (
+    NOTHING_WATCHED,
+    Executor,
+    LayerExecution,
+    SubLayer,
+    Watched,
+)
 from llama.model.forward_cache import PAGE_SIZE, ForwardCache
 from llama.model.kinds import Attention, FeedForward
 from llama.model.layers import (
@@ -299,13 +307,20 @@ class Transformer(nn.Module):
         page_size = length if self.norm.weight.is_cpu else PAGE_SIZE
         return ForwardCache(page_size, self.params.max_batch_size * -(-length // page_size))
 
-    def hidden_states(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        batch: Batch,
+        kv_cache: Tensor,
+        watched: Watched = NOTHING_WATCHED,
+    ) -> Tensor:
         """Run the model on the tokens of a step.
 
         Args:
             tokens: (T) ids.
             batch: Where each token is, and what it may attend to.
             kv_cache: (L, 2, P, S, K, W), written in place.
+            watched: Further states that are wanted, which it gets.
 
         Returns:
             (R, E): the normalised hidden states of the batch's `logit_rows`.
@@ -314,16 +329,24 @@ class Transformer(nn.Module):
         executor = self._execution.find(self.kernels)
         x = self.tok_embeddings(tokens)
         if executor is None or not executor.supports(kv_cache):
-            x = self._run_modules(x, batch, kv_cache)
+            x = self._run_modules(x, batch, kv_cache, watched)
         else:
-            x = executor.run(x, self.freqs_cis[batch.positions], kv_cache, batch)
-        return apply(self.norm, x if batch.wants_all else x[batch.logit_rows], batch)
+            freqs_cis = self.freqs_cis[batch.positions]
+            x = executor.run(x, freqs_cis, kv_cache, batch, watched)
+        watched.see(self.n_layers, x, batch)
+        normed = apply(self.norm, x if batch.wants_all else x[batch.logit_rows], batch)
+        if self.n_layers + 1 in watched.layers:
+            watched.states[self.n_layers + 1] = normed
+        return normed
 
-    def _run_modules(self, x: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def _run_modules(
+        self, x: Tensor, batch: Batch, kv_cache: Tensor, watched: Watched = NOTHING_WATCHED
+    ) -> Tensor:
         """Run the layers as modules: x (T, E), or (B, S, E) with the same T tokens in all."""
         freqs_cis = self.freqs_cis[batch.positions]
         planes = kv_cache.unbind()
         for spec, layer in zip(self.plan.layers, self.blocks(), strict=True):
+            watched.see(spec.index, x, batch)
             plane = None if spec.kv_plane is None else planes[spec.kv_plane]
             x = layer(x, freqs_cis, batch, plane)
         return x

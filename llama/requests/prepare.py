@@ -11,9 +11,10 @@ requests (pages, drafts, compiled grammars) is reused only between equal roots.
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from llama.checks import FieldError, brief, index_of
-from llama.engine.request import Constraint, SequenceSpec
+from llama.engine.request import Capture, Constraint, Pooling, SequenceSpec
 from llama.engine.sequence import SequenceState
 from llama.requests.answer import Answer
 from llama.requests.detokenizer import Detokenizer, StopStrings
@@ -67,6 +68,7 @@ class Preparer:
         must_fit: bool = False,
         max_context: int | None = None,
         tenant: bytes = b"",
+        reads: Pooling | Capture | None = None,
     ) -> Request:
         """Check a request and create its sequences without queueing them.
 
@@ -83,6 +85,8 @@ class Preparer:
             max_context: A context length for this request, if it is less than the model's.
             tenant: The prefix root of whoever sends the request. Nothing is reused between
                 requests of different tenants.
+            reads: What is wanted of the hidden states of the prompt, behind which nothing is
+                generated; None: the prompt is continued.
 
         Raises:
             TypeError: A value has the wrong type.
@@ -100,7 +104,10 @@ class Preparer:
         ids = _token_ids(name, ids, context, self.tokenizer.n_words)
         params.check_vocab(self.tokenizer.n_words)
         max_len = context
-        if params.max_tokens is not None:
+        if reads is not None:
+            _check_reads(name, reads, len(ids))
+            max_len = len(ids)
+        elif params.max_tokens is not None:
             max_len = len(ids) + params.max_tokens
         if must_fit and max_len > context:
             message = (
@@ -110,6 +117,10 @@ class Preparer:
             raise ContextLengthError("max_tokens", message, max_len, context)
         root = prefix_root(tenant, params.cache_salt)
         answers = self._answers(ids, params, min(max_len, context), root)
+        if isinstance(reads, Pooling):
+            _change_spec(answers, pooling=reads)
+        elif reads is not None:
+            _change_spec(answers, capture=reads)
         request = Request(request_id, text, params, answers, index or 0)
         if params.seed is not None:
             request.set_seed(derived_seed(params.seed, request.index))
@@ -196,6 +207,21 @@ class Preparer:
             if len(ids) >= self.max_seq_len:
                 break
         return tuple(ids[: self.max_seq_len])
+
+
+def _check_reads(name: str, reads: Pooling | Capture, num_tokens: int) -> None:
+    """Raise a ValueError if a mean leaves out all tokens of a prompt."""
+    if isinstance(reads, Pooling) and reads.skip >= num_tokens:
+        raise ValueError(
+            f"{name} has {num_tokens} tokens, and the mean leaves out the first {reads.skip}: "
+            "nothing is left"
+        )
+
+
+def _change_spec(answers: list[Answer], **changes: Any) -> None:
+    """Change fields of the specification of each answer."""
+    for answer in answers:
+        answer.sequence.spec = replace(answer.sequence.spec, **changes)
 
 
 def prefix_root(tenant: bytes, cache_salt: str | None) -> bytes:

@@ -8,15 +8,20 @@ its cost does not grow with the answer. This module does not know how requests a
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from llama.engine.sequence import FinishReason
 from llama.requests.answer import Answer
 from llama.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    import numpy as np
+
 NO_TOKEN = (
     "there was no token to choose: logit_bias, bad_words, min_tokens and structured_output ban the "
     "whole vocabulary, or the model's logits hold NaN or infinity"
 )
+NOT_FINITE = "the model's hidden states hold NaN or infinity"
 FORMAT_STOPPED = "structured_output is too large to go on with ({why}): ask for a simpler format"
 
 
@@ -179,7 +184,7 @@ class RequestOutput:
         for answer in request.answers:
             seq = answer.sequence
             if answer.finish_reason == "error" and self.error_field is None:
-                self.error = NO_TOKEN
+                self.error = NO_TOKEN if seq.spec.pooling is None else NOT_FINITE
                 if seq.constraint is not None and seq.constraint.failure:
                     self.error = FORMAT_STOPPED.format(why=seq.constraint.failure)
                     self.error_field = "structured_output"
@@ -216,6 +221,16 @@ class RequestOutput:
             return None
         scored = seq.tokens[1 : seq.num_prompt]
         return [None, *_dicts(scored, seq.prompt_logprobs[1:], seq.prompt_top_logprobs[1:])]
+
+    @property
+    def pooled(self) -> "np.ndarray | None":
+        """Return the vector of the prompt, (E) float32; None if it was not requested."""
+        return self._first.pooled if self.finished else None
+
+    @property
+    def captured(self) -> dict[int, list[Any]]:
+        """Return the hidden states of the prompt by their numbers, in parts of (N, E) each."""
+        return self._first.captured if self.finished else {}
 
     def __repr__(self) -> str:
         return (
@@ -275,7 +290,9 @@ class Request:
     def fingerprint(self) -> tuple[object, ...]:
         """Return the data that must be equal on every rank."""
         first = self.answers[0].sequence
-        return self.request_id, first.tokens, first.spec.max_len, self.seed, self.params
+        spec = first.spec
+        asked = (spec.max_len, spec.pooling, spec.capture)
+        return self.request_id, first.tokens, *asked, self.seed, self.params
 
     def set_seed(self, seed: int) -> None:
         """Set the seed of the first answer, and of the others the seeds derived from it."""

@@ -184,9 +184,9 @@ def test_drafts_are_verified(model, plain, monkeypatch, graphs):
     eager: list[Scheduled] = []
     hidden = core.runner.hidden_states
 
-    def seen(step: Step) -> torch.Tensor:
+    def seen(step: Step, *more: Any) -> torch.Tensor:
         eager.extend(step.items)
-        return hidden(step)
+        return hidden(step, *more)
 
     monkeypatch.setattr(core.runner, "hidden_states", seen)
     for ours, theirs in zip(answers(core, 1), wanted, strict=True):
@@ -216,9 +216,9 @@ def test_a_draft_model_drafts_in_graphs(model, plain, monkeypatch):
     eager, num_new = list[Scheduled](), set[int]()
     hidden, start = runner.hidden_states, runner.start
 
-    def seen(step: Step) -> torch.Tensor:
+    def seen(step: Step, *more: Any) -> torch.Tensor:
         eager.extend(step.items)
-        return hidden(step)
+        return hidden(step, *more)
 
     def started(step: Step) -> RunningStep:
         num_new.update(item.count for item in step.items)

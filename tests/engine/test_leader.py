@@ -14,7 +14,7 @@ from helpers.scheduling import VOCAB, FakeEngine, engine, next_token, sequence
 from helpers.waiting import wait_until
 from llama.engine.core import EngineCore
 from llama.engine.leader import MESSAGE, Follower, Leader, Message
-from llama.engine.request import SequenceSpec
+from llama.engine.request import Capture, Pooling, SequenceSpec
 from llama.engine.sequence import SequenceState
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.errors import RankError
@@ -112,6 +112,7 @@ def test_a_message_carries_every_field() -> None:
         temperature=0.1, top_p=0.9, top_k=5, min_p=1e-9, repetition_penalty=1.5,
         presence_penalty=-0.5, frequency_penalty=0.25, logit_bias=((3, -100.0), (5, 1.5)),
         bad_words=((1,), (2, 3)), min_tokens=4, logprobs=0, prompt_logprobs=1,
+        pooling=Pooling("mean", 3), capture=Capture((0, 2), True),
     )  # fmt: skip
     default = SequenceSpec((), 0)
     same = {f.name for f in fields(spec) if getattr(spec, f.name) == getattr(default, f.name)}

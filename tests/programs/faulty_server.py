@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ RAISE, NAN = 1000, 1001  # ids of the demo model that no answer of the test has
 _hidden_states = Transformer.hidden_states
 
 
-def faulty(self: Transformer, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+def faulty(self: Transformer, tokens: Tensor, batch: Batch, kv_cache: Tensor, *more: Any) -> Tensor:
     while "HOLD_FILE" in os.environ and Path(os.environ["HOLD_FILE"]).exists():
         time.sleep(0.01)
     rank = os.environ.get("RANK", "0")
@@ -36,7 +37,7 @@ def faulty(self: Transformer, tokens: Tensor, batch: Batch, kv_cache: Tensor) ->
         if os.environ["FAULT"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise IndexError("made to fail")
-    hidden = _hidden_states(self, tokens, batch, kv_cache)
+    hidden = _hidden_states(self, tokens, batch, kv_cache, *more)
     hidden[tokens[batch.logit_rows] == NAN] = torch.nan
     return hidden
 
@@ -55,5 +56,5 @@ def read_for_ever(*_: object, **__: object) -> None:
 if __name__ == "__main__":
     if os.environ.get("FAULT") == "load":
         reader.load = read_for_ever
-    Transformer.hidden_states = faulty  # type: ignore[method-assign]
+    Transformer.hidden_states = faulty  # type: ignore[method-assign, assignment]
     sys.exit(main())

@@ -61,6 +61,20 @@ def generate(folder: str, prompts: list, size: int | None = None, **kwargs) -> l
     return [tokens, logprobs]
 
 
+def embed(folder: str, prompts: list) -> list:
+    """Return means, last states, and a hidden state of each prompt, called and led."""
+    llama = build(folder)
+
+    def vectors() -> list:
+        found = [
+            x.tolist() for kind in ("mean", "last") for x in llama.embed(prompts, pooling=kind)
+        ]
+        states = llama.hidden_states(prompts, [1, "norm"], "last")
+        return [*found, [{str(name): x.tolist() for name, x in state.items()} for state in states]]
+
+    return [vectors(), llama.lead(vectors)]
+
+
 def place(folder: str, size: int | None = None) -> list[int]:
     parallel = build(folder, size).model.parallel
     return [parallel.rank, parallel.size, parallel.data_rank, parallel.data_size]

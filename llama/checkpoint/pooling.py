@@ -1,0 +1,216 @@
+"""Settings for embeddings and scores of whole prompts in the files of a checkpoint.
+
+In: the content of config.json, and the files beside it that sentence-transformers writes. Out:
+`PoolingSettings`: which hidden states make the vector of a prompt, the texts that are put before
+inputs, and the labels of a classification head. No tensor is read.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from llama.checks import brief
+from llama.storage.downloads import read_json, read_small
+
+PoolingKind = Literal["last", "mean", "first"]
+HEAD = "score.weight"  # the matrix of a classification head, (labels, E)
+
+# Values of "pooling" in config.json, and of "pooling_mode" in 1_Pooling/config.json.
+_KINDS: dict[str, PoolingKind] = {
+    "avg": "mean",
+    "mean": "mean",
+    "last": "last",
+    "lasttoken": "last",
+    "cls": "first",
+}
+_FLAGS: dict[str, PoolingKind] = {  # switches of 1_Pooling/config.json
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_cls_token": "first",
+}
+_BIDIRECTIONAL = "LlamaBidirectional"  # begins the names of NVIDIA's classes
+_CLASSIFIER = "ForSequenceClassification"
+_HEADLESS = ("LlamaModel", "LlamaBidirectionalModel")
+_MODULES = ("Transformer", "Pooling", "Normalize")  # modules of sentence-transformers
+_IDENTITY = "Identity"
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """The classification head of a model.
+
+    Attributes:
+        labels: The name of each label; empty where the files name none.
+        is_multi_label: Whether each label has a probability of its own.
+        has_activation: Whether the score of a pair is a probability, as in sentence-transformers'
+            cross-encoders by default, and not the logit itself.
+    """
+
+    labels: tuple[str, ...] = ()
+    is_multi_label: bool = False
+    has_activation: bool = True
+
+
+@dataclass(frozen=True)
+class PoolingSettings:
+    """How a model embeds and scores whole prompts.
+
+    Attributes:
+        kind: The states that make the vector of a prompt; None if the files do not say it.
+        include_prompt: Whether a mean has the states of the text that is put before an input.
+        prompts: Texts to put before inputs, by their names.
+        default_prompt: The name of the text that is used where the caller names none.
+        architecture: The name of the model's class in transformers; empty if it is unknown.
+        has_lm_head: Whether the files have what generation needs.
+        is_causal: Whether a token attends only to those before it.
+        head: The classification head; None: the model has none.
+    """
+
+    kind: PoolingKind | None = None
+    include_prompt: bool = True
+    prompts: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    default_prompt: str | None = None
+    architecture: str = ""
+    has_lm_head: bool = True
+    is_causal: bool = True
+    head: HeadSettings | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model can generate text."""
+        return self.has_lm_head and self.is_causal
+
+
+GENERATES = PoolingSettings()  # a checkpoint whose files say nothing of embeddings
+
+
+def settings_of(folder: Path, config: Mapping[str, Any]) -> PoolingSettings:
+    """Return what a folder of Hugging Face's layout says about embeddings and scores.
+
+    sentence-transformers' own files count before the key "pooling" of config.json, and that before
+    the architecture.
+
+    Args:
+        folder: The folder.
+        config: The content of its config.json.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: A file asks for something that this runtime does not compute.
+    """
+    names = config.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names else ""
+    if not isinstance(architecture, str):
+        raise ValueError(f"{folder / 'config.json'}: architectures is {brief(names)}")
+    is_bidirectional = architecture.startswith(_BIDIRECTIONAL) or config.get("is_causal") is False
+    has_head = architecture in (f"Llama{_CLASSIFIER}", f"{_BIDIRECTIONAL}{_CLASSIFIER}")
+    prompts, default_prompt = _prompts(folder)
+    kind, include_prompt = _kind(folder, config)
+    if kind is None and has_head and not is_bidirectional:
+        kind = "last"
+    if kind == "first" and not is_bidirectional:
+        raise ValueError(
+            f"{folder}: the pooling of this model is that of the first token, which in a causal "
+            "model has seen no other token: its vector would be the same for every text"
+        )
+    return PoolingSettings(
+        kind=kind,
+        include_prompt=include_prompt,
+        prompts=MappingProxyType(prompts),
+        default_prompt=default_prompt,
+        architecture=architecture,
+        has_lm_head=not has_head and architecture not in _HEADLESS,
+        is_causal=not is_bidirectional,
+        head=_head(config) if has_head else None,
+    )
+
+
+def _kind(folder: Path, config: Mapping[str, Any]) -> tuple[PoolingKind | None, bool]:
+    """Return the pooling that the files ask for, and whether a mean has the prompt's states."""
+    _check_modules(folder)
+    path = folder / "1_Pooling" / "config.json"
+    if path.is_file():
+        return _kind_of_module(path)
+    pooling = config.get("pooling")
+    if pooling is None:
+        return None, True
+    if pooling not in _KINDS:
+        raise ValueError(f"{folder / 'config.json'}: {_unknown('pooling', pooling)}")
+    return _KINDS[pooling], True
+
+
+def _kind_of_module(path: Path) -> tuple[PoolingKind, bool]:
+    """Return the pooling of sentence-transformers' 1_Pooling/config.json."""
+    content = read_json(path)
+    modes = content.get("pooling_mode")
+    if modes is None:
+        prefix = "pooling_mode_"
+        modes = [key for key, value in content.items() if key.startswith(prefix) and value is True]
+        known: Mapping[str, PoolingKind] = _FLAGS
+    else:
+        modes = modes if isinstance(modes, list) else [modes]
+        known = _KINDS
+    if len(modes) != 1 or modes[0] not in known:
+        raise ValueError(f"{path}: {_unknown('the pooling', modes)}")
+    return known[modes[0]], content.get("include_prompt") is not False
+
+
+def _unknown(name: str, value: object) -> str:
+    return (
+        f"{name} is {brief(value)}, and this runtime knows the mean, the last and the first token"
+    )
+
+
+def _check_modules(folder: Path) -> None:
+    """Raise a ValueError for modules of sentence-transformers that change the vector."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return
+    try:
+        modules = json.loads(read_small(path))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} is not JSON ({brief(str(e))}): download it again") from e
+    if not isinstance(modules, list):
+        raise ValueError(f"{path} must hold a list of modules: download it again")
+    for module in modules:
+        name = str(module.get("type") if isinstance(module, dict) else module)
+        if name.rpartition(".")[2] not in _MODULES:
+            raise ValueError(
+                f"{path}: the module {brief(name)} changes the embeddings, and this runtime knows "
+                f"{', '.join(_MODULES)}: run this model with sentence-transformers"
+            )
+
+
+def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    """Return the texts that sentence-transformers puts before inputs, and the default's name."""
+    path = folder / "config_sentence_transformers.json"
+    if not path.is_file():
+        return {}, None
+    content = read_json(path)
+    prompts = content.get("prompts") or {}
+    default = content.get("default_prompt_name")
+    is_table = isinstance(prompts, dict) and all(isinstance(x, str) for x in prompts.values())
+    if not is_table or (default is not None and default not in prompts):
+        raise ValueError(
+            f"{path}: prompts is {brief(prompts)} and default_prompt_name {brief(default)}: the "
+            "first must map names to texts, and the second be one of these names"
+        )
+    return prompts, default
+
+
+def _head(config: Mapping[str, Any]) -> HeadSettings:
+    """Return the labels of a classification head, as config.json has them."""
+    names = config.get("id2label")
+    labels: tuple[str, ...] = ()
+    if isinstance(names, dict):
+        labels = tuple(str(names.get(str(i))) for i in range(len(names)))
+    cross_encoder = config.get("sentence_transformers")
+    activation = cross_encoder.get("activation_fn") if isinstance(cross_encoder, dict) else None
+    return HeadSettings(
+        labels=labels,
+        is_multi_label=config.get("problem_type") == "multi_label_classification",
+        has_activation=str(activation).rpartition(".")[2] != _IDENTITY,
+    )
