@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from llama.checks import FieldError, FieldTypeError, brief, checked_number, limits_of, nearest
 
@@ -105,6 +105,8 @@ class BuildArgs:
             Default, "auto": as the template writes them.
         verify: compare the weights with their checksums, in .pth files or checklist.chk, while they
             are loaded. A warning names files without a checksum. See `llama verify`.
+        pooling: how embeddings make a vector of a text: "last" takes the hidden state of the last
+            token, "mean" the mean of all. Default: as the model's files say.
         mute_ranks: drop what ranks other than 0 print to `sys.stdout`, until `close`. Their stderr
             is not affected.
         verbose: print "Loaded in ... seconds", with a summary of the model, to stdout on rank 0.
@@ -223,6 +225,13 @@ class BuildArgs:
     verify: bool = _flag(
         False, "", "Compare the weights with their checksums while they load", may_differ=True
     )
+    pooling: Literal["last", "mean"] | None = _flag(
+        None,
+        "NAME",
+        "Hidden states that make an embedding: last or mean",
+        "as the model's files say",
+        choices=("last", "mean"),
+    )
     mute_ranks: bool = True
     verbose: bool = True
     speculate: str | None = _flag(
@@ -258,6 +267,8 @@ class BuildArgs:
         name = self.speculate
         if name is not None and not (isinstance(name, str) and name):
             raise TypeError(f"speculate={brief(name)}: give 'lookup', a draft model, or None")
+        if self.pooling not in (None, "last", "mean"):
+            raise FieldError("pooling", f"pooling={brief(self.pooling)} must be 'last' or 'mean'")
         lora = lora_paths(self.lora) or None
         return replace(self, **checked_values, lora=lora)
 

@@ -277,6 +277,9 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
             )
         checkpoint = replace(checkpoint, in_codes=True)
     checkpoint = checkpoint.merged_with(args.lora)
+    if args.pooling is not None:
+        pooling = replace(checkpoint.pooling, kind=args.pooling)
+        checkpoint = replace(checkpoint, pooling=pooling)
     is_plain = quantize is None and not checkpoint.in_codes and checkpoint.packed is None
     activations = weights.check_activations(args.activations, device, is_plain=is_plain)
     files = Files(checkpoint, chosen_dtype, quantize, placement, device)
@@ -377,7 +380,7 @@ def _find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> li
     if path is None or path in DRAFTERS:
         return []
     try:
-        draft_args = replace(args, ckpt_dir=str(path), activations=None, lora=None)
+        draft_args = replace(args, ckpt_dir=str(path), activations=None, lora=None, pooling=None)
         files = find_files(draft_args, model.placement, model.device)
         draft_tokenizer = load_tokenizer(files.checkpoint)
     except (OSError, ValueError) as e:

@@ -95,8 +95,8 @@ class Pooler:
             raise FieldError(
                 "pooling",
                 "pooling is not given, and the files of this model do not say how a text becomes a "
-                "vector, as it is made to generate: give pooling='mean' or 'last', or use a model "
-                "for embeddings",
+                "vector, as it is made to generate: give pooling='mean' or 'last' (or --pooling), "
+                "or use a model for embeddings",
             )
         if kind not in _KINDS and kind != settings.kind:
             names = " or ".join(map(repr, _KINDS))

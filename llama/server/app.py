@@ -24,6 +24,7 @@ from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, first_name, log_refusal
 from llama.server.exchange import IGNORED, BodyMemory
 from llama.server.ollama import routes as ollama
+from llama.server.openai import embeddings
 from llama.server.page import content_security_policy, read_page
 from llama.server.service import Service, State
 
@@ -58,7 +59,8 @@ def make_app(
     limits = service.limits
     app.state.bodies = BodyMemory(limits.max_body_bytes, limits.max_bodies_bytes)
     host = host_routes or APIRouter()
-    apis = (routes.routes(service), tokens.routes(service), ollama.routes(service))
+    modules = (routes, tokens, ollama, embeddings)
+    apis = [module.routes(service) for module in modules]
     for router in (*apis, _server_routes(service), host):
         app.include_router(router)
     for kind in (ApiError, FieldError, HTTPException, ClientDisconnect, Exception):

@@ -202,24 +202,39 @@ class Service:
             names = {token: name for name, token in tokenizer.special_tokens.items()}
             prompt = prompt.removeprefix(names[tokenizer.bos_id])
         try:
-            return await self._prepare(
-                prompt,
-                params,
-                tenant=tenant,
-                index=index,
-                must_fit=must_fit,
-                max_context=max_context,
-            )
-        except ContextLengthError as error:
-            raise _context_error(error, fields) from None
-        except (TypeError, ValueError) as error:
-            raise fields.refusal(error) from None
+            with self.refusals(fields):
+                return await self._prepare(
+                    prompt,
+                    params,
+                    tenant=tenant,
+                    index=index,
+                    must_fit=must_fit,
+                    max_context=max_context,
+                )
         except PoolBusyError:
             self.metrics.refused.inc()
             raise ApiError(503, _POOL_BUSY) from None
         except TimeoutError:
             field = fields.prompt if params.structured_output is None else "structured_output"
             raise fields.refusal(FieldError(field, _TOO_SLOW)) from None
+
+    @contextlib.contextmanager
+    def refusals(self, fields: ErrorFields) -> Iterator[None]:
+        """Turn the errors of a request that is being prepared into those of an API.
+
+        Args:
+            fields: the body's own names, which an error uses.
+
+        Raises:
+            ApiError: 400 names the field of the body that is at fault; 503 says that the server is
+                shutting down.
+        """
+        try:
+            yield
+        except ContextLengthError as error:
+            raise _context_error(error, fields) from None
+        except (TypeError, ValueError) as error:
+            raise fields.refusal(error) from None
         except RuntimeError:
             raise shutting_down() from None
 

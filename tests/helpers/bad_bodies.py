@@ -375,6 +375,24 @@ OF_A_TEXT: Faults = [
     ({"messages": TURNS, "continue_final_message": True}, "continue_final_message", "add_gener"),
     ({"messages": TURNS, "tools": 7}, "tools", "tools must be a list"),
 ]  # fmt: skip
+IN_EMBEDDINGS: Faults = [
+    ({"input": None}, "input", "input is needed"),
+    ({"input": []}, "input", "a list of at least one"),
+    ({"input": ["x", [1]]}, "input", "input[1] must be a string, got a list"),
+    ({"input": [[]]}, "input", "input[0] must be a list of at least one"),
+    ({"input": [2048]}, "input", "token ids are 0 to 2047"),
+    ({"input": "x" * 3000}, "input", "but max_seq_len is 512"),
+    ({"encoding_format": "int8"}, "encoding_format", "encoding_format must be 'float' or 'base64'"),
+    ({"dimensions": 0}, "dimensions", "dimensions=0 must be"),
+    ({"dimensions": 257}, "dimensions", "dimensions=257 must be a whole number from 1 to 256"),
+    ({"pooling": None}, "pooling", "pooling is not given"),
+    ({"pooling": "max"}, "pooling", "pooling must be"),
+    ({"prompt_name": "query"}, "prompt_name", "this model has these prompts: none"),
+    ({"prompt": "x", "prompt_name": "query"}, "prompt", "both given"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "truncate_prompt_tokens=-2"),
+    ({"truncate_prompt_tokens": 0}, "input", "has 0 tokens"),
+    ({"messages": TURNS}, "messages", "'messages' cannot be used in /v1/embeddings"),
+]  # fmt: skip
 OF_IDS: Faults = [
     ({}, "tokens", "tokens is needed"),
     ({"tokens": "x"}, "tokens", "tokens must be a list"),

@@ -15,6 +15,7 @@ from helpers.bad_bodies import (
     IN_A_CHAT,
     IN_A_COUNT,
     IN_COMPLETIONS,
+    IN_EMBEDDINGS,
     IN_MESSAGES,
     IN_RESPONSES,
     INPUT,
@@ -30,6 +31,7 @@ from helpers.bad_bodies import (
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+EMBEDDINGS = "/v1/embeddings"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 KEY = {"Authorization": "Bearer k"}
 
@@ -150,6 +152,7 @@ BAD_REQUESTS = [
     *rows(COUNT, {"messages": TURNS}, IN_A_COUNT),
     *rows(TOKENIZE, {}, OF_A_TEXT),
     *rows(DETOKENIZE, {}, OF_IDS),
+    *rows(EMBEDDINGS, {"input": "x", "pooling": "mean"}, IN_EMBEDDINGS),
     *TOO_LONG,
     *OF_A_MODEL_WITHOUT_TOOLS,
 ]

@@ -21,12 +21,14 @@ from llama.server.anthropic.models import CountBody, MessagesBody
 from llama.server.app import make_app
 from llama.server.exchange import BodyRoute
 from llama.server.ollama import routes as ollama
+from llama.server.openai import embeddings
 from llama.server.openai.models import ChatBody, CompletionBody
 from llama.server.responses.models import ResponsesBody
 from llama.server.service import Limits, Service
 
-APIS = (routes, tokens, ollama)
+APIS = (routes, tokens, ollama, embeddings)
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+EMBEDDINGS = "/v1/embeddings"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 ASKED: Any = {"role": "user", "content": "Hi"}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"b": 1}'}}
@@ -77,6 +79,9 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "x", "add_special_tokens": False}),
     ("/tokenize", {"messages": [ASKED], "tools": [{"type": "function", "function": NAMED}]}),
     ("/detokenize", {"tokens": [1, 2]}),
+    (EMBEDDINGS, {"input": ["x", "y"], "model": "m", "encoding_format": "base64", "user": "u"}),
+    (EMBEDDINGS, {"input": [[1], [2, 3]], "dimensions": 5, "truncate_prompt_tokens": -1}),
+    (EMBEDDINGS, {"input": [1, 2], "pooling": "mean", "prompt_name": "query", "normalize": False}),
     ("/api/chat", {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [
         {"id": "a", "function": {"index": 0, "name": "f", "arguments": {"b": 1}}}]},
         {"role": "tool", "tool_name": "f", "content": "1"}], "tools": [], "keep_alive": -1,
@@ -132,7 +137,7 @@ def test_the_schema_of_each_route_is_that_of_its_parameter(document):
     service = Service("demo", Limits())
     made = [route for api in APIS for route in api.routes(service).routes]
     posts = [each for each in made if isinstance(each, BodyRoute) and each.methods == {"POST"}]
-    assert len(posts) == sum("post" in each for each in document["paths"].values()) == 11
+    assert len(posts) == sum("post" in each for each in document["paths"].values()) == 12
     for route in posts:
         own = TypeAdapter(route.endpoint.__annotations__["body"]).json_schema()
         published = schema_of(document, route.path)

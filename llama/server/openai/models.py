@@ -127,7 +127,7 @@ def _prompt_tag(prompt: Any) -> str | None:
 
 _Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 _PROMPT_LIST = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
-_Prompt = Annotated[
+PromptField = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[_Ids, Tag("ids")]
     | Annotated[list[str], _PROMPT_LIST, Tag("texts")]
@@ -146,7 +146,7 @@ class CompletionBody(_TextSampling, _Body):  # type: ignore[misc, valid-type]
 
     unknown_message: ClassVar[str] = "{names} cannot be used in a completion request: leave it out"
 
-    prompt: _Prompt
+    prompt: PromptField
     echo: bool | None = None  # type: ignore[assignment]  # honored here, so not only false
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
