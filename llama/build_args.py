@@ -86,8 +86,8 @@ class BuildArgs:
             scale for each group of 32, if the elements of these matrices are whole numbers, as they
             are with quantize="int8" or "int4" and in most quantized files: prompts and batches take
             a third less time. "int8_token" has one scale per token instead, which loses more.
-            Embedding and lm_head are multiplied as before. Default, and also "bf16": activations
-            are not rounded.
+            Embedding and lm_head are multiplied as before. "bf16" rounds none. Default: as W8A8
+            files ask, which is "int8_token", and otherwise "bf16".
         lora: LoRA or DoRA adapters in PEFT's format that are merged into the weights while these
             are loaded: the folder of one, several with commas between them, or a list, which are
             merged in order. The result is a model like any other, so that it takes no longer to
@@ -177,7 +177,7 @@ class BuildArgs:
         None,
         "NAME",
         "Round the activations on the CPU: int8, or int8_token with one scale per token",
-        "bf16",
+        "as the files ask, else bf16",
         choices=("bf16", "int8", "int8_token"),
     )
     lora: "str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None" = _flag(

@@ -77,7 +77,7 @@ class Files:
         placement: What the rank holds.
         device: Where it holds that.
         kernels: The Triton kernels that the model may run.
-        activations: How activations are rounded; None: they are not.
+        activations: How activations are rounded, as the user or the files ask; None: they are not.
     """
 
     checkpoint: Checkpoint
@@ -96,6 +96,7 @@ class Files:
             ("torch", torch.__version__),
             ("dtype", self.dtype),
             ("quantize", quantize),
+            ("rounding of activations", self.activations),
         ]
         for name, value in vars(checkpoint.params).items():
             compared.append((f"{name} of the checkpoint", value))
@@ -281,7 +282,10 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
         pooling = replace(checkpoint.pooling, kind=args.pooling)
         checkpoint = replace(checkpoint, pooling=pooling)
     is_plain = quantize is None and not checkpoint.in_codes and checkpoint.packed is None
-    activations = weights.check_activations(args.activations, device, is_plain=is_plain)
+    activations = args.activations
+    if activations is None and (checkpoint.in_codes or checkpoint.packed is not None):
+        activations = weights.default_activations(checkpoint.activations, device)
+    activations = weights.check_activations(activations, device, is_plain=is_plain)
     files = Files(checkpoint, chosen_dtype, quantize, placement, device)
     return replace(files, activations=activations)
 
@@ -380,7 +384,11 @@ def _find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> li
     if path is None or path in DRAFTERS:
         return []
     try:
-        draft_args = replace(args, ckpt_dir=str(path), activations=None, lora=None, pooling=None)
+        # What is rounded depends on the matrices, so a draft model follows its own files.
+        activations = "bf16" if args.activations == "bf16" else None
+        draft_args = replace(
+            args, ckpt_dir=str(path), activations=activations, lora=None, pooling=None
+        )
         files = find_files(draft_args, model.placement, model.device)
         draft_tokenizer = load_tokenizer(files.checkpoint)
     except (OSError, ValueError) as e:

@@ -238,7 +238,7 @@ def test_the_help_of_a_command_shows_every_flag_with_its_default(name, capsys, m
     lines = capsys.readouterr().out.splitlines()
     for flag, default in COMMANDS[name].defaults.items():
         (line,) = [line for line in lines if line.lstrip().startswith(f"--{flag} ")]
-        shown = {None: FLAGS[flag].absent, REQUIRED: "required", False: "false"}
+        shown = {None: COMMANDS[name].flags[flag].absent, REQUIRED: "required", False: "false"}
         assert FLAGS[flag].meaning in line
         assert (f"LLAMA_{flag.upper()})" in line) == COMMANDS[name].has_variables
         assert shown.get(default, str(default)) in line.partition(FLAGS[flag].meaning)[2]

@@ -28,7 +28,7 @@ from llama.checkpoint.folder_writer import (
 from llama.checkpoint.gguf_writing import gguf_content
 from llama.checkpoint.hf_tokenizer import special_ids, tokenizer_config, tokenizer_json
 from llama.checkpoint.memory import bytes_of
-from llama.checkpoint.quantize import GGUF_FORMATS, quantization_config
+from llama.checkpoint.quantize import GGUF_FORMATS, check_activations, quantization_config
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.settings_files import (
     FileContent,
@@ -95,6 +95,7 @@ def convert(
     out_dir: str | os.PathLike[str],
     *,
     quantize: str | None = None,
+    activations: str | None = None,
     lora: Lora = None,
     progress: bool = False,
 ) -> list[str]:
@@ -111,6 +112,8 @@ def convert(
         quantize: A format of `build`: then Hugging Face's layout is written from any layout, with
             the matrices of the layers as compressed-tensors stores them. For a GGUF file, "q8_0" or
             "q4_0"; without it the file is in bf16.
+        activations: One of `quantize.ACTIVATIONS`, which writes a W8A8 folder: the programs that
+            run it round the inputs of these matrices, too, with a scale for each token.
         lora: Adapters of `build` that are merged first: then, too, a folder is written in Hugging
             Face's layout from any layout.
         progress: Whether a bar is drawn on stderr.
@@ -120,13 +123,14 @@ def convert(
 
     Raises:
         OSError: A file cannot be read or written, or `out_dir` holds something.
-        ValueError: The checkpoint or its tokenizer is bad, or `quantize` is unknown. Both are
-            raised before anything is written, unless the disk fails.
+        ValueError: The checkpoint or its tokenizer is bad, `quantize` or `activations` is unknown,
+            or the two do not fit. All are raised before anything is written, unless the disk fails.
     """
     to_gguf = Path(out_dir).suffix.lower() == ".gguf"
     _check_quantize_name(quantize, to_gguf)
+    check_activations(activations, quantize)
     checkpoint = find(ckpt_dir).merged_with(lora)
-    reader = ConversionReader(checkpoint, quantize)
+    reader = ConversionReader(checkpoint, quantize, activations)
     if to_gguf:
         return _write_gguf(checkpoint, reader, Path(out_dir), progress)
     tokenizer = _tokenizer_paths(checkpoint)
@@ -323,7 +327,7 @@ def _hf_output(
     config = hf.config_of(params, tied=tied, dtype=reader.dtype("norm.weight"), ids=ids)
     config |= further_config(checkpoint, config)
     if reader.quantize:
-        config["quantization_config"] = quantization_config(reader.quantize)
+        config["quantization_config"] = quantization_config(reader.quantize, reader.activations)
     output.others["config.json"] = config
     if ids and checkpoint.layout == "meta":
         output.others["generation_config.json"] = ids | _SAMPLING

@@ -1,5 +1,7 @@
 """A folder that holds a model: which files are its weights, and what params.json says of it.
 
+The file has over 400 lines because the layouts share the search and its errors.
+
 In: a folder with Meta's consolidated.NN.pth and params.json, in any number of shards, or with
 Hugging Face's *.safetensors and config.json, or with packed weights; or a GGUF file, in any number
 of parts. Out: a `Checkpoint`. The JSON files are read, the header of a GGUF file, and the names of
@@ -142,6 +144,13 @@ class Checkpoint:
         if self.quantization is not None:
             return str(self.quantization["quant_method"])
         return None if self.header is None else self.header.file_type
+
+    @property
+    def activations(self) -> str | None:
+        """The value of `activations=` that the files ask for."""
+        if self.packed is not None:
+            return self.packed.get("activations") or None
+        return hf_quantized.activations_of(self.quantization or {})
 
     @property
     def is_quantized(self) -> bool:

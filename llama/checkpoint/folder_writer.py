@@ -50,11 +50,15 @@ class ConversionReader(CheckpointReader):
 
     Attributes:
         quantize: The format in which the matrices of the layers are written; None for no change.
+        activations: How the new files ask for activations to be rounded; None: not at all.
     """
 
-    def __init__(self, checkpoint: Checkpoint, quantize: str | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, quantize: str | None = None, activations: str | None = None
+    ) -> None:
         super().__init__(checkpoint)
         self.quantize = quantize
+        self.activations = activations
         if quantize and (self.params.dim % GROUP or self.params.ffn_dim % GROUP):
             raise ValueError(
                 f"quantize={quantize!r} needs rows whose length is a multiple of {GROUP}, and this "
@@ -181,7 +185,7 @@ class _WeightsWriter:
         quantize = self.reader.quantize_for(name)
         if quantize is None:
             return {title: plain}
-        parts = quantized_tensors(title, plain, quantize)
+        parts = quantized_tensors(title, plain, quantize, self.reader.activations)
         for part_title, part in parts.items():
             stored = writing.scratch(self.folder, part.shape, part.dtype)
             parts[part_title] = stored.copy_(part)

@@ -1,22 +1,23 @@
 """Quantized matrices whose parts are several tensors, joined to one tensor each.
 
 In: the tensors of a file with Hugging Face's or Meta's names, and a quantization_config. Out: the
-tensors, with each matrix under the name of its weight. Nothing is unpacked before it is read, and
-`hf_formats` knows the formats.
+tensors, with each matrix under the name of its weight; and how the config asks for activations to
+be rounded. Nothing is unpacked before it is read, and `hf_formats` knows the formats.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from llama.checkpoint import hf_formats
 from llama.checkpoint.files import MappedTensor
 from llama.checkpoint.hf_formats import CodedMatrix, Config, Parts, check_fits
 from llama.checks import brief
+from llama.weights import ROUNDED_ACTIVATIONS
 
 METHODS = ("compressed-tensors", "fbgemm_fp8", "modelopt", "awq", "gptq", "bitsandbytes")
 _MATRIX_PART = re.compile(r"(.+_proj|lm_head|tok_embeddings|output|.+\.w[qkvo123])\.(.+)")
-# Parts that describe activations and the KV cache, which are not quantized here.
+# Parts that describe activations and the KV cache with constant scales, which are not used here.
 _IGNORED_PARTS = {
     "input_scale",
     "input_zero_point",
@@ -26,7 +27,34 @@ _IGNORED_PARTS = {
     "output_scale",
 }
 _KV_CACHE_PART = re.compile(r".+\.self_attn\.[qkv]_(scale|zero_point)")
+# The values of keys that a description of activations leaves out.
+_DEFAULTS: Config = {"num_bits": 8, "type": "int", "symmetric": True}
 _REMEDY = "take the model in bfloat16, FP8, w4a16, AWQ (gemm), GPTQ or GGUF"
+
+
+def activations_of(config: Config) -> str | None:
+    """Return the value of `activations=` that a quantization_config asks for.
+
+    Only what the kernels compute exactly counts. Other activations stay as they are, and so do
+    those of a model in which the groups of matrices ask for several kinds.
+
+    Args:
+        config: The quantization_config of a folder, of any method.
+    """
+    groups = config.get("config_groups")
+    if config.get("quant_method") != "compressed-tensors" or not isinstance(groups, dict):
+        return None
+    asked = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
+    for name, activation_format in ROUNDED_ACTIVATIONS.items():
+        described = activation_format.in_files
+        if asked and described and all(_matches(inputs, described) for inputs in asked):
+            return name
+    return None
+
+
+def _matches(inputs: object, described: Mapping[str, object]) -> bool:
+    """Return whether the input_activations of a group are those that are described."""
+    return isinstance(inputs, dict) and (_DEFAULTS | inputs).items() >= described.items()
 
 
 def join_parts(tensors: dict[str, MappedTensor], config: Config) -> dict[str, MappedTensor]:

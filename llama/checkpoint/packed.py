@@ -48,6 +48,7 @@ def write(checkpoint: Checkpoint, folder: Path, quantize: str | None, progress: 
     """
     model = Transformer(checkpoint.params, dtype=torch.bfloat16)
     metadata = {
+        "activations": (checkpoint.activations if checkpoint.in_codes else None) or "",
         "format": PACKED_FORMAT,
         "is_guard": str(checkpoint.is_guard),
         "layout": checkpoint.source_layout,

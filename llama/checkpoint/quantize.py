@@ -12,16 +12,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama.weights import QUANTIZED
+from llama.checks import FieldError
+from llama.weights import QUANTIZED, ROUNDED_ACTIVATIONS
 
 GROUP = 32  # neighbours along K that share a scale, in int4 and in the blocks of GGUF
 _CHUNK_ELEMENTS = 1 << 22  # elements quantized at a time
 
 
-def quantization_config(name: str) -> dict[str, Any]:
+# The activations that a folder can ask for, and their description.
+ACTIVATIONS = {
+    name: dict(x.in_files) for name, x in ROUNDED_ACTIVATIONS.items() if x.in_files is not None
+}
+
+
+def check_activations(name: object, quantize: str | None) -> None:
+    """Raise ValueError unless a folder can ask for such activations.
+
+    Args:
+        name: The value of `activations=`; None asks for nothing.
+        quantize: The format of the matrices.
+    """
+    if name is None:
+        return
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        text = f"={name!r}: give {', '.join(ACTIVATIONS)} for a folder OUT, or leave it out"
+        raise FieldError.of("activations", text)
+    kind = (ACTIVATIONS[name]["type"], ACTIVATIONS[name]["num_bits"])
+    fitting = [
+        known for known, weight_format in QUANTIZED.items() if weight_format.in_files == kind
+    ]
+    if quantize not in fitting:
+        raise ValueError(
+            f"activations={name!r} is for a folder OUT whose matrices have as many bits: give "
+            f"quantize={fitting[0]!r}"
+        )
+
+
+def quantization_config(name: str, activations: str | None = None) -> dict[str, Any]:
     """Return the quantization_config of a folder whose layers are in a format of `build`.
 
     The embedding and lm_head are not quantized there.
+
+    Args:
+        name: The format.
+        activations: One of ACTIVATIONS, or None for activations that stay as they are.
     """
     number_type, bits = QUANTIZED[name].in_files
     weights: dict[str, Any] = {
@@ -33,22 +67,30 @@ def quantization_config(name: str) -> dict[str, Any]:
     }
     if bits == 4:
         weights |= {"strategy": "group", "group_size": GROUP}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": weights}
+    file_format = "float-quantized" if number_type == "float" else "pack-quantized"
+    if activations is not None:
+        group["input_activations"] = ACTIVATIONS[activations]
+        file_format = "int-quantized"
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": "float-quantized" if number_type == "float" else "pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "format": file_format,
+        "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
 
 
-def quantized_tensors(name: str, plain: Tensor, quantize: str) -> dict[str, Tensor]:
+def quantized_tensors(
+    name: str, plain: Tensor, quantize: str, activations: str | None = None
+) -> dict[str, Tensor]:
     """Return the tensors that store a matrix (N, K) in a folder, by their names.
 
     Args:
         name: The name of the matrix in the folder, which ends in "weight".
         plain: The matrix in bf16.
         quantize: A format of `build`.
+        activations: As for `quantization_config`.
 
     Raises:
         ValueError: An element is not finite.
@@ -61,6 +103,9 @@ def quantized_tensors(name: str, plain: Tensor, quantize: str) -> dict[str, Tens
     scale = torch.cat([chunk.scale for chunk in chunks])
     if number_type == "float":
         return {name: codes.view(torch.float8_e4m3fn), f"{stem}weight_scale": scale}
+    if activations is not None:
+        elements = (codes ^ 128).view(weight_format.layout.dtype)  # code 128 stands for 0
+        return {name: elements, f"{stem}weight_scale": scale}
     if bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
         scale = scale.bfloat16()

@@ -37,6 +37,12 @@ _QUANTIZE = replace(
     meaning=f"{FLAGS['quantize'].meaning}; for an OUT that ends in .gguf q8_0 or q4_0",
     choices=(*FLAGS["quantize"].choices, "q8_0", "q4_0"),
 )
+_ACTIVATIONS = replace(
+    FLAGS["activations"],
+    meaning=f"{FLAGS['activations'].meaning}; convert writes the latter, a W8A8 folder",
+    absent="in bf16",
+    choices=FLAGS["activations"].choices[-1:],
+)
 # The flags of a command that a server can answer, with their defaults.
 _CLIENT_FLAGS = {"resident": False, "url": None, "api_key": None, "model": None}
 
@@ -182,6 +188,7 @@ COMMANDS = {
             "out_dir": REQUIRED,
             "packed": False,
             "quantize": None,
+            "activations": None,
             "lora": None,
         },
         positional=["ckpt_dir", "out_dir"],
@@ -193,7 +200,7 @@ COMMANDS = {
             "llama convert Meta-Llama-3-8B Meta-Llama-3-8B-packed --packed",
             "llama convert Meta-Llama-3-8B Merged --lora Adapter",
         ],
-        flags=FLAGS | {"quantize": _QUANTIZE},
+        flags=FLAGS | {"quantize": _QUANTIZE, "activations": _ACTIVATIONS},
         has_variables=False,  # LLAMA_QUANTIZE applies to loading.
     ),
     "doctor": Command(

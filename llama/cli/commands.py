@@ -290,8 +290,15 @@ def convert(options: argparse.Namespace) -> int:
     from llama.checkpoint.convert import convert as write_layout
     from llama.checkpoint.convert import pack
 
-    write = pack if options.packed else write_layout
-    return _write_weights(write, options, quantize=options.quantize, lora=options.lora)
+    asked = _picked(options, "quantize", "lora")
+    if not options.packed:
+        return _write_weights(write_layout, options, activations=options.activations, **asked)
+    if options.activations is not None:
+        raise UsageError(
+            "--activations is for a folder of compressed-tensors: leave out --packed, or give "
+            "--activations to the command that loads the packed folder"
+        )
+    return _write_weights(pack, options, **asked)
 
 
 def _write_weights(

@@ -7,6 +7,7 @@ Shapes: N outputs, K inputs.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,18 +29,34 @@ __all__ = [
     "FORMATS",
     "QUANTIZED",
     "ROUNDED_ACTIVATIONS",
+    "ActivationFormat",
     "PlainWeight",
     "QuantKey",
     "Weight",
     "bytes_of",
     "check_activations",
     "check_quantize",
+    "default_activations",
     "lm_head_format",
     "on_gpu",
     "packed",
     "random_weight",
     "round_activations",
 ]
+
+
+class ActivationFormat(NamedTuple):
+    """A way to round the rows that matrices of whole numbers multiply.
+
+    Attributes:
+        per_token: Whether a row has one scale.
+        in_files: The `input_activations` by which compressed-tensors describes it; None if no
+            description means exactly this.
+    """
+
+    per_token: bool
+    in_files: Mapping[str, object] | None = None
+
 
 # The formats by the names that `quantize=` takes.
 QUANTIZED: dict[str, type[BytesWeight | NibblesWeight]] = {
@@ -54,8 +71,20 @@ FORMATS: dict[str, type[Weight]] = {
     "six_bits": SixBitsWeight,
     **QUANTIZED,
 }
-# The values of `activations=` that round: whether a row of x has one scale.
-ROUNDED_ACTIVATIONS = {"int8": False, "int8_token": True}
+# The values of `activations=` that round.
+ROUNDED_ACTIVATIONS = {
+    "int8": ActivationFormat(per_token=False),
+    "int8_token": ActivationFormat(
+        per_token=True,
+        in_files={
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "dynamic": True,
+            "strategy": "token",
+        },
+    ),
+}
 _Matrix = Tensor | Coded | CodedRows
 _CPU = torch.device("cpu")
 _Formats = tuple[type[GroupedWeight], ...]  # the smallest first
@@ -115,8 +144,7 @@ def check_activations(name: object, device: torch.device, *, is_plain: bool) -> 
         raise ValueError(
             f"activations={name!r} is for the CPU, not for {device.type}: leave activations out"
         )
-    allowed = native.allowed_instruction_sets()
-    if allowed and allowed[0].name == "amx":
+    if _has_amx():
         raise ValueError(
             f"activations={name!r} is slower than bf16 on this CPU, which has AMX: leave "
             "activations out"
@@ -124,6 +152,23 @@ def check_activations(name: object, device: torch.device, *, is_plain: bool) -> 
     if is_plain:
         raise _no_integers(name)
     return name
+
+
+def default_activations(name: str | None, device: torch.device) -> str | None:
+    """Return how activations are rounded where the user does not say it.
+
+    Args:
+        name: What the files of the model ask for, None where they ask for nothing.
+        device: The device of the model. Only the kernels for CPUs round exactly so; elsewhere
+            activations stay as they are.
+    """
+    return name if device.type == "cpu" and not _has_amx() else None
+
+
+def _has_amx() -> bool:
+    """Return whether the kernels run in AMX tiles."""
+    allowed = native.allowed_instruction_sets()
+    return bool(allowed) and allowed[0].name == "amx"
 
 
 def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
@@ -137,7 +182,7 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
         ValueError: No matrix has such elements; or a rank's part of one has columns that do not
             fill a group.
     """
-    per_token = ROUNDED_ACTIVATIONS[name]
+    per_token = ROUNDED_ACTIVATIONS[name].per_token
     is_any = False
     for matrix, weight in matrices.items():
         if weight.round_activations(per_token):
@@ -145,8 +190,8 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
         elif weight.has_integers() and weight.shape[1] % rounded.PIECE:
             raise ValueError(
                 f"activations={name!r}: {matrix} has {weight.shape[1]} columns on a rank, which is "
-                f"no multiple of {rounded.PIECE}: use another number of ranks, or leave "
-                "activations out"
+                f"no multiple of {rounded.PIECE}: use another number of ranks, or give "
+                "activations='bf16'"
             )
     if not is_any:
         raise _no_integers(name)

@@ -1,6 +1,7 @@
 """Quantized checkpoints: what the files contain, checked by independent rules."""
 
 import json
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -11,14 +12,19 @@ from gguf import GGMLQuantizationType
 from safetensors import safe_open
 
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
-from helpers.weights import expect_shards, loaded, metas_state
-from llama import Tokenizer, weights
+from helpers.kernels import KERNELS_RUN
+from helpers.weights import change_json, expect_shards, loaded, metas_state
+from llama import Llama, Tokenizer, weights
 from llama.checkpoint import convert as module
 from llama.checkpoint import quantize
-from llama.checkpoint.convert import convert
+from llama.checkpoint.convert import convert, pack
 from llama.checkpoint.find import find
+from llama.checkpoint.quantize import quantization_config, quantized_tensors
 from llama.checkpoint.verify import verify
+from llama.ops import rounded
 
+needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
+TOKENS = torch.arange(60).remainder(250)[None] + 3
 PARAMS = {
     "dim": 128, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
     "multiple_of": 32, "norm_eps": 1e-5, "rope_theta": 500000.0, "use_scaled_rope": True,
@@ -35,15 +41,21 @@ def folder(tmp_path):
     return tmp_path / "meta"
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
-def test_a_folder_has_the_numbers_that_quantize_gives_at_load(folder, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    [("int8", None), ("int8", "int8_token"), ("fp8", None), ("int4", None)],
+)
+def test_a_folder_has_the_numbers_that_quantize_gives_at_load(
+    folder, tmp_path, monkeypatch, name, activations
+):
     """A written folder has the same values that `quantize` gives at load.
 
     int8 and fp8 are equal bit for bit; int4 values are the nearest that the scales allow.
     """
     monkeypatch.setattr(module, "_FILE_BYTES", 60_000)
     monkeypatch.setattr(quantize, "_CHUNK_ELEMENTS", 128 * 48)
-    lines = convert(folder, tmp_path / "out", quantize=name)
+    lines = convert(folder, tmp_path / "out", quantize=name, activations=activations)
+    assert find(tmp_path / "out").activations == activations
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1, lines
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     for tensor, title in index["weight_map"].items():
@@ -68,6 +80,39 @@ def test_a_folder_has_the_numbers_that_quantize_gives_at_load(folder, tmp_path, 
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     theirs(torch.tensor([[3]]))  # values are computed from the codes on demand
     expect_shards(model, metas_state(theirs), PARAMS)
+
+
+def test_a_w8a8_matrix_is_the_one_that_compressed_tensors_writes():
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = QuantizationConfig.model_validate(quantization_config("int8", "int8_token"))
+    plain = STATE["layers.0.attention.wq.weight"].bfloat16()
+    tensors = quantized_tensors("q_proj.weight", plain, "int8", "int8_token")
+    library = BaseCompressor.get_value_from_registry(config.format)
+    scale = tensors["q_proj.weight_scale"]
+    theirs = library.compress(
+        {"weight": plain.float(), "weight_scale": scale}, config.config_groups["group_0"]
+    )
+    assert torch.equal(tensors["q_proj.weight"], theirs["weight"])
+    assert tensors["q_proj.weight"].dtype is torch.int8 is theirs["weight"].dtype
+    assert torch.equal(scale[3:], plain[3:].float().abs().amax(1, keepdim=True) / 127)
+
+
+@pytest.mark.parametrize(
+    ("out", "name", "activations", "message"),
+    [
+        ("out", "int8", "int8", "activations='int8': give int8_token for a folder OUT"),
+        ("out", "int4", "int8_token", "whose matrices have as many bits: give quantize='int8'"),
+        ("out.gguf", "q8_0", "int8_token", "whose matrices have as many bits: give"),
+    ],
+)
+def test_activations_that_no_folder_asks_for_are_refused(
+    folder, tmp_path, out, name, activations, message
+):
+    with pytest.raises(ValueError, match=message):
+        convert(folder, tmp_path / out, quantize=name, activations=activations)
+    assert not (tmp_path / out).exists()
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", None])
@@ -124,3 +169,110 @@ def test_what_cannot_be_written_is_named_and_nothing_is_left(tmp_path, out, name
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         convert(folder, tmp_path / out, quantize=name)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.fixture(scope="module")
+def w8a8(tmp_path_factory) -> Path:
+    """Return a W8A8 folder, in which one large element of each norm makes a row's scale large."""
+    state = random_state(PARAMS, 31)
+    for name in state:
+        if name.startswith("layers.") and name.endswith("norm.weight"):
+            state[name][5] = 60
+    folder = tmp_path_factory.mktemp("w8a8")
+    write_byte_tokenizer(write_meta(folder / "meta", PARAMS, state))
+    convert(folder / "meta", folder / "out", quantize="int8", activations="int8_token")
+    return folder / "out"
+
+
+def build(folder: Path, **options) -> Llama:
+    return Llama.build(str(folder), None, 128, 8, device="cpu", **options)
+
+
+def logits_of(llama: Llama) -> torch.Tensor:
+    return llama.model(TOKENS, 0)
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).square().mean() / expected.square().mean()).item()
+
+
+@needs_kernels
+def test_a_w8a8_folder_runs_as_its_files_ask(w8a8, tmp_path, capsys):
+    """transformers computes the same, but for another divisor (127.5) and the bf16 in between."""
+    llama = build(w8a8)
+    assert "compressed-tensors, activations=int8_token, model_par" in capsys.readouterr().out
+    weight = llama.model.blocks()[0].feed_forward.w2.weight
+    assert weight.activations == weight.shape[1]
+    found = logits_of(llama)
+    plain = logits_of(build(w8a8, activations="bf16"))
+    assert "activations" not in capsys.readouterr().out
+    theirs = transformers.LlamaForCausalLM.from_pretrained(w8a8, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+    assert distance(found, expected) < 2e-3 < distance(plain, expected)
+    pack(w8a8, tmp_path / "packed")
+    assert torch.equal(logits_of(build(tmp_path / "packed")), found)
+    assert torch.equal(logits_of(build(tmp_path / "packed", activations="bf16")), plain)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dynamic": False, "strategy": "tensor"},
+        {"symmetric": False},
+        {"strategy": "group", "group_size": 32},
+        {"num_bits": 4},
+        {"type": "float"},
+        None,
+    ],
+)
+def test_other_activations_of_files_stay_in_bf16(w8a8, tmp_path, changes):
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for path in w8a8.iterdir():
+        (folder / path.name).symlink_to(path)
+    config = find(w8a8).quantization or {}
+    groups = {"group_0": dict(config["config_groups"]["group_0"]), "group_1": {"targets": ["x"]}}
+    groups["group_1"]["input_activations"] = groups["group_0"]["input_activations"]
+    if changes is None:
+        del groups["group_0"]["input_activations"]
+    else:
+        groups["group_0"]["input_activations"] = groups["group_1"]["input_activations"] | changes
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text((w8a8 / "config.json").read_text())
+    change_json(folder / "config.json", quantization_config=config | {"config_groups": groups})
+    assert find(w8a8).activations == "int8_token"
+    assert find(folder).activations is None
+
+
+def test_codes_per_token_are_those_of_compressed_tensors():
+    """With the same scales they are equal, but for the one tie that the two may compute apart.
+
+    compressed-tensors divides by the scale, and we multiply by its inverse. Of bf16, 127 x / max|x|
+    is a tie at max|x| / 2 alone (63.5), or where max|x| is 127 times a power of two, which is exact
+    in both. Nothing else is so near to a tie that float32 could decide otherwise.
+    """
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+
+    x = torch.randn(200, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x *= torch.logspace(-3, 3, 200)[:, None].bfloat16()
+    x[::5, 7] = 1000
+    x[3, :4] = torch.tensor([127, 0.5, 1.5, -2.5]).bfloat16()
+    ours = rounded.round_rows(x, 256)
+    args = QuantizationArgs(num_bits=8, strategy="token", dynamic=True)
+    zero = torch.zeros(())
+    theirs = quantize(x.float(), ours.scales, zero, args)
+    largest = x.float().abs().amax(-1, keepdim=True)
+    is_decided = (2 * x.float().abs() != largest) | (largest % 127 == 0)
+    assert is_decided.float().mean() > 0.99 and theirs.abs().max() == 127
+    assert torch.equal(ours.codes[is_decided], theirs[is_decided])
+    assert ours.scales.dtype is torch.float32
+
+
+@needs_kernels
+def test_a_gpu_and_dequantized_matrices_do_not_round(w8a8, capsys):
+    assert weights.default_activations("int8_token", torch.device("cpu")) == "int8_token"
+    assert weights.default_activations("int8_token", torch.device("cuda")) is None
+    build(w8a8, dtype="bf16")
+    assert "cpu, bf16 from compressed-tensors, model_par" in capsys.readouterr().out

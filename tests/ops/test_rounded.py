@@ -196,6 +196,25 @@ def test_the_largest_sums_do_not_overflow(integer_kernels, table):
         torch.testing.assert_close(out, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("table", ["bytes", "symmetric"])
+def test_parts_of_the_columns_have_the_codes_of_the_whole(integer_kernels, table):
+    """Groups of 32 do not depend on the rank that has them; scales per token do."""
+    group = 1024 if table == "bytes" else 32
+    x = rows(20, 1024)
+    x[:, 5] = 100
+    for per_token in (False, True):
+        whole = packed(coded(table, (64, 1024), group, False, torch.float32))
+        found = torch.zeros(20, 64)
+        for i in (0, 512):
+            part = whole.part([slice(0, 64)], slice(i, i + 512))
+            assert part is not None and part.round_activations(per_token)
+            found += part.linear(x[:, i : i + 512].contiguous(), torch.float32)
+        assert whole.round_activations(per_token)
+        expected = whole.linear(x, torch.float32)
+        error = (found - expected).norm() / expected.norm()
+        assert error > 1e-3 if per_token else error < 1e-6
+
+
 def test_an_adapter_reads_rows_that_are_not_rounded(integer_kernels):
     file = coded("symmetric", (64, 256), 32, False, torch.float32)
     down, up = rows(16, 256).float(), rows(64, 16).float()

@@ -404,6 +404,29 @@ def in_8_bits(folder: str, prompts: list) -> list:
     return [llama.generate(prompts, 1, 0.0, logprobs=True, echo=True), error]
 
 
+def rounded(folder: str, odd: str, prompts: list) -> list:
+    """Return a model's results with activations in int8, how its matrices round, and an error.
+
+    The error is that of a model whose columns on a rank do not fill groups.
+    """
+    error, options = "", dict[str, Any](quantize="int8", activations="int8", device="cpu")
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            Llama.build(odd, None, 128, 4, mute_ranks=False, **options)
+        except ValueError as e:
+            error = str(e)
+        llama = Llama.build(folder, None, 128, 4, mute_ranks=False, **options)
+    layer, *_ = llama.model.blocks()
+    matrices = (
+        layer.attention.wqkv,
+        layer.attention.wo,
+        layer.feed_forward.w13,
+        layer.feed_forward.w2,
+    )
+    groups = [matrix.weight.activations for matrix in matrices]
+    return [llama.generate(prompts, 1, 0.0, logprobs=True, echo=True), groups, error]
+
+
 def build_often(folder: str) -> list[list[int]]:
     """Return threads and open files of this rank after the second of five builds and the last.
 
