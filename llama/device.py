@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.checks import FieldError, torchrun_number
+from llama.checks import FieldError, torchrun_number, whole_number
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DEVICES = Path("/dev")
@@ -193,7 +193,8 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     free = min(_available_memory(), _cgroup_headroom())
-    return min(free // torchrun_number("LOCAL_WORLD_SIZE"), _address_space_left())
+    num_processes = torchrun_number("LOCAL_WORLD_SIZE") * _num_servers()
+    return min(free // num_processes, _address_space_left())
 
 
 def _address_space_left() -> int:
@@ -250,13 +251,20 @@ def available_cores() -> int:
 
 
 def machine_cores() -> int:
-    """Return the number of cores for all ranks of this machine.
+    """Return the number of cores for all ranks of this server on this machine.
 
-    Both the CPU affinity and the quota of the control groups limit it.
+    Both the CPU affinity, which is that of the server, and the quota of the control groups, which
+    all servers share, limit it.
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return min(cores, _cgroup_cores())
+    return min(cores, max(1, _cgroup_cores() // _num_servers()))
+
+
+def _num_servers() -> int:
+    """Return the number of servers that share this machine: see `llama serve --replicas`."""
+    text = os.environ.get("LLAMA_LOCAL_SERVERS", "1")
+    return whole_number("LLAMA_LOCAL_SERVERS", int(text) if text.isdecimal() else text, 1, 1024)
 
 
 # --- control groups: the limits of a container, a systemd unit or a batch job (cgroups(7)) ---

@@ -173,6 +173,11 @@ FLAGS = {
         int, "N", "Maximum number of tokens of one answer", "what max_seq_len leaves"
     ),
     "ranks": Flag(within(1, 1024), "N", "Number of processes on this machine that share the work"),
+    "replicas": Flag(
+        within(1, 64),
+        "N",
+        "Number of servers, each with a copy of the model and --ranks processes, behind HAProxy",
+    ),
     "url": Flag(
         str, "URL", "Server with OpenAI's API that answers, so that no model is loaded", "none"
     ),
@@ -199,6 +204,12 @@ FLAGS = {
     ),
     "host": Flag(str, "HOST", "Address to listen on"),
     "port": Flag(within(0, 65_535), "N", "Port to listen on; 0 chooses a free one"),
+    "uds": Flag(
+        str,
+        "PATH",
+        "Unix domain socket to listen on, in place of the port; --host still says who may ask",
+        "none",
+    ),
     "api_key": Flag(
         str, "KEY", "Key of the server; required to listen beyond this machine", "none"
     ),

@@ -55,13 +55,14 @@ def start_ranks(options: argparse.Namespace) -> int | None:
     """Run this command line in the number of processes that --ranks gives.
 
     Returns:
-        The exit code; None if this process is to do the work, alone or as a rank.
+        The exit code; None if this process is to do the work, alone or as a rank, or if it starts
+        replicas, each of which starts its own ranks.
 
     Raises:
         UsageError: --ranks is given under torchrun, or with a server.
     """
     count = getattr(options, "ranks", 1)
-    if count == 1 or LAUNCHER in os.environ:
+    if count == 1 or getattr(options, "replicas", 1) > 1 or LAUNCHER in os.environ:
         return None
     world_size = os.environ.get("WORLD_SIZE")
     if world_size:

@@ -1,12 +1,16 @@
 """`llama serve`: from flags to a server that runs until a signal.
 
-Under torchrun, rank 0 listens and leads; the other ranks follow.
+Under torchrun, rank 0 listens and leads; the other ranks follow. With --replicas, several such
+servers are started (see llama/cli/replicas).
 """
 
 import argparse
+import contextlib
 import os
 import re
 import signal
+import socket
+import stat
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +19,8 @@ from typing import Any
 from llama.cli.flags import UsageError, extra
 from llama.cli.model import check_alone, demo_dir, load, quick_imports
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
+from llama.cli.replicas.command import serve_replicas
+from llama.cli.replicas.supervisor import LISTENING, READY
 from llama.cli.resident import LISTENER_FD, InheritedSocket, resident_server
 from llama.ranks.signals import SIGNALS
 
@@ -22,6 +28,7 @@ from llama.ranks.signals import SIGNALS
 NETWORK_FLAGS: dict[str, Any] = {
     "host": "127.0.0.1",
     "port": 8000,
+    "uds": None,
     "api_key": None,
     "api_key_file": None,
     "metrics_key_file": None,
@@ -32,11 +39,14 @@ NETWORK_FLAGS: dict[str, Any] = {
 }
 _INTERVAL_VARIABLE = "FASTCHAT_WORKER_HEART_BEAT_INTERVAL"  # FastChat's variable
 _INTERVAL_S = "45"  # FastChat's default
+_BACKLOG = 2048  # connections to a Unix domain socket that may wait to be accepted
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/,\s]+")  # RFC 6454: scheme, host, port
 
 
 def serve(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C, and return the exit code."""
+    if options.replicas > 1:
+        return serve_replicas(options)
     inherited = None
     if options.background:
         if LISTENER_FD not in os.environ:
@@ -53,8 +63,8 @@ def serve(options: argparse.Namespace) -> int:
         try:
             if server is not None:
                 server.start()
-                url = inherited.url if inherited else _url(options.host, server.port)
-                say(f"listening on {url}; loading {name}")
+                url = _url_of(options, server.port, inherited)
+                say(f"{LISTENING}{url}; loading {name}")
             llama = load(options)
             remedy = "and start a server for each replica"
             check_one_group(llama.model.parallel.data_size, "one server leads one group", remedy)
@@ -63,7 +73,7 @@ def serve(options: argparse.Namespace) -> int:
             def work() -> None:
                 assert server is not None
                 server.open(llama)
-                say(f"ready: {name} at {url}{'' if inherited else '/v1'}")
+                say(f"{READY}{name} at {url}{'/v1' if url.startswith('http') else ''}")
                 is_idle = inherited.is_idle if inherited else lambda: False
                 with SIGNALS.taken_alone(*signals):
                     server.serve(options.drain_s, is_idle)
@@ -88,13 +98,13 @@ def _start_in_background(options: argparse.Namespace) -> int:
     """Start a server that stays, and print its URL once it is ready."""
     check_alone("--background")
     flags = vars(options)
-    for name, default in {**NETWORK_FLAGS, "ranks": 1}.items():
+    for name, default in {**NETWORK_FLAGS, "ranks": 1, "replicas": 1}.items():
         if flags[name] != default:
             raise UsageError(
                 "--background serves at a socket of this user, from one process: leave out "
                 f"--{name} and LLAMA_{name.upper()}"
             )
-    names = flags.keys() - NETWORK_FLAGS.keys() - {"background", "ranks"}
+    names = flags.keys() - NETWORK_FLAGS.keys() - {"background", "ranks", "replicas"}
     given = {}
     for name in names:
         value = flags[name]
@@ -128,8 +138,46 @@ def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket |
         allowed_origins=_origins(options),
         host_routes=_fastchat(options),
         lenient=options.lenient,
-        listener=inherited.socket if inherited else None,
+        listener=_listener(options, inherited),
     )
+
+
+def _listener(
+    options: argparse.Namespace, inherited: InheritedSocket | None
+) -> socket.socket | None:
+    """Return the socket to listen on, or None for a socket at the host and port."""
+    if inherited is not None:
+        return inherited.socket
+    return None if options.uds is None else unix_listener(options.uds)
+
+
+def unix_listener(path: str) -> socket.socket:
+    """Listen on a Unix domain socket, which replaces one on which nobody listens any more.
+
+    Raises:
+        OSError: The path is that of something else, or a server listens there.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise FileExistsError(f"--uds {path} is no socket: give a path that does not exist")
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+            probe.connect(path)
+            raise OSError(f"--uds {path}: another server listens there")
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+    except OSError as e:
+        listener.close()
+        raise OSError(f"--uds {path}: {e.strerror or e}") from None
+    return listener
+
+
+def _url_of(options: argparse.Namespace, port: int, inherited: InheritedSocket | None) -> str:
+    if inherited is not None:
+        return inherited.url
+    return _url(options.host, port) if options.uds is None else f"unix:{options.uds}"
 
 
 def _origins(options: argparse.Namespace) -> list[str]:
@@ -154,6 +202,11 @@ def _fastchat(options: argparse.Namespace) -> Callable[[Any, int], Any] | None:
             raise UsageError(f"--{name} {url} must begin with http:// or https://")
     if options.fastchat_controller is None:
         return None
+    if options.uds is not None and not options.worker_address:
+        raise UsageError(
+            "--uds is no address that FastChat reaches: give the one of the proxy before it, as in "
+            "--worker_address http://10.0.0.2:8000"
+        )
     if options.host in ("", "0.0.0.0", "::") and not options.worker_address:
         raise UsageError(
             f"--host {options.host} stands for every address of this machine: give the one by "

@@ -52,7 +52,7 @@ def run_server(
     """Start a server and wait until it is ready; at the end kill it if it still runs.
 
     It has one thread, unless `env` says otherwise: the demo model runs faster on one than on two. A
-    launcher of ranks is asked to end them first.
+    launcher of ranks or replicas is asked to end them first.
     """
     command = [sys.executable, *launcher, *program, "serve", "--port", "0", *flags]
     options: dict[str, Any] = {
@@ -71,7 +71,7 @@ def run_server(
         _wait_for(log, process, "(ready): ")
         yield server
     finally:
-        if launcher or "--ranks" in flags:
+        if launcher or {"--ranks", "--replicas"} & set(flags):
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)

@@ -1,0 +1,1 @@
+"""`llama serve --replicas N`: several servers with a copy of the model each, at one address."""

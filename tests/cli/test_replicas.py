@@ -1,0 +1,540 @@
+"""Several servers behind HAProxy: the choice of a replica, deaths, restarts, the end, errors."""
+
+import asyncio
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import openai
+import pytest
+
+from helpers.launch import PROGRAMS, environment
+from helpers.server import post_and_leave, run_server
+from helpers.waiting import wait_until
+from llama.cli import main
+from llama.cli.flags import UsageError
+from llama.cli.replicas import shares
+from llama.cli.replicas.haproxy import Config, check_config, find_haproxy
+from llama.cli.replicas.shares import NUM_SERVERS, parse_cpus
+from llama.cli.serve import unix_listener
+from programs.replicas import hit_rate, kill_under_streams, process_of
+
+try:
+    PROGRAM = find_haproxy()
+except UsageError as error:
+    PROGRAM = ""
+    REASON = str(error)
+else:
+    REASON = ""
+needs_haproxy = pytest.mark.skipif(not PROGRAM, reason=REASON)
+SYSTEM = {"role": "system", "content": "Answer briefly."}
+CHAT = "/v1/chat/completions"
+
+
+# --- HAProxy with its real configuration, before replicas of a few lines ---
+
+
+class _Replica(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """A server that answers with its name and the path, and notes what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), _Handler)
+        self.name = path.stem
+        self.paths: list[str] = []
+        self.status = 200
+        self.num_left = 0  # clients that left before their answer
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Replica
+
+    def address_string(self) -> str:
+        return ""  # A Unix domain socket has no address.
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._answer(200 if self.path == "/ready" else self.server.status)
+
+    def do_POST(self) -> None:
+        self.server.paths.append(self.path)
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/die":
+            self.close_connection = True
+            return
+        if self.path == "/wait" and not self.connection.recv(1):
+            self.server.num_left += 1
+            return
+        self._answer(self.server.status)
+
+    def _answer(self, status: int) -> None:
+        body = json.dumps({"replica": self.server.name, "path": self.path}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError):  # A health check reads the status alone.
+            self.wfile.write(body)
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory) -> Iterator[SimpleNamespace]:
+    """Two replicas behind HAProxy: the URL, the replicas, and a client."""
+    folder = tmp_path_factory.mktemp("r")
+    sockets = [folder / f"{i}.sock" for i in range(2)]
+    with contextlib.ExitStack() as stack:
+        replicas = [stack.enter_context(_Replica(path)) for path in sockets]
+        for replica in replicas:
+            threading.Thread(target=replica.serve_forever, args=(0.01,), daemon=True).start()
+            stack.callback(replica.shutdown)
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        config = Config(
+            sockets=sockets,
+            listener=listener.fileno(),
+            admin=folder / "admin.sock",
+            num_threads=1,
+            max_connections=8,
+            max_per_address=6,
+            drain_s=1,
+        )
+        path = config.write(folder)
+        check_config(PROGRAM, path, listener.fileno())
+        process = subprocess.Popen(
+            [PROGRAM, "-db", "-f", str(path)],
+            pass_fds=[listener.fileno()],
+            stderr=subprocess.DEVNULL,
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        client = stack.enter_context(httpx.Client(trust_env=False, timeout=30))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield SimpleNamespace(url=url, replicas=replicas, client=client)
+
+
+def ask(routed: SimpleNamespace, path: str, body: object, **headers: str) -> str:
+    """Return the name of the replica that answers."""
+    response = routed.client.post(routed.url + path, json=body, headers=headers)
+    name: str = response.json()["replica"]
+    assert response.status_code == 200 and response.headers["X-Replica"] == name
+    return name
+
+
+def user(text: object) -> dict:
+    return {"role": "user", "content": text}
+
+
+# The turns of one dialog, in each API: the first turn, and later ones as clients send them.
+DIALOGS: dict[str, Callable[[str], list[tuple[str, dict]]]] = {
+    "chat": lambda text: [
+        (CHAT, {"messages": messages, "stream": stream})
+        for messages, stream in (
+            ([SYSTEM, user(text)], True),
+            ([SYSTEM, user(text), {"role": "assistant", "content": "A"}, user("more")], False),
+            ([{"role": "system", "content": "Answer briefly."}, user(text), user("b")], False),
+        )
+    ],
+    "no system prompt": lambda text: [
+        (CHAT, {"messages": [user(text)]}),
+        (CHAT, {"messages": [user(text), {"role": "assistant", "content": "A"}, user("more")]}),
+    ],
+    "parts": lambda text: [
+        (CHAT, {"messages": [SYSTEM, user(text)]}),
+        (CHAT, {"messages": [SYSTEM, user([{"type": "text", "text": text}]), user("more")]}),
+    ],
+    "messages": lambda text: [
+        ("/v1/messages", {"system": "S", "messages": [user(text)]}),
+        (
+            "/v1/messages",
+            {
+                "system": [{"type": "text", "text": "S"}],
+                "messages": [user([{"type": "text", "text": text}]), user("more")],
+            },
+        ),
+    ],
+    "responses": lambda text: [
+        ("/v1/responses", {"instructions": "S", "input": text}),
+        ("/v1/responses", {"instructions": "S", "input": [user(text), user("more")]}),
+    ],
+    "developer": lambda text: [
+        ("/v1/responses", {"input": [{"role": "developer", "content": "S"}, user(text)]}),
+        (
+            "/v1/responses",
+            {"input": [{"role": "developer", "content": "S"}, user(text), user("b")]},
+        ),
+    ],
+    "prompt": lambda text: [
+        ("/v1/completions", {"prompt": text * 200}),
+        ("/v1/completions", {"prompt": text * 200 + " and more"}),
+    ],
+    "ollama": lambda text: [
+        ("/api/chat", {"messages": [user(text)]}),
+        ("/api/chat", {"messages": [user(text), user("more")], "stream": False}),
+    ],
+    "long": lambda text: [  # longer than the buffer
+        (CHAT, {"messages": [SYSTEM, user(text + "x" * (1 << 20))]}),
+        (CHAT, {"messages": [SYSTEM, user(text + "x" * (1 << 20)), user("more")]}),
+    ],
+}
+
+
+@needs_haproxy
+@pytest.mark.parametrize("api", DIALOGS)
+def test_all_turns_of_a_dialog_have_one_replica(routed, api):
+    """All turns of a dialog have one replica, and other dialogs the other one as well."""
+    seen = set()
+    for i in range(3 if api == "long" else 12):
+        names = {ask(routed, *turn) for turn in DIALOGS[api](f"Question {i}")}
+        assert len(names) == 1
+        seen |= names
+    assert api == "long" or seen == {"0", "1"}
+
+
+@needs_haproxy
+def test_a_client_may_choose_the_key(routed):
+    names = [
+        {ask(routed, CHAT, {"messages": [user(str(i))]}, **{"X-Session-Id": key}) for i in range(6)}
+        for key in "abcdef"
+    ]
+    assert all(len(each) == 1 for each in names) and len(set.union(*names)) == 2
+
+
+@needs_haproxy
+def test_a_request_that_a_replica_refuses_goes_to_the_other(routed):
+    """A replica that drains, or whose queue is full, answers 503: the other one answers."""
+    first, second = routed.replicas
+    first.status = 503
+    try:
+        assert {ask(routed, CHAT, {"messages": [user(str(i))]}) for i in range(8)} == {"1"}
+        second.status = 503
+        response = routed.client.post(routed.url + CHAT, json={})
+        assert response.status_code == 503
+    finally:
+        first.status = second.status = 200
+
+
+@needs_haproxy
+def test_each_replica_has_a_path_of_its_own(routed):
+    for i in range(2):
+        response = routed.client.get(f"{routed.url}/replicas/{i}/metrics?a=/b")
+        assert response.json() == {"replica": str(i), "path": "/metrics?a=/b"}
+        assert response.headers["X-Replica"] == str(i)
+    for path in ("/metrics", "/load"):
+        response = routed.client.get(routed.url + path)
+        assert response.status_code == 404
+        assert "/replicas/0 to /replicas/1" in response.json()["error"]["message"]
+    names = [routed.client.get(f"{routed.url}/v1/models").json()["replica"] for _ in range(40)]
+    assert min(Counter(names)[x] for x in "01") > 5, "without a text they take turns"
+
+
+@needs_haproxy
+def test_an_answer_that_nobody_reads_is_not_waited_for(routed):
+    post_and_leave(
+        f"{routed.url}/wait", {}, lambda: any("/wait" in each.paths for each in routed.replicas)
+    )
+    wait_until(lambda: sum(each.num_left for each in routed.replicas) == 1)
+
+
+@needs_haproxy
+def test_too_many_connections_of_one_address_are_refused(routed):
+    """Connections beyond the limit get the error of the API, and the others an answer."""
+    port = int(routed.url.rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        for _ in range(6):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        with httpx.Client(trust_env=False) as client:
+            response = client.get(f"{routed.url}/v1/models")
+    assert response.status_code == 503 and response.headers["Retry-After"]
+    error = response.json()["error"]
+    assert error["type"] == "overloaded_error" and "6 connections" in error["message"]
+
+
+@needs_haproxy
+def test_a_request_that_ends_its_replica_is_sent_to_no_other(routed):
+    """A request that ends its replica would end all of them."""
+    # HAProxy 2.6 closes a connection that has had an answer before, without another one.
+    with httpx.Client(trust_env=False) as client:
+        response = client.post(f"{routed.url}/die", json={})
+    assert response.status_code == 502
+    error = response.json()["error"]
+    assert error["type"] == "server_error" and "the replica ended" in error["message"]
+    assert sum(replica.paths.count("/die") for replica in routed.replicas) == 1
+
+
+# --- the supervisor, with scripts in place of servers ---
+
+GOOD = "echo 'ready: x'; exec sleep 300"
+
+
+@contextlib.contextmanager
+def supervised(folder: Path, *scripts: str) -> Iterator[tuple[subprocess.Popen, list[str]]]:
+    """Run the supervisor with these scripts; yield its process, and its log so far."""
+    command = [sys.executable, str(PROGRAMS / "fake_replicas.py"), str(folder), *scripts]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment(TMPDIR=str(folder))
+    )
+    assert process.stderr is not None
+    log: list[str] = []
+    reader = threading.Thread(target=log.extend, args=(process.stderr,), daemon=True)
+    reader.start()
+    try:
+        yield process, log
+        process.wait(30)
+        reader.join(30)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def children_of(pid: int) -> dict[int, str]:
+    """Return the command lines of the children of a process."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                found[int(path.name)] = (path / "cmdline").read_text().replace("\0", " ")
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def test_a_replica_that_ends_is_started_again(tmp_path):
+    """A replica that was ready starts at once, with nothing left of the last start."""
+    leaves = "sleep 299 & echo $! >> $FOLDER/left; echo 'ready: x'; wait"
+    with supervised(tmp_path, leaves, GOOD) as (process, log):
+        wait_until(lambda: "all are ready\n" in log, log)
+        (left,) = (tmp_path / "left").read_text().split()
+        (pid,) = (pid for pid, line in children_of(process.pid).items() if "299" in line)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: "replica 0 is ready again\n" in log, log)
+        assert any("replica 0 was killed by SIGKILL" in x and "again now" in x for x in log)
+        wait_until(lambda: is_gone(int(left)), "what a replica has started keeps its memory")
+        assert not any("replica 1" in line for line in log)
+        process.terminate()
+    assert process.returncode == 0 and "closed\n" in log
+
+
+def test_a_replica_that_fails_again_and_again_waits_longer(tmp_path):
+    """The others serve on, and only the end of all of them ends the command."""
+    once = "test -e $FOLDER/a && exit 3; touch $FOLDER/a; echo 'ready: x'; sleep 0.3; exit 3"
+    with supervised(tmp_path, once, GOOD) as (process, log):
+        wait_until(lambda: any("again in 2 s" in line for line in log), log)
+        waits = [m[1] for m in re.finditer(r"0 .* again (\S+( \d)?)", "".join(log))]
+        assert waits == ["now", "in 2"] or waits == ["now", "in 1", "in 2"]
+        process.terminate()
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "message"),
+    [
+        ("echo 'error: --dtype fp7 is no dtype'; exit 2", 2, "error: --dtype fp7 is no dtype"),
+        ("echo 'error: no memory'; exit 1", 1, "error: replica 0: no memory"),
+        ("kill -9 $$", 1, "error: replica 0: was killed by SIGKILL"),
+    ],
+)
+def test_a_replica_that_never_starts_ends_the_command(tmp_path, script, code, message):
+    """The error is one line, and nothing is left of the others."""
+    with supervised(tmp_path, script, "sleep 0.2; " + script, "exec sleep 298") as (process, log):
+        pass
+    assert process.returncode == code
+    errors = [line for line in log if line.startswith("error: ")]
+    assert len(errors) == 1 and errors[0].startswith(message)
+
+
+def test_nothing_outlives_a_killed_supervisor(tmp_path):
+    with supervised(tmp_path, GOOD, GOOD + "; true") as (process, log):
+        wait_until(lambda: "all are ready\n" in log, log)
+        children = children_of(process.pid)
+        assert len(children) == 3
+        process.kill()
+        wait_until(lambda: all(map(is_gone, children)))
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    """A replica that ignores the first signal, as one that drains does, ends by the second."""
+    script = "trap 'test -e $FOLDER/a && exit; touch $FOLDER/a' TERM; echo 'ready: x'; "
+    with supervised(tmp_path, script + "while :; do sleep 0.05; done") as (process, log):
+        wait_until(lambda: "all are ready\n" in log, log)
+        process.terminate()
+        wait_until((tmp_path / "a").exists)
+        time.sleep(0.6)  # Two signals within half a second count as one.
+        process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+# --- the whole, with the demo model ---
+
+
+@needs_haproxy
+@pytest.mark.slow
+def test_two_replicas_of_the_demo_model():
+    """Two replicas share no chat, and one of them can die under load."""
+    with run_server("--replicas", "2", "--max_seq_len", "512") as server:
+        measure = functools.partial(hit_rate, chats=4, turns=6, at_once=1)
+        one = asyncio.run(measure(f"{server.url}/replicas/0", "one"))
+        two = asyncio.run(measure(server.url, "two"))
+        apart = asyncio.run(measure(server.url, "random", is_random=True))
+        assert two >= 0.9 * one > apart
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            answers = [
+                client.chat.completions.with_raw_response.create(
+                    model="demo", messages=[{"role": "user", "content": f"Hi {i}"}], max_tokens=5
+                ).headers["X-Replica"]
+                for i in range(8)
+            ]
+        assert set(answers) == {"0", "1"}
+        ends = asyncio.run(kill_under_streams(server, 16))
+        assert ends["streams_of_0"] > 0 == ends["complete_of_0"]
+        assert ends["streams_of_1"] == ends["complete_of_1"] > 0
+        wait_until(lambda: any("replica 0 is ready again" in line for line in server.log))
+        pids = [process_of(server, i) for i in range(2)]
+        body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.process.terminate()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and len(rest) > 200
+        code, log = server.ended()
+        assert code == 0 and "2 replicas share the memory of" in log
+        assert all(map(is_gone, pids))
+
+
+# --- errors before anything is started, and the shares of the machine ---
+
+
+@pytest.fixture
+def no_haproxy(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+
+
+def test_without_haproxy_the_error_names_both_packages(no_haproxy, capfd):
+    assert main(["serve", "--replicas", "2"]) == 2
+    error = capfd.readouterr().err
+    assert (
+        error.startswith("error: --replicas needs HAProxy 2.6 or later") and "[replicas]" in error
+    )
+    assert "the package haproxy of your distribution" in error
+
+
+def test_an_old_haproxy_is_not_used(no_haproxy, tmp_path):
+    """Ubuntu 22.04 has HAProxy 2.4, which has no `balance hash`."""
+    program = tmp_path / "haproxy"
+    program.write_text("#!/bin/sh\necho 'HAProxy version 2.4.24-0ubuntu0.22.04.1 2023/10/31'\n")
+    program.chmod(0o755)
+    with pytest.raises(UsageError, match=r"haproxy is 2\.4\)"):
+        find_haproxy()
+
+
+@needs_haproxy
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--background"], 2, "--background cannot be given with --replicas 2"),
+        (["--uds", "s"], 2, "--uds cannot be given with --replicas 2"),
+        (["--fastchat_controller", "http://a"], 2, "start each of them without --replicas"),
+        (["--port", "PORT"], 1, "Address already in use"),
+    ],
+)
+def test_flags_that_exclude_each_other(flags, code, message, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        given = [port if flag == "PORT" else flag for flag in flags]
+        assert main(["serve", "--replicas", "2", *given]) == code
+    assert message in capfd.readouterr().err
+
+
+def test_a_socket_that_a_server_left_behind_is_replaced(tmp_path):
+    """`--uds` takes a path that is free, or whose server is gone, and no other file."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with unix_listener(str(path)) as listener:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+        with pytest.raises(OSError, match="another server listens there"):
+            unix_listener(str(path))
+        assert listener.getsockname() == str(path)
+    path.unlink()
+    path.write_text("kept")
+    with pytest.raises(FileExistsError, match="is no socket"):
+        unix_listener(str(path))
+    assert path.read_text() == "kept"
+    with pytest.raises(OSError, match=r"--uds .* too long"):
+        unix_listener(str(tmp_path / ("s" * 120)))
+
+
+def test_replicas_are_for_one_machine(monkeypatch, capfd):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["serve", "--replicas", "2"]) == 2
+    assert "--replicas needs only one process: start it without torchrun" in capfd.readouterr().err
+
+
+def test_gpus_are_divided(monkeypatch):
+    monkeypatch.setattr(shares, "_num_gpus", lambda: 6)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def visible(*asked):
+        return [share.variables["CUDA_VISIBLE_DEVICES"] for share in shares.shares(*asked)]
+
+    assert visible(3, 2, None) == ["0,1", "2,3", "4,5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,GPU-a,3,2,1")
+    assert visible(2, 3, "cuda") == ["7,5,GPU-a", "3,2,1"]
+    with pytest.raises(UsageError, match="4 with 2 ranks each need 8 GPUs, and torch finds 6"):
+        visible(4, 2, None)
+    with pytest.raises(UsageError, match="cuda:1 would put all replicas on one GPU"):
+        visible(2, 1, "cuda:1")
+
+
+def test_cores_are_divided_by_node_and_core(monkeypatch, tmp_path):
+    """Two nodes of two cores with two threads each, numbered as Linux does."""
+    nodes = {0: 0, 1: 0, 2: 1, 3: 1, 4: 0, 5: 0, 6: 1, 7: 1}
+    for cpu, node in nodes.items():
+        folder = tmp_path / f"cpu{cpu}"
+        (folder / "topology").mkdir(parents=True)
+        (folder / f"node{node}").mkdir()
+        (folder / "topology/thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    monkeypatch.setattr(shares, "_CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(nodes))
+
+    def cores(count):
+        return [share.cores for share in shares.shares(count, 1, "cpu")]
+
+    assert cores(2) == [{0, 4, 1, 5}, {2, 6, 3, 7}]
+    assert cores(4) == [{0, 4}, {1, 5}, {2, 6}, {3, 7}]
+    assert cores(9) == [None] * 9
+    assert {share.variables[NUM_SERVERS] for share in shares.shares(4, 1, "cpu")} == {"4"}
+    assert parse_cpus("0-3,8\n") == [0, 1, 2, 3, 8]
+
+
+def test_no_gpu_is_looked_for_without_a_driver(monkeypatch):
+    """Importing torch takes seconds, and is left out where no driver is loaded."""
+    monkeypatch.setattr(shares, "_COUNT_GPUS", "print(3)")
+    monkeypatch.setattr(shares, "_DRIVER_FILES", ("/dev/null",))
+    assert shares._num_gpus() == 3
+    monkeypatch.setattr(shares, "_DRIVER_FILES", ())
+    assert shares._num_gpus() == 0
