@@ -5,8 +5,9 @@ with all tiles of products with quantized weights; with gfx942 it is AMD's MI300
 shared memory is printed. Kernels are compiled in bfloat16, at the shapes
 of real models. Each line on stdout is JSON: the kernel, the shape and the capability, registers per
 thread, bytes of stack and accesses to spilled values, bytes of shared memory, the kinds of matrix
-products, how many loads read 16 bytes at once, and how many of these go to shared memory past the
-registers. TRITON_INTERPRET must not be set.
+products, how many loads read 16 bytes at once, how many of these go to shared memory past the
+registers, and what accesses memory before the wait of a programmatic dependent launch.
+TRITON_INTERPRET must not be set.
 """
 
 import hashlib
@@ -189,7 +190,21 @@ def compiled(job: Job) -> dict[str, Any]:
         "products": sorted(set(re.findall(r"\bHG?MMA\b", code))),
         "vectors": len(re.findall(r"\bLDG\.\S*128\b", code)),
         "copies": len(re.findall(r"\bLDGSTS\S*128\b", code)),
+        "before_wait": _before_wait(code),
     }  # fmt: skip
+
+
+def _before_wait(code: str) -> list[str] | None:
+    """Return the accesses to memory before a kernel waits for its predecessor, None if it does not.
+
+    In machine code the wait is ACQBULK.
+    """
+    start, *rest = code.split("ACQBULK")
+    if not rest:
+        return None
+    assert len(rest) == 1, "it waits more than once"
+    assert not re.search(r"\b(BRA|EXIT)\b", start), "not every program waits"
+    return sorted(set(re.findall(r"\b(?:LDG|LDGSTS|STG|ATOMG?|RED|CCTL)\b", start)))
 
 
 def compiled_for_amd(job: Job) -> dict[str, Any]:
@@ -199,18 +214,17 @@ def compiled_for_amd(job: Job) -> dict[str, Any]:
 
 def _compile(job: Job, target: GPUTarget) -> Any:
     names = job.kernel.arg_names
-    signature = {
-        x: "constexpr" if x in job.constants else {**_TYPES, **job.types}[x] for x in names
-    }
+    constants = dict(job.constants)
+    if "PDL" in names:
+        constants["PDL"] = target.backend == "cuda" and job.capability >= 90
+    signature = {x: "constexpr" if x in constants else {**_TYPES, **job.types}[x] for x in names}
     unaligned = job.kernel.do_not_specialize_on_alignment or ()
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, x in enumerate(names)
         if (signature[x].startswith("*") and x not in unaligned) or x in ("plane", "n")
     }
-    source = ASTSource(
-        fn=job.kernel, signature=signature, constexprs=dict(job.constants), attrs=attrs
-    )
+    source = ASTSource(fn=job.kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": job.warps, "num_stages": job.stages}
     return triton.compile(source, target=target, options=options)
 
@@ -230,7 +244,7 @@ def _dumped(what: str, cubin: bytes, path: str) -> str:
 
 def main() -> None:
     if sys.argv[1:] == [_AMD]:
-        shapes = ("8B", "8B, 64 parts", "8B, (32, 256, 4, 4, True)", "8B, (16, 256, 4, 5, True)")
+        shapes = ("8B", "8B, 32 parts", "8B, (32, 256, 4, 4, True)", "8B, (16, 256, 4, 5, True)")
         for job in jobs(80, every=False):
             if job.shape in shapes:
                 print(json.dumps(compiled_for_amd(job)), flush=True)

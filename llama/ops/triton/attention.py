@@ -28,9 +28,14 @@ from torch import Tensor
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import views_of
 from llama.ops.triton.kernels import Tile, launcher
+from llama.ops.triton.pdl import launch_dependents, pdl_options, wait_for_dependency
 
 _PROGRAMS = 1024  # approximate programs of a decode launch: eight per processor of an H200's 132
 _MAX_SPLITS = 64
+# On an H100, one sequence of 2,048 tokens is faster in 32 parts of its keys than in 64, and one of
+# 8,192 tokens equally fast. More are used only where 32 parts are too few programs.
+_ENOUGH_SPLITS = 32
+_FEW_PROGRAMS = 256
 _MAX_OFFSET = 2**31  # elements of a layer's keys that offsets of 32 bits can address
 
 
@@ -88,9 +93,17 @@ def _launch_decode(queries: Tensor, kv_cache: Tensor, batch: Batch, out: Tensor)
         SPLITS=splits,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **pdl_options(queries.device),
     )
     if splits > 1:
-        merge_kernel[(num_decodes * n_heads,)](partial, logsumexp, out, D=head_dim, SPLITS=splits)
+        merge_kernel[(num_decodes * n_heads,)](
+            partial,
+            logsumexp,
+            out,
+            D=head_dim,
+            SPLITS=splits,
+            **pdl_options(queries.device),
+        )
 
 
 def _launch_prefill(queries: Tensor, kv_cache: Tensor, batch: Batch, out: Tensor) -> None:
@@ -149,14 +162,19 @@ def num_splits(num_decodes: int, n_kv_heads: int) -> int:
     With few sequences there are many parts, so that all processors have work. It is a power of two
     that depends on the batch's shape alone, whatever the lengths.
     """
-    wanted = max(1, _PROGRAMS // (num_decodes * n_kv_heads))
-    return min(_MAX_SPLITS, 1 << (wanted.bit_length() - 1))
+    groups = num_decodes * n_kv_heads
+    wanted = _PROGRAMS // groups
+    if wanted > _ENOUGH_SPLITS:
+        wanted = max(_ENOUGH_SPLITS, _FEW_PROGRAMS // groups)
+    return min(_MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
 
 
 def decode_variants(n_kv_heads: int) -> list[int]:
     """Return for each number of parts the largest num_decodes that gets it, most parts first."""
-    max_splits = num_splits(1, n_kv_heads)
-    return [_PROGRAMS // ((max_splits >> i) * n_kv_heads) for i in range(max_splits.bit_length())]
+    largest: dict[int, int] = {}
+    for num_decodes in range(1, _PROGRAMS // n_kv_heads + 1):
+        largest[num_splits(num_decodes, n_kv_heads)] = num_decodes
+    return list(largest.values())
 
 
 @functools.cache
@@ -290,6 +308,7 @@ def decode_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ) -> None:
     """Attend with one sequence's query and one KV head to one of SPLITS parts of its keys.
 
@@ -297,6 +316,9 @@ def decode_kernel(
     and the base-2 logarithm of its weight to logsumexp (N, H, SPLITS).
     """
     G: tl.constexpr = H // K
+    if PDL:
+        launch_dependents()
+        wait_for_dependency()
     seq = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -348,8 +370,12 @@ def merge_kernel(
     out: tl.tensor,
     D: tl.constexpr,
     SPLITS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ) -> None:
     """Merge partial (N * H, SPLITS, D) to out (N * H, D), weighted by logsumexp (N * H, SPLITS)."""
+    if PDL:
+        launch_dependents()
+        wait_for_dependency()
     row = tl.program_id(0)
     dims = tl.arange(0, D)
     part = row * SPLITS + tl.arange(0, SPLITS)

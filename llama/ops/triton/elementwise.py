@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llama.ops.kv_cache import MIN_SCALE, views_of
 from llama.ops.triton.kernels import launcher
+from llama.ops.triton.pdl import launch_dependents, pdl_options, wait_for_dependency
 
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _ROUND = tl.constexpr(1.5 * 2**23)  # added to a float32 below 2**22, it leaves a whole number
@@ -62,6 +63,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
             BLOCK=block,
             HAS_DELTA=delta is not None,
             num_warps=warps,
+            **pdl_options(x.device),
         )
     return total, out
 
@@ -88,11 +90,16 @@ def norm_kernel(
     E: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    PDL: tl.constexpr = False,
 ) -> None:
     """Compute one row: total = x + delta, if there is a delta, and out = the norm of that."""
     columns = tl.arange(0, BLOCK)
     is_column = columns < E
     row_at = tl.program_id(0).to(tl.int64) * E + columns
+    factor = tl.load(weight + columns, mask=is_column, other=0.0)
+    if PDL:
+        launch_dependents()
+        wait_for_dependency()
     row = tl.load(x + row_at, mask=is_column, other=0.0)
     if HAS_DELTA:
         change = tl.load(delta + row_at, mask=is_column, other=0.0)
@@ -103,7 +110,6 @@ def norm_kernel(
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
     normed = (wide * scale).to(row.dtype)
     normed = normed.to(tl.float32)
-    factor = tl.load(weight + columns, mask=is_column, other=0.0)
     weighted = normed * factor.to(tl.float32)
     tl.store(out + row_at, weighted.to(row.dtype), mask=is_column)
 
@@ -145,6 +151,7 @@ def rope_and_store(qkv: Tensor, freqs_cis: Tensor, kv_cache: Tensor, slots: Tens
             W=row,
             HEADS=ROPE_HEADS,
             num_warps=rope_warps(head_dim),
+            **pdl_options(qkv.device),
         )
     return queries
 
@@ -170,11 +177,15 @@ def rope_kernel(
     S: tl.constexpr,
     W: tl.constexpr,
     HEADS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ) -> None:
     """Rotate HEADS heads of one token, and store its keys and values in their slot.
 
     plane: Elements between a key and its value in the cache.
     """
+    if PDL:
+        launch_dependents()
+        wait_for_dependency()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, D)
@@ -226,14 +237,23 @@ def silu_mul(x: Tensor) -> Tensor:
     rows = out.numel() // width
     if rows:
         silu_mul_kernel[rows, -(-width // SILU_BLOCK)](
-            x, out, F=width, BLOCK=SILU_BLOCK, num_warps=4
+            x, out, F=width, BLOCK=SILU_BLOCK, num_warps=4, **pdl_options(x.device)
         )
     return out
 
 
 @triton.jit
-def silu_mul_kernel(x: tl.tensor, out: tl.tensor, F: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def silu_mul_kernel(
+    x: tl.tensor,
+    out: tl.tensor,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
+) -> None:
     """Compute BLOCK columns of one row."""
+    if PDL:
+        launch_dependents()
+        wait_for_dependency()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < F

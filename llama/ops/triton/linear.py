@@ -21,12 +21,15 @@ from torch import Tensor
 
 from llama.ops.cpu.constants import ElementFormat
 from llama.ops.triton.kernels import Blocks, Tile, launcher
+from llama.ops.triton.pdl import launch_dependents, pdl_options, prefetch, wait_for_dependency
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # numbers of rows M, each with a tile of its own
 _NIBBLES = tl.constexpr(ElementFormat.NIBBLES.value)
 _FP8 = tl.constexpr(ElementFormat.FP8.value)
 _MIN_DOT_ROWS = 16  # the fewest rows that a matrix unit multiplies at once
 _BLOCK_ROWS = 32  # rows of a block of a quantized weight
+_PREFETCHED_PARTS = tl.constexpr(2)  # iterations whose weights are prefetched
+_LINE = tl.constexpr(64)  # elements of 16 bits in a line of the L2 cache
 _PLAIN_COLUMNS = 128  # columns per program of `plain`
 _TILES = (
     Tile(4, 1024, 4, 4, False),
@@ -91,6 +94,7 @@ def run(x: Tensor, weight: Tensor | Blocks, tile: Tile, dtype: torch.dtype | Non
         COLUMNS=tile.columns,
         STAGES=tile.stages,
         num_warps=tile.warps,
+        **pdl_options(x.device),
     )
     return out
 
@@ -222,6 +226,7 @@ def product_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr = False,
 ) -> None:
     """Compute ROWS columns of out (M, N).
 
@@ -235,6 +240,14 @@ def product_kernel(
     is_row = first + rows < n
     is_x_row = x_rows < m
     first_row = weight + first.to(tl.int64) * K
+    if PDL:
+        launch_dependents()
+        if not KIND:
+            LINES: tl.constexpr = min(K, COLUMNS * _PREFETCHED_PARTS) // _LINE
+            line_at = tl.arange(0, LINES) * _LINE
+            near_row = tl.minimum(rows, n - 1 - first)  # rows of the last program may end before
+            prefetch(first_row + near_row[:, None] * K + line_at[None, :])
+        wait_for_dependency()
     sums = tl.zeros([COLUMNS if BATCH == 1 else BATCH, ROWS], tl.float32)
     for begin in tl.range(0, K, COLUMNS, num_stages=STAGES):
         if KIND:

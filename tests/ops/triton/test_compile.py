@@ -56,6 +56,23 @@ def test_products_use_the_matrix_units_and_load_ahead(compiled):
         assert x["shared"] <= 99 * 1024, x  # the smallest limit of these devices
 
 
+@pytest.mark.slow
+def test_only_weights_are_read_before_the_previous_kernel_has_ended(compiled):
+    """Before its predecessor has ended, a kernel only reads weights: the norm's, and a product's.
+
+    A product prefetches them. On older GPUs no kernel is launched early.
+    """
+    early = {"norm_kernel": ["LDG"], "product_kernel": ["CCTL"]}
+    for x in compiled:
+        name = x["kernel"]
+        if x["capability"] < 90 or name in ("prefill_kernel", "plain_kernel"):
+            assert x["before_wait"] is None, x
+        elif name == "product_kernel" and not x["shape"].startswith("8B, ("):
+            assert x["before_wait"] == [], x  # quantized weights are not prefetched
+        else:
+            assert x["before_wait"] == early.get(name, []), x
+
+
 def test_kernels_fit_an_amd_gpu_except_for_a_tile():
     """Kernels compile for AMD's MI300 and fit its 64 KiB, except for a tile that is left out."""
     clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
