@@ -417,10 +417,11 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
     properties = SimpleNamespace(uuid="GPU-1")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     gpu = torch.device("cuda", 1)
-    assert groups._join(2, 2, gpu, 60.0).group is group
+    sizes = groups._Sizes(group=2, stages=1, world=2)
+    assert groups._join(sizes, gpu, 60.0).group is group
     assert done == [("nccl", gpu), gpu]
     done.clear()
-    groups._join(2, 2, torch.device("cpu"), 60.0)
+    groups._join(sizes, torch.device("cpu"), 60.0)
     assert done == [("gloo", None)]
 
 

@@ -89,8 +89,11 @@ def _pack_and_write(
 
 def _parts(model: Transformer) -> Iterator[tuple[str, Matrix | RMSNorm]]:
     """Yield the modules that hold weights, by path; a tied matrix once, as that of lm_head."""
+    share = model.plan.share
+    has_both_ends = share.has_embedding and share.has_lm_head
+    tied = model.tok_embeddings if model.params.tied_output and has_both_ends else None
     for path, module in model.named_modules():
-        is_second = model.params.tied_output and module is model.tok_embeddings
+        is_second = tied is not None and module is tied
         if isinstance(module, Matrix | RMSNorm) and not is_second:
             yield path, module
 
@@ -135,7 +138,7 @@ def bytes_of(checkpoint: Checkpoint, placement: Placement) -> int:
 
     The ranks of this machine, and replicas, share the pages of the file.
     """
-    sharing = max(placement.size, torchrun_number("LOCAL_WORLD_SIZE"))
+    sharing = max(placement.size * placement.stages, torchrun_number("LOCAL_WORLD_SIZE"))
     return checkpoint.shards[0].stat().st_size // sharing
 
 
@@ -200,7 +203,8 @@ def _attach_share(whole: Transformer, model: Transformer) -> None:
     """Give a rank's model its parts of the weights of a whole one."""
     shapes = whole_shapes(replace(model.params, tied_output=False))
     for path, module in _parts(model):
-        source = whole.get_submodule(path)
+        is_tied = model.params.tied_output and path == "tok_embeddings"
+        source = whole.get_submodule("output" if is_tied else path)
         if isinstance(module, Matrix):
             assert isinstance(source, Matrix), path
             module.weight = _share(source.weight, module.names, shapes, model)

@@ -107,15 +107,18 @@ class LoadCheck:
     is created, by the first rank of each machine.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, warns: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, warns: bool, divides: bool = True) -> None:
         """Check the files that have no checksum for each tensor.
 
         Args:
             checkpoint: The checkpoint that is loaded.
             warns: Whether a warning names files without checksums.
+            divides: Whether all ranks of this machine load parts of the same tensors, and divide
+                their checks. The stages of a pipeline load different ones.
         """
-        self._rank = torchrun_number("LOCAL_RANK")
-        self._num_ranks = torchrun_number("LOCAL_WORLD_SIZE")
+        local_rank = torchrun_number("LOCAL_RANK")
+        self._rank = local_rank if divides else 0
+        self._num_ranks = torchrun_number("LOCAL_WORLD_SIZE") if divides else 1
         self._archives = {
             path: zipfile.ZipFile(path) for path in checkpoint.shards if path.suffix == ".pth"
         }
@@ -126,7 +129,7 @@ class LoadCheck:
             for path, file in _file_checks(checkpoint).items()
             if not self._records.get(path)
         }
-        if self._rank == 0:
+        if local_rank == 0:
             checks = [check for checks in whole_files.values() for check in checks]
             _run(checks, 0, progress=False)
         unverified = [path.name for path in checkpoint.shards if whole_files.get(path) == []]

@@ -6,6 +6,7 @@ no file.
 """
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from llama.model.args import ModelArgs
 from llama.ranks.placement import Placement
@@ -43,7 +44,7 @@ class RankShare:
         """Compute what a rank with this placement holds."""
         heads, kv_heads = placement.heads(params.n_heads, params.kv_heads)
         return cls(
-            layers=placement.layers(params.n_layers),
+            layers=placement.layers(params.n_layers, _lm_head_layers(params)),
             heads=heads,
             kv_heads=kv_heads,
             ffn=placement.span(params.ffn_dim),
@@ -61,6 +62,14 @@ class RankShare:
         if dimension == "K":
             return _elements(self.kv_heads, self.head_dim)
         return {"E": range(self.dim), "F": self.ffn, "V": self.vocab}[dimension]
+
+
+def _lm_head_layers(params: ModelArgs) -> Fraction:
+    """Return the elements of the lm_head, in layers: a step reads and multiplies by each once."""
+    kv_dim = params.kv_heads * params.head_dim
+    # The columns of all matrices of a layer, each of which has as many rows as the model dim.
+    columns = 2 * params.dim + 2 * kv_dim + 3 * params.ffn_dim
+    return Fraction(params.vocab_size, columns)
 
 
 def _elements(heads: range, head_dim: int) -> range:

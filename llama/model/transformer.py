@@ -2,6 +2,7 @@
 
 It must not know of requests, scheduling or sampling. `Transformer.hidden_states` runs the flat
 ragged batch of the engine; `Transformer.forward` has Meta's signature and runs the same modules.
+The file has over 400 lines, as Meta's scripts expect the whole model in this one class.
 
 Shapes: T tokens of the flat batch, B sequences, R rows that want logits, E model dim, H query heads
 and K kv heads of this rank, D head dim, F ffn of this rank, V vocabulary, P pages, S slots per
@@ -265,15 +266,21 @@ class Transformer(nn.Module):
             quantize: The format; by default this machine's fastest.
         """
         self.quantization = quantize or self.quantization
-        lm_head = self.output if self.plan.share.has_lm_head else None
+        share = self.plan.share
+        lm_head = self.output if share.has_lm_head else None
+        # Both ends of a tied model have the same bytes, also on stages that have one of them.
+        only_tied = None
+        if self.params.tied_output and share.has_embedding and not share.has_lm_head:
+            only_tied = self.tok_embeddings
         for module in (part or self).modules():
             if isinstance(module, Matrix) and module.names[0] in coded:
                 device = self.norm.weight.device
                 module.weight = weights.packed(coded[module.names[0]], None, device)
                 if self._is_tied and module is self.tok_embeddings:
                     self.output.weight = module.weight
-            elif isinstance(module, Linear):
-                module.pack(weights.lm_head_format(quantize) if module is lm_head else quantize)
+            elif isinstance(module, Linear) or module is only_tied:
+                is_end = module is lm_head or module is only_tied
+                module.pack(weights.lm_head_format(quantize) if is_end else quantize)
             if module is lm_head:
                 self.tie()
 
@@ -325,19 +332,38 @@ class Transformer(nn.Module):
         Returns:
             (R, E): the normalised hidden states of the batch's `logit_rows`.
         """
-        batch = batch.with_kernels(self.kernels)
-        executor = self._execution.find(self.kernels)
-        x = self.tok_embeddings(tokens)
-        if executor is None or not executor.supports(kv_cache):
-            x = self._run_modules(x, batch, kv_cache, watched)
-        else:
-            freqs_cis = self.freqs_cis[batch.positions]
-            x = executor.run(x, freqs_cis, kv_cache, batch, watched)
+        x = self.run_layers(self.tok_embeddings(tokens), batch, kv_cache, watched)
         watched.see(self.n_layers, x, batch)
-        normed = apply(self.norm, x if batch.wants_all else x[batch.logit_rows], batch)
+        normed = self.normalize(x, batch)
         if self.n_layers + 1 in watched.layers:
             watched.states[self.n_layers + 1] = normed
         return normed
+
+    def run_layers(
+        self, x: Tensor, batch: Batch, kv_cache: Tensor, watched: Watched = NOTHING_WATCHED
+    ) -> Tensor:
+        """Run the layers of this rank's stage on the tokens of a step.
+
+        Args:
+            x: (T, E), the embeddings of the tokens, or what the stage before has returned.
+            batch: Where each token is, and what it may attend to.
+            kv_cache: (L, 2, P, S, K, W), written in place.
+            watched: Further states that are wanted, which it gets.
+
+        Returns:
+            (T, E): the hidden states, which are not normalised.
+        """
+        batch = batch.with_kernels(self.kernels)
+        executor = self._execution.find(self.kernels)
+        if executor is None or not executor.supports(kv_cache):
+            return self._run_modules(x, batch, kv_cache, watched)
+        freqs_cis = self.freqs_cis[batch.positions]
+        return executor.run(x, freqs_cis, kv_cache, batch, watched)
+
+    def normalize(self, x: Tensor, batch: Batch) -> Tensor:
+        """Normalise the `logit_rows` of a step's hidden states: x (T, E) -> (R, E)."""
+        rows = x if batch.wants_all else x[batch.logit_rows]
+        return apply(self.norm, rows, batch.with_kernels(self.kernels))
 
     def _run_modules(
         self, x: Tensor, batch: Batch, kv_cache: Tensor, watched: Watched = NOTHING_WATCHED
@@ -390,11 +416,14 @@ class Transformer(nn.Module):
             (B, S, V) float32 logits.
 
         Raises:
-            ValueError: B or start_pos + S is larger than the model was made for.
+            ValueError: B or start_pos + S is larger than the model was made for, or the model is
+                one stage of a pipeline.
         """
         max_batch_size = self.params.max_batch_size
         max_seq_len = self.params.max_seq_len
         n, count = tokens.shape
+        if self.parallel.placement.stages > 1:
+            raise ValueError("a stage of a pipeline has no logits of its own: call the engine")
         if n > max_batch_size or start_pos + count > max_seq_len or start_pos < 0:
             raise ValueError(
                 f"tokens of shape {(n, count)} at start_pos={start_pos} do not fit "

@@ -3,6 +3,10 @@
 In: the process groups and the shared memory that groups.py has made. Out: a `ModelParallel`. Ranks
 exchange tensors of a fixed layout only, never pickles. It must not know how the groups were made,
 nor which part of a model a rank holds: that is its `Placement`.
+
+The world ranks of a job are those of fairscale: of D copies of the model, P pipeline stages and T
+ranks in each model-parallel group, rank (d P + p) T + t. p = 0 is the last stage, so that the first
+rank of a copy has the lm_head, samples and leads.
 """
 
 import contextlib
@@ -20,6 +24,7 @@ from llama.ranks.errors import RankError
 from llama.ranks.one_shot import OneShot
 from llama.ranks.placement import WHOLE, Placement
 from llama.ranks.shared_memory import SharedMemory
+from llama.ranks.stage_link import StageLink
 from llama.ranks.watch import Watch
 
 _MESSAGE_BYTES = 2048  # length of an error message that other ranks receive
@@ -38,9 +43,12 @@ class ModelParallel:
         data_size: the number of copies of the model.
         timeout_s: maximum time to wait for another rank.
         group: the model-parallel group, on the device's backend.
-        control: the same ranks on gloo, for agreement in host memory.
+        control: all ranks of this copy of the model on gloo, for agreement in host memory.
         world: all ranks, on gloo.
         shared: the shared memory of the group, if its ranks are on one machine.
+        message_ring: the shared memory of all ranks of this copy, if they are on one machine. It is
+            `shared` itself without a pipeline.
+        link: the connection to the other pipeline stages; None without a pipeline.
         one_shot: the one-shot sums of the group's GPUs, if they support it.
         store: torch's store, where the ranks have met.
         watch: ends the job if a rank fails; None in a single process.
@@ -54,6 +62,8 @@ class ModelParallel:
     control: dist.ProcessGroup | None = None
     world: dist.ProcessGroup | None = None
     shared: SharedMemory | None = None
+    message_ring: SharedMemory | None = None
+    link: StageLink | None = None
     one_shot: OneShot | None = None
     store: Store | None = None
     watch: Watch | None = None
@@ -72,17 +82,28 @@ class ModelParallel:
     @property
     def is_leader(self) -> bool:
         """Whether this rank decides what the ranks of one model copy do."""
-        return self.rank == 0
+        return self.rank == 0 and self.placement.is_last
 
     @functools.cached_property
     def is_alone(self) -> bool:
         """Whether this rank holds a whole copy of the model by itself."""
-        return self.size == 1
+        return self.num_ranks == 1
+
+    @functools.cached_property
+    def num_ranks(self) -> int:
+        """Number of ranks that share one copy of the model."""
+        return self.placement.stages * self.size
 
     @property
     def global_rank(self) -> int:
         """This rank among all ranks of the job."""
-        return self.data_rank * self.size + self.rank
+        return self._first_of_group + self.rank
+
+    @property
+    def _first_of_group(self) -> int:
+        """The first rank of the model-parallel group among all ranks of the job."""
+        groups_before = self.placement.stages - 1 - self.placement.stage
+        return self.data_rank * self.num_ranks + groups_before * self.size
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a block that the ranks run together.
@@ -94,7 +115,7 @@ class ModelParallel:
 
     def ranks_alive(self) -> list[bool]:
         """Return for each rank whether it is alive, as rank 0 sees it, also on other machines."""
-        others = range(1, self.size)
+        others = range(1, self.num_ranks)
         return [True, *(self.watch is None or self.watch.can_go_on(rank) for rank in others)]
 
     def shares_memory_of(self, x: Tensor) -> bool:
@@ -131,13 +152,13 @@ class ModelParallel:
         return parts.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Replace `x` by rank 0's values, in place."""
+        """Replace `x` by the values of the group's first rank, in place."""
         if self.size == 1:
             return x
         if self.shared is not None and x.is_cpu:
             self.shared.broadcast(x)
         else:
-            dist.broadcast(x, src=self.data_rank * self.size, group=self.group)
+            dist.broadcast(x, src=self._first_of_group, group=self.group)
         return x
 
     def all_reduce_min(self, value: int) -> int:
@@ -159,32 +180,34 @@ class ModelParallel:
         x = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(x) for _ in range(dist.get_world_size(self.world))]
         dist.all_gather(rows, x, group=self.world)
-        return [row.tolist() for row in rows[:: self.size]]
+        return [row.tolist() for row in rows[:: self.num_ranks]]
 
     def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
-        """Return rank 0's bytes on every rank of the group; one thread of each rank may call it.
+        """Return the leader's bytes on every rank of this copy of the model.
+
+        One thread of each rank may call it.
 
         Args:
-            data: the bytes, on rank 0.
-            is_idle: rank 0 may be silent for any time. Ranks in shared memory then sleep without a
-                limit; the wait of gloo keeps its limit.
+            data: the bytes, on the leader.
+            is_idle: the leader may be silent for any time. Ranks in shared memory then sleep
+                without a limit; the wait of gloo keeps its limit.
         """
-        if self.control is None or self.size == 1:
+        if self.control is None or self.is_alone:
             return data
-        if self.shared is None:
+        if self.message_ring is None:
             return _broadcast_bytes(self.control, data)
-        return self.shared.broadcast_bytes(data, is_idle=is_idle)
+        return self.message_ring.broadcast_bytes(data, is_idle=is_idle)
 
     @contextlib.contextmanager
     def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
-        """Run a block on every rank of the group or world, and agree on its outcome.
+        """Run a block on every rank of this copy of the model or world, and agree on its outcome.
 
         Every rank must reach the block within `timeout_s`. The block gets a list; what it appends
         (anything with an exact repr) must be the same on every rank.
 
         Args:
             what: the name of the compared values in errors.
-            world: whether all ranks take part, or those of the group.
+            world: whether all ranks take part, or those of this copy.
 
         Raises:
             Exception: the block has raised on this rank.

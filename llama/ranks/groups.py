@@ -3,6 +3,8 @@
 In: torchrun's variables (a single process needs none). Out: a `ModelParallel`. A model-parallel
 group has consecutive ranks, so that it stays inside of one machine if possible. No other file
 imports fairscale. It must not know the model.
+
+The file has over 400 lines, as all ranks must make the same groups in the same order.
 """
 
 import atexit
@@ -14,6 +16,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -35,6 +38,7 @@ from llama.ranks.placement import Placement
 from llama.ranks.processes import machine_id
 from llama.ranks.rendezvous import Rendezvous
 from llama.ranks.shared_memory import SharedMemory
+from llama.ranks.stage_link import StageLink
 from llama.ranks.watch import LATER_S, Watch
 
 _LARGE_SUM_ELEMENTS = 1 << 23  # float32; as many bytes as the sums of a step with 2,048 rows
@@ -64,28 +68,42 @@ def started_processes() -> int:
 
 
 def connect(
-    model_parallel_size: int | None, device: torch.device, timeout_s: float
+    model_parallel_size: int | None,
+    device: torch.device,
+    timeout_s: float,
+    pipeline_parallel_size: int = 1,
 ) -> ModelParallel:
     """Join the process groups that torchrun's variables describe, or make groups of one process.
 
     On a GPU with several ranks, `device` becomes the current CUDA device of the calling thread.
 
     Args:
-        model_parallel_size: Ranks that share one copy of the model; all of them by default.
+        model_parallel_size: Ranks that share each layer; by default, as many as there are ranks for
+            each pipeline stage.
         device: The device whose tensors the groups exchange.
         timeout_s: The limit of each wait for another rank, in seconds.
+        pipeline_parallel_size: Pipeline stages that divide the layers.
 
     Raises:
-        ValueError: The size does not divide the number of processes, or differs between ranks.
+        ValueError: The sizes do not divide the number of processes, or differ between ranks.
         RankError: A rank did not arrive, or the ranks cannot reach each other.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else started_processes()
-    size = world_size if model_parallel_size is None else model_parallel_size
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size:
+    stages = pipeline_parallel_size
+    if not _divides(stages, world_size):
+        raise FieldError.of(
+            "pipeline_parallel_size",
+            f"={stages!r} does not divide the {world_size} processes that were started: start a "
+            "multiple of it (--ranks; --nproc_per_node of torchrun), or leave it out",
+        )
+    size = world_size // stages if model_parallel_size is None else model_parallel_size
+    if not _divides(size, world_size // stages):
+        each = f" for each of {stages} pipeline stages" if stages > 1 else ""
         raise FieldError.of(
             "model_parallel_size",
-            f"={size!r} does not divide the {world_size} processes that were started: start a "
-            "multiple of it (--ranks; --nproc_per_node of torchrun), or leave it out",
+            f"={size!r} does not divide the {world_size // stages} processes that were started"
+            f"{each}: start a multiple of it (--ranks; --nproc_per_node of torchrun), or leave it "
+            "out",
         )
     if world_size == 1:
         _join_alone()
@@ -97,7 +115,30 @@ def connect(
         # operators of symmetric memory. Meta's `build` sets it too, and scripts rely on that.
         torch.cuda.set_device(device)
     with _loopback_if_alone():
-        return _join(size, world_size, device, timeout_s)
+        return _join(_Sizes(size, stages, world_size), device, timeout_s)
+
+
+def _divides(size: object, count: int) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0 and count % size == 0
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The number of ranks in a model-parallel group, of pipeline stages, and of all ranks."""
+
+    group: int
+    stages: int
+    world: int
+
+    @property
+    def copy(self) -> int:
+        """The number of ranks that share a copy of the model."""
+        return self.group * self.stages
+
+    def pipeline_of(self, rank: int) -> range:
+        """Return the ranks that have the index of `rank` in the groups of their stages."""
+        first = rank - rank % self.copy + rank % self.group
+        return range(first, first + self.copy, self.group)
 
 
 def check_interfaces(names: str | None) -> None:
@@ -142,31 +183,27 @@ def _join_alone() -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         sys.excepthook = excepthook  # torch's hook would begin each traceback line with "[rank0]:".
     if not fs_init.model_parallel_is_initialized():
-        _make_fairscale_groups(1)
+        with contextlib.redirect_stdout(io.StringIO()):  # fairscale prints to the user's stdout
+            fs_init.initialize_model_parallel(1)
 
 
-def _make_fairscale_groups(size: int) -> None:
-    with contextlib.redirect_stdout(io.StringIO()):  # fairscale prints to the user's stdout
-        fs_init.initialize_model_parallel(size)
-
-
-def _make_own_fairscale_groups(size: int, limit: timedelta) -> None:
+def _make_own_fairscale_groups(sizes: _Sizes, limit: timedelta) -> None:
     """Make those of fairscale's groups that this rank belongs to.
 
     fairscale's own function makes all groups on all ranks, 17 for eight ranks, of which 16 have one
     rank. Each would be a communicator of nccl, which takes a tenth of a second.
     """
     rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    first = rank - rank % size
+    first = rank - rank % sizes.group
     alone = _new_group([rank], limit, "gloo")
-    with_same_part = range(rank % size, world_size, size)
-    fs_init._MODEL_PARALLEL_GROUP = _new_group(range(first, first + size), limit)
+    with_same_part = range(rank % sizes.copy, sizes.world, sizes.copy)
+    pipeline = sizes.pipeline_of(rank)
+    fs_init._MODEL_PARALLEL_GROUP = _new_group(range(first, first + sizes.group), limit)
     fs_init._DATA_PARALLEL_GROUP = (
-        alone if size == world_size else _new_group(with_same_part, limit)
+        alone if sizes.copy == sizes.world else _new_group(with_same_part, limit)
     )
-    fs_init._PIPELINE_PARALLEL_GROUP = alone
-    fs_init._PIPELINE_PARALLEL_RANKS = [rank]
+    fs_init._PIPELINE_PARALLEL_GROUP = alone if sizes.stages == 1 else _new_group(pipeline, limit)
+    fs_init._PIPELINE_PARALLEL_RANKS = list(pipeline)
 
 
 def _new_group(
@@ -179,12 +216,12 @@ def _new_group(
     return group
 
 
-def _join(size: int, world_size: int, device: torch.device, timeout_s: float) -> ModelParallel:
+def _join(sizes: _Sizes, device: torch.device, timeout_s: float) -> ModelParallel:
     """Meet the other ranks, and make the groups; raise a RankError if either fails."""
-    watch = Watch.of_process() or _meet_all(size, world_size, timeout_s, _gpu_id(device))
+    watch = Watch.of_process() or _meet_all(sizes, timeout_s, _gpu_id(device))
     try:
         with watch.waiting("the making of the groups", timeout_s):
-            return _make_groups(watch, size, world_size, device, timeout_s)
+            return _make_groups(watch, sizes, device, timeout_s)
     except RankError:
         raise
     except RuntimeError as error:
@@ -210,7 +247,7 @@ def _gpu_id(device: torch.device) -> str:
     return str(getattr(properties, "uuid", ""))  # torch before 2.4 has none
 
 
-def _meet_all(size: int, world_size: int, timeout_s: float, gpu: str = "") -> Watch:
+def _meet_all(sizes: _Sizes, timeout_s: float, gpu: str = "") -> Watch:
     """Wait until all ranks have arrived, and watch them from then on.
 
     Raises:
@@ -218,13 +255,13 @@ def _meet_all(size: int, world_size: int, timeout_s: float, gpu: str = "") -> Wa
         ValueError: the ranks differ in the size of their groups, or two have the same GPU.
     """
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
-    peers = Peers(rank, size, gpu)
+    peers = Peers(rank, sizes.group, gpu, sizes.stages)
     limit = timedelta(seconds=timeout_s + LATER_S)
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    first = rank - rank % size
+    first = rank - rank % sizes.copy
     open_store = functools.partial(_open_store, rank=rank, limit=limit)
-    rendezvous = Rendezvous(peers, world_size, open_store, address, timeout_s)
-    watch = Watch(peers, range(first, first + size), rendezvous)
+    rendezvous = Rendezvous(peers, sizes.world, open_store, address, timeout_s)
+    watch = Watch(peers, range(first, first + sizes.copy), rendezvous)
     watch.meet()
     if problem := _mismatch(peers.in_order, rank):
         watch.stop()
@@ -235,12 +272,14 @@ def _meet_all(size: int, world_size: int, timeout_s: float, gpu: str = "") -> Wa
 def _mismatch(peers: list[PeerInfo], rank: int) -> str:
     """Return what the ranks that have arrived cannot agree on; an empty text for nothing."""
     own = next(peer for peer in peers if peer.rank == rank)
-    other = next((peer for peer in peers if peer.group_size != own.group_size), None)
+    other = next((peer for peer in peers if peer.sizes != own.sizes), None)
     if other is not None:
         low, high = sorted([own, other], key=lambda peer: peer.rank)
+        name = "model_parallel_size" if own.stages == other.stages else "pipeline_parallel_size"
+        values = [x.group_size if own.stages == other.stages else x.stages for x in (low, high)]
         return (
-            f"model_parallel_size differs: it is {low.group_size} on rank {low.rank}, and "
-            f"{high.group_size} on rank {high.rank} (this is rank {rank}). Give every rank the same"
+            f"{name} differs: it is {values[0]} on rank {low.rank}, and {values[1]} on rank "
+            f"{high.rank} (this is rank {rank}). Give every rank the same"
         )
     rank_of: dict[str, int] = {}
     for peer in peers:
@@ -289,7 +328,7 @@ def _open_store(rendezvous: Rendezvous, rank: int, limit: timedelta) -> Store:
 
 
 def _make_groups(
-    watch: Watch, size: int, world_size: int, device: torch.device, timeout_s: float
+    watch: Watch, sizes: _Sizes, device: torch.device, timeout_s: float
 ) -> ModelParallel:
     """Make the groups of several ranks: fairscale's, and gloo's for agreement."""
     limit = timedelta(seconds=timeout_s + LATER_S)
@@ -297,53 +336,103 @@ def _make_groups(
         dist.destroy_process_group(watch.left_groups.pop())
     gpu = device if device.type == "cuda" else None
     atexit.register(disconnect)  # a process that ends with its groups may end with SIGABRT
-    group = _model_parallel_group(watch, size, world_size, gpu, limit)
+    group = _model_parallel_group(watch, sizes, gpu, limit)
     check_carries(dist.get_backend_config(group), device)
     torch_private.set_timeout(group, limit)
     if gpu:
         _first_sum(group, gpu)
-    data_rank = dist.get_rank() // size
-    data_size = world_size // size
+    rank = dist.get_rank()
     # Every rank makes all of these, as torch counts groups to name them, and a later build in the
     # same processes must not find the addresses of an earlier group of the same name.
     with torch_private.without_splits():
-        controls = [
-            dist.new_group(list(range(i * size, (i + 1) * size)), timeout=limit, backend="gloo")
-            for i in range(data_size)
-        ]
+        control = _own_of_gloo(sizes.copy, sizes.world, limit)
+        # The same ranks as `group`, which may be on nccl, or as `control` without a pipeline.
+        group_control = control
+        if sizes.stages > 1:
+            group_control = _own_of_gloo(sizes.group, sizes.world, limit)
         world = dist.new_group(timeout=limit, backend="gloo")
-    control = controls[data_rank]
-    rank = fs_init.get_model_parallel_rank()
-    shared = None
     one_shot = None
-    if size > 1:
-        names = dist.get_process_group_ranks(control)
-        exchange_all = functools.partial(exchange, control, max_bytes=_INTRODUCTION_BYTES)
-        limit_s = limit.total_seconds()
-        shared = SharedMemory.join(rank, names, exchange_all, limit_s, lambda: watch.is_ending)
+    is_one_machine = False
+    shared = _share_memory(watch, group_control, limit)
+    if sizes.group > 1:
         # Ranks of one machine may lack shared memory, as on a GH200.
-        is_one_machine = len({*exchange_all(machine_id().encode())}) == 1
-        if is_one_machine and gpu and dist.get_backend(group) == "nccl":
-            one_shot = OneShot.join(group, control, device)
+        machines = exchange(group_control, machine_id().encode(), _INTRODUCTION_BYTES)
+        is_one_machine = len({*machines}) == 1
+    if is_one_machine and gpu and dist.get_backend(group) == "nccl":
+        one_shot = OneShot.join(group, group_control, device)
+    message_ring = shared
+    link = None
+    if sizes.stages > 1:
+        message_ring = _share_memory(watch, control, limit)
+        link = _link_stages(control, rank, sizes, gpu)
     parallel = ModelParallel(
-        Placement(rank=rank, size=size),
-        data_rank,
-        data_size,
-        timeout_s,
+        Placement(
+            stage=sizes.stages - 1 - rank // sizes.group % sizes.stages,
+            stages=sizes.stages,
+            rank=fs_init.get_model_parallel_rank(),
+            size=sizes.group,
+        ),
+        data_rank=rank // sizes.copy,
+        data_size=sizes.world // sizes.copy,
+        timeout_s=timeout_s,
         group=group,
         control=control,
         world=world,
         shared=shared,
+        message_ring=message_ring,
+        link=link,
         one_shot=one_shot,
         store=watch.rendezvous.store,
         watch=watch,
     )
-    weakref.finalize(parallel, watch.left_groups.extend, [control, world])
+    made = {id(x): x for x in (control, group_control, world)}
+    weakref.finalize(parallel, watch.left_groups.extend, list(made.values()))
     return parallel
 
 
+def _own_of_gloo(size: int, world_size: int, limit: timedelta) -> dist.ProcessGroup:
+    """Divide all ranks into groups of neighbours on gloo, and return the group of this rank."""
+    groups = [
+        dist.new_group(list(range(first, first + size)), timeout=limit, backend="gloo")
+        for first in range(0, world_size, size)
+    ]
+    own: dist.ProcessGroup = groups[dist.get_rank() // size]
+    return own
+
+
+def _share_memory(
+    watch: Watch, control: dist.ProcessGroup, limit: timedelta
+) -> SharedMemory | None:
+    """Return the shared memory of a group on gloo; None for one rank, or if they cannot share."""
+    names = dist.get_process_group_ranks(control)
+    if len(names) == 1:
+        return None
+    exchange_all = functools.partial(exchange, control, max_bytes=_INTRODUCTION_BYTES)
+    rank = names.index(dist.get_rank())
+    limit_s = limit.total_seconds()
+    return SharedMemory.join(rank, names, exchange_all, limit_s, lambda: watch.is_ending)
+
+
+def _link_stages(
+    control: dist.ProcessGroup, rank: int, sizes: _Sizes, gpu: torch.device | None
+) -> StageLink:
+    """Connect a rank to those of the same index in the other stages of its copy of the model."""
+    stage = sizes.stages - 1 - rank // sizes.group % sizes.stages
+    pipeline = fs_init.get_pipeline_parallel_group()
+    link = StageLink(pipeline, control, stage, 2 * sizes.stages)
+    if gpu and dist.get_backend(pipeline) == "nccl":
+        # nccl connects two ranks at their first message, for which both must come.
+        x = torch.zeros(1, device=gpu)
+        if stage:
+            x = link.expect_hidden((1,), x)()
+        if stage + 1 < sizes.stages:
+            link.send_hidden(x)
+        torch.cuda.synchronize(gpu)
+    return link
+
+
 def _model_parallel_group(
-    watch: Watch, size: int, world_size: int, gpu: torch.device | None, limit: timedelta
+    watch: Watch, sizes: _Sizes, gpu: torch.device | None, limit: timedelta
 ) -> dist.ProcessGroup:
     """Return fairscale's group of this rank, which may exist already."""
     if not dist.is_initialized():
@@ -351,19 +440,30 @@ def _model_parallel_group(
             "nccl" if gpu else "gloo",
             store=watch.rendezvous.store,
             rank=int(os.environ["RANK"]),
-            world_size=world_size,
+            world_size=sizes.world,
             timeout=limit,
             device_id=gpu,
         )
     if not fs_init.model_parallel_is_initialized():
-        _make_own_fairscale_groups(size, limit)
-    elif fs_init.get_model_parallel_world_size() != size:
-        raise ValueError(
-            f"model_parallel_size={size}, but this process already joined groups of "
-            f"{fs_init.get_model_parallel_world_size()}: use one size per process"
-        )
+        _make_own_fairscale_groups(sizes, limit)
+    else:
+        _check_fairscale_groups(sizes)
     group: dist.ProcessGroup = fs_init.get_model_parallel_group()
     return group
+
+
+def _check_fairscale_groups(sizes: _Sizes) -> None:
+    """Raise a ValueError if groups that exist already have other sizes."""
+    joined = {
+        "model_parallel_size": (sizes.group, fs_init.get_model_parallel_world_size()),
+        "pipeline_parallel_size": (sizes.stages, len(fs_init.get_pipeline_parallel_ranks())),
+    }
+    for name, (asked, existing) in joined.items():
+        if asked != existing:
+            raise ValueError(
+                f"{name}={asked}, but this process already joined groups of {existing}: use one "
+                "size per process"
+            )
 
 
 def _first_sum(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -26,6 +26,7 @@ class PeerInfo:
         machine: see `processes.machine_id`.
         group_size: the size of the model-parallel groups that it was asked for.
         gpu: the id of its GPU; empty where it has none, or may share it.
+        stages: the number of pipeline stages that it was asked for.
         pidfd: a pidfd of its process; None on another machine, or if the system has none.
         gone_at: when its process was seen to have ended.
         stopped_s: how long it has been stopped while this rank ran.
@@ -41,6 +42,7 @@ class PeerInfo:
     machine: str
     group_size: int
     gpu: str = ""
+    stages: int = 1
     pidfd: int | None = None
     gone_at: float | None = None
     stopped_s: float = 0.0
@@ -52,7 +54,20 @@ class PeerInfo:
     @property
     def name(self) -> str:
         """Name of the rank in messages."""
-        return f"rank {self.rank} on {self.host}"
+        return f"rank {self.rank}{self.stage_name} on {self.host}"
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers that all ranks of a job must have been asked for."""
+        return self.stages, self.group_size
+
+    @property
+    def stage_name(self) -> str:
+        """The pipeline stage of the rank in messages; empty without a pipeline."""
+        if self.stages == 1:
+            return ""
+        stage = self.stages - 1 - self.rank // self.group_size % self.stages
+        return f" (stage {stage} of {self.stages})"
 
     @property
     def is_over(self) -> bool:
@@ -61,7 +76,8 @@ class PeerInfo:
 
     def introduction(self) -> list[Any]:
         """Return the fields that a rank publishes of itself, in the order of the constructor."""
-        return [self.rank, self.host, self.pid, self.machine, self.group_size, self.gpu]
+        asked = [self.group_size, self.gpu, self.stages]
+        return [self.rank, self.host, self.pid, self.machine, *asked]
 
 
 class Peers:
@@ -70,9 +86,10 @@ class Peers:
     One thread adds ranks; other threads may read.
     """
 
-    def __init__(self, rank: int, group_size: int = 1, gpu: str = "") -> None:
+    def __init__(self, rank: int, group_size: int = 1, gpu: str = "", stages: int = 1) -> None:
         host = socket.gethostname()
-        self.own = PeerInfo(rank, host, os.getpid(), processes.machine_id(), group_size, gpu)
+        machine = processes.machine_id()
+        self.own = PeerInfo(rank, host, os.getpid(), machine, group_size, gpu, stages)
         self.all: dict[int, PeerInfo] = {}  # the other ranks
 
     def add(self, peer: PeerInfo) -> None:

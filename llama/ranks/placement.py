@@ -10,8 +10,10 @@ Pipeline stages divide the layers. The ranks of one stage, a model-parallel grou
 feed-forward columns and vocabulary rows.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate
 
 
@@ -55,9 +57,20 @@ class Placement:
         """Whether this stage holds the last layer and the lm_head."""
         return self.stage == self.stages - 1
 
-    def layers(self, n_layers: int) -> range:
-        """Return the layers of this stage."""
-        bounds = _bounds(n_layers, [1] * self.stages)
+    def layers(self, n_layers: int, lm_head: Fraction = Fraction(0)) -> range:
+        """Return the layers of this stage.
+
+        The stages divide the work of an answer's token as evenly as whole layers allow. The last
+        stage has fewer layers where its lm_head is large.
+
+        Args:
+            n_layers: The layers of the model.
+            lm_head: The work of the lm_head, in layers.
+
+        Raises:
+            ValueError: There are fewer layers than stages.
+        """
+        bounds = _stage_bounds(n_layers, self.stages, lm_head)
         return range(bounds[self.stage], bounds[self.stage + 1])
 
     def span(self, count: int, step: int = 1) -> range:
@@ -93,6 +106,24 @@ class Placement:
 
     def _weights(self) -> Sequence[int]:
         return self.shares or (1,) * self.size
+
+
+@functools.lru_cache(64)  # the table of tensors asks once for each of them
+def _stage_bounds(n_layers: int, stages: int, lm_head: Fraction) -> list[int]:
+    """Divide layers among stages; stage i is from bound i to bound i + 1."""
+    if n_layers < stages:
+        raise ValueError(f"{n_layers} layers cannot be divided among {stages} stages")
+    if stages == 1:
+        return [0, n_layers]
+    others = stages - 1
+
+    def max_work(num_last: int) -> Fraction:
+        """Return the work of the slowest stage, in layers, where the last has `num_last`."""
+        num_first = -(-(n_layers - num_last) // others)
+        return max(num_last + lm_head, Fraction(num_first))
+
+    num_last = min(range(1, n_layers - others + 1), key=max_work)
+    return [*_bounds(n_layers - num_last, [1] * others), n_layers]
 
 
 def _bounds(count: int, weights: Sequence[int]) -> list[int]:

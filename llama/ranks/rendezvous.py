@@ -299,7 +299,7 @@ class Rendezvous:
                 machines.setdefault(peer.machine, []).append(peer)
         for peers in machines.values():
             if all(now - max(peer.heard, self._awake_at) > SILENCE_S for peer in peers):
-                ranks = ", ".join(str(peer.rank) for peer in peers)
+                ranks = ", ".join(f"{peer.rank}{peer.stage_name}" for peer in peers)
                 return (
                     f"{peers[0].host} (rank {ranks}) did not respond for {SILENCE_S:g} s: the "
                     "machine, its processes or the network are down, or stopped"

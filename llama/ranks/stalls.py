@@ -12,7 +12,9 @@ from llama.ranks import processes
 from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.rendezvous import SILENCE_S
 
-_COLLECTIVES = {str(Path(__file__).with_name(name)) for name in ("collectives.py", "groups.py")}
+_COLLECTIVES = {
+    str(Path(__file__).with_name(name)) for name in ("collectives.py", "groups.py", "stage_link.py")
+}
 
 
 def rank_state(thread: int | None, activity: str, steps: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import pytest
 from helpers import warm
 from helpers.launch import PROGRAMS, environment
 from llama.ranks.errors import NotMetError
-from llama.ranks.groups import _meet_all
+from llama.ranks.groups import _meet_all, _Sizes
 from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.stalls import find_stalled_rank
 
@@ -158,7 +158,7 @@ def open_alone(monkeypatch, limit_s: float = 0.5, **variables: str) -> None:
         monkeypatch.setenv(name, value)
     # The groups of this process belong to other tests, and their store would be used.
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
-    _meet_all(2, 2, limit_s)
+    _meet_all(_Sizes(group=2, stages=1, world=2), limit_s)
 
 
 def test_a_wrong_address_or_port_is_one_line_with_the_remedy(monkeypatch):
