@@ -71,9 +71,14 @@ class BuildArgs:
             model's own limit, but no more than 8,192 and no more than fits the memory.
         max_batch_size: the number of sequences that run at once; further sequences wait.
             Default: 32, and 256 on CUDA.
-        model_parallel_size: the number of ranks that share one model. Default: all processes.
+        model_parallel_size: the number of ranks that share each layer. Default: all processes, or
+            all of a pipeline stage.
         seed: the seed of calls that give none. Each call draws from this seed and from its own
             number: a second call draws new samples, and a second run of the program the same.
+        pipeline_parallel_size: the number of pipeline stages that divide the layers, each with
+            model_parallel_size ranks. Only hidden states cross from one stage to the next: use
+            stages between machines, and between GPUs without NVLink. Several steps are in
+            flight, so that all stages work at once if several sequences run.
         device: "cuda", "mps" or "cpu". Default: the first of these that is available.
         dtype: "bf16", "fp16" or "fp32", or torch's names for them. Default, and also "auto": bf16
             where the device supports it, else fp16. On the CPU quantized matrices stay as their
@@ -139,7 +144,7 @@ class BuildArgs:
         limits=(1, 2**20),
     )
     model_parallel_size: int | None = _flag(
-        None, "N", "Number of ranks that share one model", "all ranks"
+        None, "N", "Number of ranks that share each layer", "all ranks"
     )
     seed: int = _flag(
         1,
@@ -148,6 +153,9 @@ class BuildArgs:
         limits=(0, 2**63 - 1),
     )
     _: KW_ONLY
+    pipeline_parallel_size: int = _flag(
+        1, "N", "Number of pipeline stages that divide the layers", limits=(1, 2**13)
+    )
     device: "str | torch.device | None" = _flag(
         None,
         "NAME",

@@ -489,6 +489,11 @@ class Llama:
         Raises:
             TypeError, ValueError: names the prompt or argument at fault, before any work.
         """
+        stages = self.model.parallel.placement.stages
+        if stages > 1:
+            raise ValueError(
+                f"hidden_states needs pipeline_parallel_size=1: the layers are in {stages} stages"
+            )
         requests = self.pooler.captures(check_inputs("prompts", prompts), layers, tokens)
         outputs = self.llm_engine.run(requests)
         return [self.pooler.states(_checked(output), layers) for output in outputs]

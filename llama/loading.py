@@ -27,7 +27,7 @@ from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.pooling import PoolingSettings
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import LoadCheck
-from llama.checks import brief, number, path_like
+from llama.checks import FieldError, brief, number, path_like
 from llama.device import dtype_name, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import DRAFTERS, PAGE_SIZE
 from llama.engine.runner import ModelRunner
@@ -87,6 +87,10 @@ class Files:
     device: torch.device
     kernels: KernelSet = TORCH_ONLY
     activations: str | None = None
+
+    def at_stage(self, stage: int) -> "Files":
+        """Return these files for a rank of another pipeline stage."""
+        return replace(self, placement=replace(self.placement, stage=stage))
 
     def compared(self) -> list[tuple[str, object]]:
         """Return what must be the same on every rank, by name."""
@@ -156,9 +160,12 @@ class Loaded:
         sequences = runner.num_pages // pages_for(params.max_seq_len)
         plural = "" if sequences == 1 else "s"
         graphs = ", CUDA graphs" if runner.has_graphs else ""
+        stages = self.model.parallel.placement.stages
+        pipeline = f", pipeline_parallel_size={stages}" if stages > 1 else ""
         return (
-            f"{weight.device.type}, {name}, model_parallel_size={self.model.parallel.size}, "
-            f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}, "
+            f"{weight.device.type}, {name}, model_parallel_size={self.model.parallel.size}"
+            f"{pipeline}, max_seq_len={params.max_seq_len}, "
+            f"max_batch_size={params.max_batch_size}, "
             f"model context {params.longest_context:,} tokens, "
             f"KV cache {tokens}, {sequences} sequence{plural} of full length at once"
             f"{selection.describe(self.model)}{graphs}"
@@ -186,7 +193,9 @@ def load_model(args: BuildArgs) -> Loaded:
     """Load what the arguments ask for. The sizes that are chosen are in the model's params."""
     device = pick_device(args.device)
     number("timeout_s", args.timeout_s, 0, 10**6, above=True)
-    parallel = connect(args.model_parallel_size, device, args.timeout_s)
+    parallel = connect(
+        args.model_parallel_size, device, args.timeout_s, args.pipeline_parallel_size
+    )
     with parallel.agree("the arguments of Llama.build", world=True) as must_match:
         args = args.checked()
         _check_drafter(args)
@@ -217,10 +226,16 @@ def load_model(args: BuildArgs) -> Loaded:
     batch_size = args.max_batch_size or default_batch_size(device)
     longest = min(each.checkpoint.params.longest_context for each in models)
     with parallel.agree("the memory of the ranks", world=True):
-        needs = [estimate_memory(each, free, batch_size, kv_format) for each in models]
-        seq_len, num_pages = choose_sizes(
-            Memory.of_all(needs), args.max_seq_len, batch_size, args.kv_cache_memory_bytes, longest
-        )
+        sizes = []
+        for stage in range(parallel.placement.stages):
+            # Every rank computes what all stages need, so that all choose the same.
+            of_stage = [each.at_stage(stage) for each in models]
+            needs = [estimate_memory(each, free, batch_size, kv_format) for each in of_stage]
+            memory = Memory.of_all(needs)
+            kv_bytes = args.kv_cache_memory_bytes
+            sizes.append(choose_sizes(memory, args.max_seq_len, batch_size, kv_bytes, longest))
+        seq_len = min(stage_len for stage_len, _ in sizes)
+        num_pages = min(stage_pages for _, stage_pages in sizes)
     with parallel.agree("the checkpoint", world=True):
         load = functools.partial(
             load_weights,
@@ -260,6 +275,12 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
     weights.check_quantize(quantize, chosen_dtype, device)
     checkpoint = find(path_like("ckpt_dir", args.ckpt_dir))
     checkpoint.params.check_ranks(placement.size)
+    if placement.stages > checkpoint.params.n_layers:
+        raise FieldError.of(
+            "pipeline_parallel_size",
+            f"={placement.stages} is more than the {checkpoint.params.n_layers} layers of this "
+            "model: give each stage a layer at least",
+        )
     longest = checkpoint.params.longest_context
     if args.max_seq_len is not None and args.max_seq_len > longest:
         raise ValueError(
@@ -300,8 +321,18 @@ def stays_in_codes(checkpoint: Checkpoint, device: torch.device) -> bool:
 
 
 def _check_drafter(args: BuildArgs) -> None:
-    """Raise a ValueError for `speculate_shared` with a drafter that has no use for it."""
+    """Raise a ValueError for a drafter that cannot be used like this.
+
+    It has no use for the texts that `speculate_shared` offers, or it is a model beside a pipeline.
+    """
     name = args.speculate
+    if args.pipeline_parallel_size > 1 and name is not None and name not in DRAFTERS:
+        raise FieldError.of(
+            "speculate",
+            f"={brief(name)} is a draft model, which needs pipeline_parallel_size=1: give "
+            f"speculate={' or '.join(map(repr, DRAFTERS))}, which works with "
+            f"pipeline_parallel_size={args.pipeline_parallel_size}",
+        )
     if args.speculate_shared and not (name in DRAFTERS and DRAFTERS[name].can_share):
         sharing = [repr(known) for known, kind in DRAFTERS.items() if kind.can_share]
         raise ValueError(
@@ -491,7 +522,10 @@ def load_weights(
     )
     model.use_kernels(files.kernels)
     is_first = parallel.global_rank == 0
-    check = LoadCheck(checkpoint, warns=is_first).check if verify else None
+    has_stages = parallel.placement.stages > 1
+    check = None
+    if verify:
+        check = LoadCheck(checkpoint, warns=is_first, divides=not has_stages).check
     if checkpoint.packed is not None:
         packed.attach(checkpoint, model)
     else:

@@ -2,7 +2,8 @@
 
 In: sequences. Out: the same sequences with more tokens. With asynchronous scheduling (on a GPU), a
 step is scheduled and started before the one in flight is read, so that the device does not wait for
-the host: `step` starts one and reads the previous one.
+the host: `step` starts one and reads the previous one. With P pipeline stages, `step` starts one
+and reads the one that was started P steps before, see `llama.engine.stages`.
 
 Every rank runs the same core on the same sequences and so decides alike. It knows ids only, and
 one thread at a time may use it: `llama.requests` decodes the text and orders the threads.
@@ -18,11 +19,12 @@ from llama.engine.draft_model import ModelDrafter
 from llama.engine.lookup import Speculator
 from llama.engine.pages import PagePool
 from llama.engine.recorder import Recorder
-from llama.engine.rows import SAMPLE, VERIFY, Reader, Scheduled, Step, StepResults
+from llama.engine.rows import VERIFY, Reader, Scheduled, Step, StepResults
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import FinishReason, SequenceState
 from llama.engine.speculative import Drafter
+from llama.engine.stages import Pipeline, StageRunner
 from llama.model.transformer import Transformer
 from llama.ops.cpu.openmp import SpinController
 from llama.ranks.collectives import ModelParallel
@@ -115,11 +117,13 @@ class EngineCore:
         self.runners = runners
         self.runner = runners[-1]
         self.scheduler = scheduler
+        self._pipeline = Pipeline(self.runner) if isinstance(self.runner, StageRunner) else None
         self._spin = SpinController.for_this_process()
         self.drafter: Drafter | None = None
         self.explain_failure: Callable[[], None] | None = None
         self.stats = Stats()
         self._in_flight: _Started | None = None  # started, and not read yet
+        self._seconds = 0.0  # the time of a pipeline since its last step was counted
         self._moved: list[SequenceState] = []  # sequences that this step gave a token or ended
 
     @classmethod
@@ -146,15 +150,19 @@ class EngineCore:
             **runner_options: Further arguments of `ModelRunner`.
         """
         batch_size = model.params.max_batch_size
-        token_budget = token_budget or max(TOKEN_BUDGET, batch_size)
+        stages = model.parallel.placement.stages
+        # A prompt of as many tokens as a step may have would keep one stage busy, and no other.
+        token_budget = token_budget or max(TOKEN_BUDGET // stages, batch_size)
         runner_options |= {"num_pages": num_pages, "page_size": page_size}
         runner_options |= {"step_tokens": token_budget}
         models = [model] if draft_model is None else [draft_model, model]
-        runners = [ModelRunner(x, recorder=recorder_for(x), **runner_options) for x in models]
+        runner_class = StageRunner if stages > 1 else ModelRunner
+        runners = [runner_class(x, recorder=recorder_for(x), **runner_options) for x in models]
         scheduler = Scheduler(
             PagePool(runners[-1].num_pages, page_size),
             max_batch_size=batch_size,
             token_budget=token_budget,
+            num_stages=stages,
         )
         return cls(runners, scheduler)
 
@@ -205,7 +213,7 @@ class EngineCore:
     @property
     def has_step_in_flight(self) -> bool:
         """Whether a step is in flight that the next one will read."""
-        return self._in_flight is not None
+        return bool(self._pipeline) or self._in_flight is not None
 
     def step(
         self,
@@ -232,6 +240,8 @@ class EngineCore:
             self.add(seq)
         for seq in removed:
             self.finish(seq, "abort")
+        if self._pipeline is not None:
+            return self._step_of_pipeline(self._pipeline, before_run, began)
         step = self.scheduler.schedule()
         if before_run is not None:
             before_run(step)
@@ -253,6 +263,55 @@ class EngineCore:
             self._in_flight = None  # nobody wants its results
         return list(dict.fromkeys(self._moved))
 
+    def _step_of_pipeline(
+        self, pipeline: Pipeline, before_run: Callable[[Step], None] | None, began: float
+    ) -> list[SequenceState]:
+        """Settle the oldest of the steps in flight, and start the next one behind the others.
+
+        Where no sequence could run before more results are read, these are read at once.
+
+        Args:
+            pipeline: The steps in flight.
+            before_run: See `step`.
+            began: When this step began, by `time.perf_counter`.
+        """
+        settled: list[Step] = []
+        try:
+            if pipeline.is_full:
+                settled.append(self._settle_oldest(pipeline))
+            step = self.scheduler.schedule()
+            if before_run is not None:
+                before_run(step)
+            if step.items:
+                self._draft(step)
+                pipeline.start(step)
+                step.mark_awaited()
+            if pipeline and not (step.items and self.scheduler.has_ready()):
+                settled.append(self._settle_oldest(pipeline))
+            while pipeline and not self.has_unfinished():  # other stages have begun these, too
+                settled.append(self._settle_oldest(pipeline))
+        except Exception:
+            self.break_off("error")
+            raise
+        self._seconds += time.perf_counter() - began
+        for each in settled:
+            self.stats.count(each, self._seconds / len(settled))
+        if settled:
+            self._seconds = 0.0
+        assert step.items or settled or not self.has_unfinished(), "sequences wait, and none runs"
+        return list(dict.fromkeys(self._moved))
+
+    def _settle_oldest(self, pipeline: Pipeline) -> Step:
+        """Wait for the results of the oldest step, give them to its sequences, and return it."""
+        step, results = pipeline.settle()
+        self._update(step, results)
+        return step
+
+    def drain(self) -> None:
+        """Run the steps in flight to their end; every rank of a pipeline must do so alike."""
+        while self._pipeline:
+            self._settle_oldest(self._pipeline)
+
     def _draft(self, step: Step) -> None:
         """Add drafts to a decode step, if this core speculates."""
         if self.drafter is not None and step.is_decode:
@@ -272,9 +331,7 @@ class EngineCore:
         if self._in_flight is not None and running.needs_tokens:
             self._settle()
         read = running.compute_rows()
-        if SAMPLE in step.rows:
-            for item in step.rows[SAMPLE].items:
-                item.sequence.num_pending += 1
+        step.mark_pending()
         return step, read
 
     def _settle(self) -> None:
@@ -282,25 +339,34 @@ class EngineCore:
         if self._in_flight is not None:
             step, read = self._in_flight
             self._in_flight = None
-            self._moved += self.scheduler.update(step, read())
-            if self.explain_failure is not None and any(map(_has_no_token, self._moved)):
-                explain = self.explain_failure
-                self.explain_failure = None
-                explain()
+            self._update(step, read())
+
+    def _update(self, step: Step, results: StepResults) -> None:
+        """Give the sequences of a step its results."""
+        self._moved += self.scheduler.update(step, results)
+        if self.explain_failure is not None and any(map(_has_no_token, self._moved)):
+            explain = self.explain_failure
+            self.explain_failure = None
+            explain()
+
+    def _forget_in_flight(self) -> None:
+        self._in_flight = None
+        if self._pipeline is not None:
+            self._pipeline.clear()
 
     def break_off(self, reason: FinishReason) -> None:
         """End the sequences that a step which broke off may have left in any state.
 
         The content of all pages is forgotten. Sequences that never ran go on waiting.
         """
-        self._in_flight = None
+        self._forget_in_flight()
         for seq in self.scheduler.started():
             seq.finish_reason = seq.finish_reason or reason
         self.scheduler.clear_started()
 
     def clear(self, reason: FinishReason) -> None:
         """End every sequence, and forget the content of all pages."""
-        self._in_flight = None
+        self._forget_in_flight()
         for seq in self.scheduler.live():
             seq.finish_reason = seq.finish_reason or reason
         self.scheduler.clear()

@@ -24,6 +24,7 @@ def largest_step(model: Transformer, num_tokens: int, page_size: int) -> Callabl
         page_size: The slots of a page.
     """
     params = model.params
+    share = model.plan.share
     counts: list[int] = []
     while (left := num_tokens - sum(counts)) and len(counts) < params.max_batch_size:
         counts.append(min(left, params.max_seq_len))
@@ -38,7 +39,14 @@ def largest_step(model: Transformer, num_tokens: int, page_size: int) -> Callabl
 
     @torch.inference_mode()
     def run() -> None:
-        logits = model.logits(model.hidden_states(ids, batch, kv_cache))
+        if share.has_embedding:
+            x = model.tok_embeddings(ids)
+        else:
+            x = model.norm.weight.new_zeros(len(tokens), params.dim)
+        hidden = model.normalize(model.run_layers(x, batch, kv_cache), batch)
+        if not share.has_lm_head:
+            return
+        logits = model.logits(hidden)
         choose_ids(logits, [None] * len(logits), (), (), model.kernels)
 
     return run

@@ -114,6 +114,8 @@ class Leader:
         with self._sending:
             if self._failure is None:
                 self._send(Message(_INTERRUPT if interrupted else _END, num_calls))
+                with self._parallel.step():
+                    self._core.drain()
         self._core.clear("abort")
 
     def _inform(self, message: Message, step: Step) -> None:
@@ -159,6 +161,8 @@ class Follower:
                 if message.kind == _STEP:
                     self._step(message)
                 elif message.kind != _IDLE:
+                    with self._parallel.step():
+                        self._core.drain()
                     self._core.clear("abort")
                     if message.kind == _INTERRUPT:
                         raise KeyboardInterrupt

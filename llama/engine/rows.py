@@ -193,7 +193,8 @@ class _Sample(RowKind[Tokens]):
         return computer.sample(hidden)
 
     def take(self, item: Scheduled, results: Tokens, part: range) -> None:
-        item.sequence.num_pending -= 1
+        if item.sequence.num_pending:  # a pipeline waits for results, and has none pending
+            item.sequence.num_pending -= 1
         _take_token(item.sequence, results, part.start)
 
     def sampled(self, rows: Rows) -> list[Scheduled]:
@@ -203,8 +204,8 @@ class _Sample(RowKind[Tokens]):
 class _Verify(RowKind[Tokens]):
     """The tokens behind the last known token of a sequence and behind each of its drafts.
 
-    A step of such rows is never in flight while the next one is scheduled, so that its tokens are
-    never pending.
+    While a step of such rows is in flight, none of its sequences is scheduled, so that its tokens
+    are never pending. Without a pipeline, nothing is scheduled then.
     """
 
     is_read_at_once = True
@@ -229,7 +230,8 @@ class _Verify(RowKind[Tokens]):
             num_right += 1
         seq.num_drafted += len(drafts)
         seq.num_accepted += num_right
-        seq.num_computed -= len(drafts) - num_right
+        if seq.num_computed:  # else it was preempted, and all is computed again
+            seq.num_computed -= len(drafts) - num_right
         item.drafts = drafts[:num_right]
         for row in part[: num_right + 1]:
             _take_token(seq, results, row)
@@ -431,6 +433,18 @@ class Step:
     def is_read_at_once(self) -> bool:
         """Whether the next step is scheduled only once this one is read."""
         return any(kind.is_read_at_once for kind in self.rows)
+
+    def mark_pending(self) -> None:
+        """Note that this step has been started, so that the sampled tokens are pending."""
+        if SAMPLE in self.rows:
+            for item in self.rows[SAMPLE].items:
+                item.sequence.num_pending += 1
+
+    def mark_awaited(self) -> None:
+        """Note that a pipeline has started this step, whose sequences wait for its results."""
+        for rows in self.rows.values():
+            for item in rows.items:
+                item.sequence.awaits_results = True
 
     def sampled(self) -> list[Scheduled]:
         """Return an item per row behind which a token is sampled, in the order of the rows."""

@@ -13,13 +13,13 @@ because the two parts of a step share the runner's buffers.
 """
 
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llama.device import current, peak_bytes
+from llama.engine import tables
 from llama.engine.constraints import TokenMasks
 from llama.engine.graphs import Decoded, DecodeGraphs, bucket_of
 from llama.engine.largest_step import largest_step
@@ -207,6 +207,11 @@ class ModelRunner:
         Returns:
             (R, E): the hidden states of its rows, kind after kind, each in the order of the items.
         """
+        ids, batch = self.pack(step)
+        return self.model.hidden_states(ids, batch, self.kv_cache, watched)
+
+    def pack(self, step: Step) -> tuple[Tensor, Batch]:
+        """Return the tokens of a step, (T), and its batch, as its sequences are now."""
         tokens = list[int]()
         pending = list[int]()  # indices of the tokens that only the device knows
         sources = list[int]()  # their rows in the step before
@@ -240,7 +245,7 @@ class ModelRunner:
         if pending:
             known = self._last_ids[on_device_of(ids, sources)]
             ids[on_device_of(ids, pending)] = known
-        return self.model.hidden_states(ids, batch, self.kv_cache, watched)
+        return ids, batch
 
     def keep_last_ids(self, ids: Tensor, sequences: list[SequenceState]) -> None:
         """Keep the tokens that a step sampled on the device, for the step that starts next."""
@@ -279,13 +284,19 @@ class RunningStep:
             and not self._is_greedy
             and any(seq.spec.needs_tokens for seq in self._sequences)
         )
-        decoded = runner.replay(
+        self._watched = Watched(step.captured_layers())
+        self._hidden = self._run(sampled)
+
+    def _run(self, sampled: list[Scheduled]) -> HiddenStates:
+        """Begin the pass of the model."""
+        decoded = self._runner.replay(
             sampled,
-            num_tokens=sum([item.count for item in step.items]),
+            num_tokens=sum([item.count for item in self._step.items]),
             wants_logits=self._model.parallel.is_alone or not self._is_greedy,
         )
-        self._watched = Watched(step.captured_layers())
-        self._hidden = runner.hidden_states(step, self._watched) if decoded is None else decoded
+        if decoded is not None:
+            return decoded
+        return self._runner.hidden_states(self._step, self._watched)
 
     def compute_rows(self) -> Reader[StepResults]:
         """Begin to compute the results of all rows; the function returned waits for them."""
@@ -317,14 +328,14 @@ class RunningStep:
                 sampled = Sampled(hidden.ids[:num_rows])
             else:
                 sampled = self._sampled(hidden.logits[:num_rows])
-        elif self._is_greedy and not self._model.parallel.is_alone:
+        elif self._is_greedy and self._model.parallel.size > 1:
             sampled = Sampled(top_of_ranks(self._model, hidden))
         else:
             sampled = self._sampled(self._model.logits(hidden))
         columns = self._columns(sampled)
         self._runner.keep_last_ids(columns[:, 0], self._sequences)
-        read = _to_host(columns)
-        return lambda: _tokens(read())
+        read = tables.to_host(columns)
+        return lambda: tables.tokens_of(self._publish(read()))
 
     def _sampled(self, logits: Tensor) -> Sampled:
         runner = self._runner
@@ -338,17 +349,14 @@ class RunningStep:
 
         It waits for the device, chunk by chunk: rows of logits are far wider than hidden states.
         """
-        tokens = Tokens(ids)
+        parts = []
         for start in range(0, len(ids), _SCORED_ROWS):
             chunk = slice(start, start + _SCORED_ROWS)
             targets = on_device_of(hidden, ids[chunk])
             logits = self._model.logits(hidden[chunk])
             scored = Sampled(targets, *score(logits, targets, num_top))
-            read = _to_host(self._columns(scored))
-            part = _tokens(read())
-            tokens.logprobs += part.logprobs
-            tokens.tops += part.tops
-        return lambda: tokens
+            parts.append(tables.to_host(self._columns(scored))())
+        return lambda: tables.tokens_of(self._publish(torch.cat(parts)))
 
     def add_up(self, hidden: HiddenStates, counts: list[int]) -> Reader[np.ndarray]:
         """Add up groups of neighbouring rows: (R, E) -> (groups, E) float64, alike on all ranks."""
@@ -359,8 +367,8 @@ class RunningStep:
             sums = hidden.to(dtype)
         else:
             sums = torch.stack([part.sum(0, dtype=dtype) for part in hidden.split(counts)])
-        read = _to_host(self._model.parallel.broadcast(sums))
-        return lambda: read().double().numpy()
+        read = tables.to_host(self._model.parallel.broadcast(sums))
+        return lambda: self._publish(read()).double().numpy()
 
     def captured(self, rows: Rows) -> Reader[CapturedStates]:
         """Copy the hidden states of rows of the step to the host, alike on all ranks."""
@@ -373,7 +381,7 @@ class RunningStep:
         readers = {}
         for layer, states in self._watched.states.items():
             part = states[first:end].contiguous()
-            readers[layer] = _to_host(self._model.parallel.broadcast(part))
+            readers[layer] = tables.to_host(self._model.parallel.broadcast(part))
         return lambda: {layer: read() for layer, read in readers.items()}
 
     def _columns(self, sampled: Sampled) -> Tensor:
@@ -386,58 +394,17 @@ class RunningStep:
         constraints can be rank 0's alone.
 
         Returns:
-            (R, 1), (R, 2) or (R, 2 + 2K) int32: ids, log-probabilities, top ids and theirs. Floats
-            keep their bits.
+            What `tables.make_table` makes.
         """
         parallel = self._model.parallel
-        ids = sampled.ids.int()[:, None]
+        table = tables.make_table(sampled)
         if sampled.logprobs is None:
             is_constrained = any(seq.spec.is_constrained for seq in self._sequences)
-            is_alike = parallel.shares_memory_of(ids) and not is_constrained
+            is_alike = parallel.shares_memory_of(table) and not is_constrained
             if self._is_greedy or is_alike:
-                return ids
-            return parallel.broadcast(ids.contiguous())
-        logprobs = sampled.logprobs[:, None]
-        columns = [ids, logprobs.view(torch.int32)]
-        if sampled.top_ids is not None and sampled.top_logprobs is not None:
-            columns.append(sampled.top_ids.int())
-            columns.append(sampled.top_logprobs.view(torch.int32))
-        table = torch.cat(columns, dim=1)
-        return parallel.broadcast(table)
+                return table
+        return parallel.broadcast(table.contiguous())
 
-
-def _to_host(x: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy; what is returned waits for the copy."""
-    if x.device.type != "cuda":
-        host = x.cpu()
-        return lambda: host
-    host = torch.empty_like(x, device="cpu", pin_memory=True)
-    host.copy_(x, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> Tensor:
-        copied.synchronize()
-        return host
-
-    return read
-
-
-def _tokens(columns: Tensor) -> Tokens:
-    """Return the tokens of what `RunningStep._columns` made, on the host."""
-    ids = columns[:, 0].tolist()
-    if columns.shape[1] == 1:
-        return Tokens(ids)
-    k = (columns.shape[1] - 2) // 2
-    end_of_ids = 2 + k
-    logprobs = [value for (value,) in _as_floats(columns[:, 1:2])]
-    top_ids = columns[:, 2:end_of_ids].tolist()
-    top_logprobs = _as_floats(columns[:, end_of_ids:])
-    tops = []
-    for row in zip(top_ids, top_logprobs, strict=True):
-        tops.append(list(zip(*row, strict=True)))
-    return Tokens(ids, logprobs, tops)
-
-
-def _as_floats(bits: Tensor) -> list[list[float]]:
-    return bits.contiguous().view(torch.float32).tolist()
+    def _publish(self, results: Tensor) -> Tensor:
+        """Return results that are on the host, after others that need them have got them."""
+        return results

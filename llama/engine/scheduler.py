@@ -23,16 +23,25 @@ from llama.engine.waiting import WaitingQueue
 
 
 class Scheduler:
-    """At most `max_batch_size` sequences and `token_budget` tokens per step, on a page pool."""
+    """At most `max_batch_size` sequences and `token_budget` tokens per step, on a page pool.
 
-    def __init__(self, pool: PagePool, *, max_batch_size: int, token_budget: int) -> None:
+    With a pipeline, `num_stages` steps are in flight. A sequence whose results are in flight is not
+    scheduled, and the others are spread evenly over the steps. Chunks of one prompt follow one
+    another without waiting.
+    """
+
+    def __init__(
+        self, pool: PagePool, *, max_batch_size: int, token_budget: int, num_stages: int = 1
+    ) -> None:
         assert token_budget >= max_batch_size, "a step may have a token of each sequence"
         self.pool = pool
         self.max_batch_size = max_batch_size
         self.token_budget = token_budget
+        self.num_stages = num_stages
         self.waiting = WaitingQueue()
         self.running: list[SequenceState] = []
         self.num_preemptions = 0
+        self._num_steps = 0  # steps of a pipeline so far
 
     def schedule(self) -> Step:
         """Choose the tokens of the next step.
@@ -45,10 +54,12 @@ class Scheduler:
         chosen: list[Scheduled] = []
         if self.waiting:
             self._favour_new_calls()
+        left_out = self._left_out() if self.num_stages > 1 else frozenset()
         row = 0
         while row < len(self.running) and budget > 0:
             seq = self.running[row]
-            count = 0 if seq.ends_with_pending else min(seq.num_new, budget)
+            is_ready = seq not in left_out and not seq.ends_with_pending
+            count = min(seq.num_new, budget) if is_ready else 0
             if not self._grow(seq, count):
                 continue  # it was preempted: the next one is at its row
             if count:
@@ -64,6 +75,27 @@ class Scheduler:
             budget -= count
         chosen.sort(key=lambda item: item.count > 1)  # single tokens first, see `Step`
         return Step.of(chosen)
+
+    def _left_out(self) -> frozenset[SequenceState]:
+        """Return the running sequences that have no token in the next step of a pipeline.
+
+        These are the ones that wait for results, and those for which a later step is better: each
+        of the steps in flight has an equal part of the sequences that have one new token each.
+        Those that have not run for longest come first.
+        """
+        self._num_steps += 1
+        waiting = [seq for seq in self.running if seq.awaits_results]
+        ready = [seq for seq in self.running if not seq.awaits_results and seq.num_new == 1]
+        num_decoding = len(ready) + sum(seq.num_new <= 1 for seq in waiting)
+        max_decodes = -(-num_decoding // self.num_stages)
+        ready.sort(key=lambda seq: seq.last_step)
+        return frozenset(chain(waiting, ready[max_decodes:]))
+
+    def has_ready(self) -> bool:
+        """Return whether a sequence may run before more results of a pipeline are read."""
+        if self.waiting and len(self.running) < self.max_batch_size:
+            return True
+        return any(not seq.awaits_results for seq in self.running)
 
     def reserve(self, seq: SequenceState, count: int) -> int:
         """Return for how many of `count` more tokens a sequence has slots.
@@ -110,6 +142,10 @@ class Scheduler:
             The sequences that got a token or ended.
         """
         ended = {item.sequence for item in step.items if item.sequence.finish_reason is not None}
+        if self.num_stages > 1:
+            for rows in step.rows.values():
+                for item in rows.items:
+                    item.sequence.awaits_results = False
         for kind, rows in step.rows.items():
             kind.distribute(rows, results[kind], ended)
         sampled = {item.sequence for item in step.sampling_items()}
@@ -161,7 +197,9 @@ class Scheduler:
         """Assert that each page is free or belongs to a live sequence, and lengths are in order."""
         self.pool.check(seq.pages for seq in self.live())
         for seq in self.live():
-            assert 0 <= seq.num_computed <= seq.num_known <= seq.spec.max_len, vars(seq)
+            assert 0 <= seq.num_computed <= seq.spec.max_len, vars(seq)
+            # A pipeline may have drafts in flight, which are not known to be right.
+            assert seq.num_computed <= seq.num_known <= seq.spec.max_len or seq.awaits_results
             num_slots = len(seq.pages) * self.pool.page_size
             num_offered = seq.num_offered * self.pool.page_size
             assert num_offered <= seq.num_computed <= num_slots, vars(seq)
@@ -176,6 +214,7 @@ class Scheduler:
         """
         start = seq.num_computed
         seq.num_computed += count
+        seq.last_step = self._num_steps
         next_offer = (seq.num_offered + 1) * self.pool.page_size
         if next_offer <= seq.num_computed:
             self._offer(seq)
@@ -193,10 +232,10 @@ class Scheduler:
     def _admit(self, seq: SequenceState) -> bool:
         """Let the next waiting sequence run, if all its known tokens fit the pages now.
 
-        One that was preempted while a token of it was pending waits for that token.
+        One that was preempted while results of it were in flight waits for them.
         """
         cached = self._cached_pages(seq)
-        if seq.num_pending or cached is None:
+        if seq.num_pending or seq.awaits_results or cached is None:
             return False
         self.pool.incref(cached)
         seq.pages.extend(cached)

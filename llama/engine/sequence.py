@@ -38,6 +38,9 @@ class SequenceState:
         num_computed: The leading tokens whose keys and values are in pages, or will be after the
             steps that have been scheduled.
         num_pending: The tokens behind these that are sampled and not read yet: 0 or 1.
+        awaits_results: Whether a step of a pipeline is in flight that has results for it. Nothing
+            more of it is scheduled until they are read.
+        last_step: The number of the last step of a pipeline that had tokens of it.
         num_cached: The prompt tokens found in the prefix cache when it was first admitted.
         num_offered: The leading pages that other sequences can find by their hashes.
         num_drafted: The drafts of its tokens that steps have verified.
@@ -61,6 +64,8 @@ class SequenceState:
     tokens: list[int] = field(init=False)
     num_computed: int = 0
     num_pending: int = 0
+    awaits_results: bool = False
+    last_step: int = 0
     num_cached: int = 0
     num_offered: int = 0
     num_drafted: int = 0

@@ -114,6 +114,8 @@ def recorder_for(model: Transformer) -> Recorder | None:
     parallel = model.parallel
     if device.type != "cuda" or GRAPH not in model.kernels.names:
         return None
+    if parallel.placement.stages > 1:  # messages between stages are not captured
+        return None
     reason = graph_check.try_collectives(model) if parallel.size > 1 else None
     if parallel.all_reduce_min(int(not reason)):
         return CudaRecorder(device)

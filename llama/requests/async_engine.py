@@ -27,8 +27,8 @@ class AsyncLLMEngine:
         if not self.engine.parallel.is_alone and not self.engine.is_led:
             # Ranks must see the same requests in the same order; each event loop has its own.
             raise ValueError(
-                f"with model_parallel_size={self.engine.parallel.size}, rank 0 must lead: call "
-                "llama.lead(work) on every rank, and make the AsyncLLMEngine in `work`"
+                f"with {self.engine.parallel.num_ranks} ranks of one model, rank 0 must lead: "
+                "call llama.lead(work) on every rank, and make the AsyncLLMEngine in `work`"
             )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llama-engine")
         self._open: set[Request] = set()

@@ -81,8 +81,8 @@ class RankCalls:
             if self._caller != threading.get_ident():
                 raise RuntimeError(
                     "another thread of this rank has unfinished requests: with "
-                    f"model_parallel_size={self.parallel.size}, make all calls from one thread, or "
-                    "within `lead`"
+                    f"{self.parallel.num_ranks} ranks of one model, make all calls from one "
+                    "thread, or within `lead`"
                 )
             self._is_calling = True
         try:

@@ -525,7 +525,7 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
         "--model", "m", "--max-model-len", "64", "--dtype", "bfloat16", "--seed", "3",
         "--tensor-parallel-size", "2", "--max-num-seqs", "5", "--tokenizer", str(DEMO),
         "--enforce-eager", "--no-enable-prefix-caching", "--swap-space", "4", "--load-format",
-        "auto", "--pipeline-parallel-size", "1", "--no-enable-lora",
+        "auto", "--pipeline-parallel-size", "2", "--no-enable-lora",
     ]))  # fmt: skip
     with pytest.raises(TypeError, match="does not support enable_lora=True"):
         AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "m", "--enable-lora"]))
@@ -545,10 +545,11 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
     tokenizer = str(DEMO / "tokenizer.model")
     first = {
         "ckpt_dir": "m", "tokenizer_path": tokenizer, "max_seq_len": 64, "max_batch_size": 5,
-        "model_parallel_size": 2, "seed": 3, "dtype": "bfloat16",
+        "model_parallel_size": 2, "pipeline_parallel_size": 2, "seed": 3, "dtype": "bfloat16",
     }  # fmt: skip
     second = {
         "ckpt_dir": "m", "tokenizer_path": None, "model_parallel_size": 1, "seed": 0,
+        "pipeline_parallel_size": 1,
         "quantize": "int8", "kv_cache_dtype": "int8", "timeout_s": 9, "speculate": "lookup",
         "speculate_tokens": 5,
     }  # fmt: skip
@@ -627,7 +628,7 @@ BAD_ARGS: list[tuple[dict[str, Any], str]] = [
         {"enable_lora": True},
         "EngineArgs does not support enable_lora=True: leave it out (allowed: False)",
     ),
-    ({"pipeline_parallel_size": 2}, "does not support pipeline_parallel_size=2"),
+    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 does not divide the 1 processes"),
     ({"speculative_config": "{"}, "speculative_config='{': give the model that drafts"),
     ({"speculative_config": {"method": "eagle", "model": "x"}}, "the method 'ngram' or 'suffix'"),
     ({"max_modl_len": 5}, "does not support max_modl_len=5: leave it out (allowed: nothing)"),

@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fairscale.nn.model_parallel import initialize as fs_init
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -367,15 +368,16 @@ def speculated(folder: str, prompts: list, draft: str) -> list:
     return [called, found, llama.engine.stats.draft_tokens]
 
 
-def drafted(folder: str, quantize: str | None, kinds: list[str]) -> list:
+def drafted(folder: str, quantize: str | None, kinds: list[str], stages: int = 1) -> list:
     """Return the kinds of drafts that change an answer or the cache, and how many were verified.
 
     Every rank makes the calls, and then rank 0 leads.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         llama = Llama.build(
-            folder, None, 128, 8, device="cpu", dtype="bf16", quantize=quantize, mute_ranks=False
-        )
+            folder, None, 128, 8, device="cpu", dtype="bf16", quantize=quantize, mute_ranks=False,
+            pipeline_parallel_size=stages,
+        )  # fmt: skip
     found, truth = drafts.without_drafts(llama)
     slots, *rest, _ = drafts.cached(llama, None, truth)
     changed, num = [], 0
@@ -390,6 +392,38 @@ def drafted(folder: str, quantize: str | None, kinds: list[str]) -> list:
         own, *others, _ = drafts.cached(llama, kind, truth)
         changed += [] if own.equal(slots) and others == rest else [f"{kind}, the cache"]
     return [changed, num]
+
+
+def staged(folder: str, stages: int, leads: bool, options: dict[str, Any]) -> list:
+    """Return the answers of a model in pipeline stages to requests of all kinds, and its layers.
+
+    Args:
+        folder: the model.
+        stages: the number of stages.
+        leads: whether rank 0 leads, or every rank makes the calls.
+        options: further arguments of `Llama.build`.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):
+        llama = Llama.build(
+            folder, None, 128, 8, dtype="bf16", device="cpu", mute_ranks=False,
+            pipeline_parallel_size=stages, **options,
+        )  # fmt: skip
+    ask = functools.partial(drafts.answers_of, llama)
+    answers = list(map(repr, (llama.lead(ask) if leads else ask()) or []))
+    vectors = llama.embed(drafts.PROMPTS[:3], pooling="mean")
+    answers += [repr(vector.tolist()) for vector in vectors if answers]
+    parallel, stats = llama.model.parallel, llama.engine.stats
+    groups = [
+        dist.get_process_group_ranks(fs_init.get_model_parallel_group()),
+        list(fs_init.get_pipeline_parallel_ranks()),
+        dist.get_process_group_ranks(fs_init.get_pipeline_parallel_group()),
+        dist.get_process_group_ranks(fs_init.get_data_parallel_group()),
+    ]
+    counts = [stats.prompt_tokens, stats.generated_tokens, stats.draft_tokens]
+    where = [parallel.placement.stage, parallel.rank, parallel.global_rank, parallel.data_size]
+    planes = llama.engine.runner.kv_cache.shape[0]
+    llama.close()
+    return [answers, where, list(llama.model.plan.share.layers), planes, groups, counts]
 
 
 def in_8_bits(folder: str, prompts: list) -> list:

@@ -57,7 +57,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "load_format": ("auto",),
     "max_logprobs": (20,),
     "model_impl": ("auto",),
-    "pipeline_parallel_size": (1,),
     "runner": ("auto", "generate"),
     "scheduling_policy": ("fcfs",),
     "skip_tokenizer_init": (False,),
@@ -133,6 +132,7 @@ class EngineArgs:
     seed: int | None = 0
     max_model_len: int | None = None
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     max_num_seqs: int | None = None
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"

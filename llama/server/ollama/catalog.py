@@ -125,7 +125,7 @@ def _size(service: Service) -> int:
     """Return the bytes of the weights in memory, on all ranks together."""
     model = service.loaded().model
     own_bytes = sum(weight.nbytes for weight in [*model.parameters(), *model.buffers()])
-    return int(own_bytes * model.parallel.size)
+    return int(own_bytes * model.parallel.num_ranks)
 
 
 def _digest(name: str, details: dict[str, Any]) -> str:

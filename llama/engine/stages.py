@@ -1,0 +1,206 @@
+"""The engine of one stage of a pipeline: steps follow one another through the stages.
+
+In: steps, the same on every rank. Out: their results, the same on every rank. The first stage
+embeds the tokens; each stage runs its layers and sends the hidden states on; the last stage samples
+and sends what it sampled to all others. With P stages, P steps are in flight.
+
+A GPU works on its own, so that each stage starts a step when it is scheduled. On a CPU a stage that
+waited for the hidden states of a new step would not compute those of an older one. So stage s runs
+a step when s further steps have been scheduled: by then the stage before has computed it, while
+this one was computing an older step.
+
+The results of a step have sizes that follow from its rows. All ranks therefore know what to expect,
+and begin to receive when the step is scheduled: a message then crosses a network once.
+"""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llama.device import current
+from llama.engine import tables
+from llama.engine.rows import (
+    CapturedStates,
+    HiddenStates,
+    Reader,
+    Rows,
+    Scheduled,
+    Step,
+    StepResults,
+    Tokens,
+)
+from llama.engine.runner import ModelRunner, RunningStep
+from llama.ranks.stage_link import StageLink
+
+
+class StageRunner(ModelRunner):
+    """Runs one stage of a model over its own KV cache; see `ModelRunner`.
+
+    The host knows every token when it schedules the next one of a sequence, so that scheduling is
+    not asynchronous in the sense of `ModelRunner`.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options | {"async_scheduling": False})
+        link = self.model.parallel.link
+        assert link is not None, "the model is not a stage of a pipeline"
+        self.link: StageLink = link
+
+    def start_stage(self, step: Step) -> "_EarlierStep | _LastStep":
+        """Prepare a step, and begin to receive what it needs."""
+        is_last = self.model.parallel.placement.is_last
+        with torch.inference_mode(), current(self.kv_cache.device):
+            return _LastStep(self, step) if is_last else _EarlierStep(self, step)
+
+
+class Pipeline:
+    """The steps in flight on one stage, the oldest first."""
+
+    def __init__(self, runner: StageRunner) -> None:
+        placement = runner.model.parallel.placement
+        self._runner = runner
+        self._max_steps = placement.stages
+        is_on_cpu = runner.kv_cache.device.type == "cpu"
+        self._num_later = placement.stage if is_on_cpu else 0  # steps scheduled before one runs
+        self._prepared: deque[_EarlierStep | _LastStep] = deque()  # they have not run yet
+        self._running: deque[_EarlierStep | _LastStep] = deque()
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._prepared)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a step must be settled before the next one is scheduled."""
+        return len(self) == self._max_steps
+
+    def start(self, step: Step) -> None:
+        """Take a step, and run the steps whose turn it is now."""
+        self._prepared.append(self._runner.start_stage(step))
+        while len(self._prepared) > self._num_later:
+            self._run_oldest()
+
+    def settle(self) -> tuple[Step, StepResults]:
+        """Wait for the results of the oldest step, and return both."""
+        if not self._running:
+            self._run_oldest()
+        running = self._running.popleft()
+        return running.step, running.read()
+
+    def clear(self) -> None:
+        """Forget all steps, as after an error that ends the job."""
+        self._prepared.clear()
+        self._running.clear()
+
+    def _run_oldest(self) -> None:
+        running = self._prepared.popleft()
+        with torch.inference_mode(), current(self._runner.kv_cache.device):
+            running.run()
+        self._running.append(running)
+
+
+class _Pass:
+    """The pass of a step through the layers of one stage.
+
+    The batch is packed at once: the sequences may have other pages when the step runs.
+    """
+
+    def __init__(self, runner: StageRunner, step: Step) -> None:
+        self._runner = runner
+        self._ids, self.batch = runner.pack(step)
+        model = runner.model
+        self._arrival = None
+        if not model.parallel.placement.is_first:
+            shape = (sum(item.count for item in step.items), model.params.dim)
+            self._arrival = runner.link.expect_hidden(shape, model.norm.weight)
+
+    def run(self) -> Tensor:
+        """Return the hidden states behind the layers of this stage, (T, E)."""
+        model = self._runner.model
+        x = model.tok_embeddings(self._ids) if self._arrival is None else self._arrival()
+        return model.run_layers(x, self.batch, self._runner.kv_cache)
+
+
+class _EarlierStep:
+    """A step on a stage that is not the last: it computes hidden states, and receives results.
+
+    It is the `RowComputer` of the step's rows, and computes nothing of them itself.
+    """
+
+    def __init__(self, runner: StageRunner, step: Step) -> None:
+        self.step = step
+        self._runner = runner
+        self._pass = _Pass(runner, step)
+        self._sequences = [item.sequence for item in step.sampled()]
+        self._readers: dict[Any, Reader[Any]] = {}
+        for kind, rows in step.rows.items():
+            self._readers[kind] = kind.compute(self, None, rows)
+
+    def run(self) -> None:
+        """Compute the hidden states, and send them on."""
+        self._runner.link.send_hidden(self._pass.run())
+
+    def read(self) -> StepResults:
+        """Wait for the results."""
+        with torch.inference_mode():
+            return {kind: read() for kind, read in self._readers.items()}
+
+    def sample(self, hidden: HiddenStates) -> Reader[Tokens]:
+        """Receive a token behind each row of `Step.sampled`."""
+        return self._expect(len(self._sequences), tables.max_top(self._sequences))
+
+    def score(self, hidden: HiddenStates, ids: list[int], num_top: int) -> Reader[Tokens]:
+        """Receive the scores of known tokens, one per row."""
+        return self._expect(len(ids), num_top)
+
+    def add_up(self, hidden: HiddenStates, counts: list[int]) -> Reader[np.ndarray]:
+        """Receive the sums of groups of rows."""
+        shape = (len(counts), self._runner.model.params.dim)
+        arrived = self._runner.link.expect_results(shape, torch.float64)
+        return lambda: arrived().numpy()
+
+    def captured(self, rows: Rows) -> Reader[CapturedStates]:
+        """Raise an error: captured states stay on the stage of their layer."""
+        raise ValueError("hidden states of layers need pipeline_parallel_size=1")
+
+    def _expect(self, num_rows: int, num_top: int | None) -> Reader[Tokens]:
+        width = tables.num_columns(num_top, self._runner.model.vocab_size)
+        arrived = self._runner.link.expect_results((num_rows, width), tables.DTYPE)
+        return lambda: tables.tokens_of(arrived())
+
+
+class _LastStep(RunningStep):
+    """A step on the last stage, which computes its results, and sends them to all others."""
+
+    def __init__(self, runner: StageRunner, step: Step) -> None:
+        self.step = step
+        self._link = runner.link
+        self._pass = _Pass(runner, step)
+        self._results: Reader[StepResults] | None = None
+        super().__init__(runner, step)
+
+    def _run(self, sampled: list[Scheduled]) -> HiddenStates:
+        return None  # the stage before has not computed it yet
+
+    def run(self) -> None:
+        """Compute the results, and on a CPU send them; on a GPU they are not computed yet."""
+        x = self._pass.run()
+        self._hidden = self._model.normalize(x, self._pass.batch)
+        read = self._compute_rows()
+        if x.is_cpu:
+            results = read()
+            self._results = lambda: results
+        else:
+            self._results = read
+
+    def read(self) -> StepResults:
+        """Wait for the results."""
+        assert self._results is not None, "the step has not run"
+        with torch.inference_mode():
+            return self._results()
+
+    def _publish(self, results: Tensor) -> Tensor:
+        self._link.send_results(results)
+        return results

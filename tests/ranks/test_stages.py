@@ -1,0 +1,172 @@
+"""Pipeline stages: real processes under torchrun give the bits of ranks without stages.
+
+The requests are those of helpers/drafts.py: greedy and sampled, with penalties, constraints, stop
+texts, log-probabilities, and several answers each. The model has five layers, so that no number of
+stages divides them evenly.
+"""
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import drafts
+from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
+from helpers.kernels import HAS_KERNELS
+from helpers.launch import torchrun
+from llama import Llama, ModelArgs
+from llama.build_args import BuildArgs
+from llama.checkpoint.convert import pack
+from llama.checks import FieldError
+from llama.loading import _check_drafter, find_files
+from llama.model.shares import RankShare
+from llama.ranks.groups import _mismatch
+from llama.ranks.peers import PeerInfo
+from llama.ranks.placement import Placement
+
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+PARAMS = {
+    "dim": 128, "n_layers": 5, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
+    "multiple_of": 32, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0,
+}  # fmt: skip
+KV_BYTES = 16 * 5 * 2 * 2 * 32 * 2 * 24  # 24 pages of all layers: sequences are preempted
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """One model; one whose ends are tied; and the first one packed."""
+    found = {}
+    for name in ("untied", "tied"):
+        folder = tmp_path_factory.mktemp(name)
+        state = random_state(PARAMS, seed=5)
+        params: dict[str, Any] = PARAMS
+        if name == "tied":
+            params = {**PARAMS, "tied_output": True}
+            del state["output.weight"]
+        write_meta(folder, params, state)
+        write_byte_tokenizer(folder)
+        found[name] = str(folder)
+    found["packed"] = str(tmp_path_factory.mktemp("packed") / "model")
+    pack(found["tied"], found["packed"], quantize="int8")
+    return found
+
+
+def staged(folder: str, stages: int, *, leads: bool = False, **options: Any) -> dict[str, Any]:
+    return {"do": "staged", "folder": folder, "stages": stages, "leads": leads, "options": options}
+
+
+def alone(folder: str, **options: Any) -> list[str]:
+    """Return the answers of one process, as the job "staged" does."""
+    llama = Llama.build(folder, None, 128, 8, dtype="bf16", device="cpu", **options)
+    vectors = llama.embed(drafts.PROMPTS[:3], pooling="mean")
+    return [*map(repr, drafts.answers_of(llama)), *(repr(vector.tolist()) for vector in vectors)]
+
+
+def expect_answers(ranks: list[list[dict]], index: int, wanted: list[str]) -> None:
+    """Compare the answers of all ranks that have some: of rank 0 alone where it led."""
+    answers = [rank[index]["result"][0] for rank in ranks]
+    assert [found for found in answers if found] == [wanted] * (len(ranks) if answers[-1] else 1)
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("untied", {}),
+    "tied int8, led": ("tied", {"leads": True, "quantize": "int8"}),
+    "packed": ("packed", {}),
+    "int8 KV, preempted, led": (
+        "untied",
+        {"leads": True, "kv_cache_dtype": "int8", "kv_cache_memory_bytes": KV_BYTES},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def two_stages(folders, tmp_path_factory) -> list[list[dict]]:
+    """The results of two ranks, each of which is a stage."""
+    jobs = [staged(folders[name], 2, **options) for name, options in VARIANTS.values()]
+    drafted = {"do": "drafted", "folder": folders["untied"], "quantize": None, "kinds": ["some"]}
+    lookup = staged(folders["untied"], 2, leads=True, speculate="lookup")
+    return torchrun(2, [*jobs, drafted | {"stages": 2}, lookup], tmp_path_factory.mktemp("two"), 0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_stages_give_the_bits_of_one_process(name, folders, two_stages):
+    folder, options = VARIANTS[name]
+    options = {key: value for key, value in options.items() if key != "leads"}
+    expect_answers(two_stages, [*VARIANTS].index(name), alone(folders[folder], **options))
+
+
+@needs_kernels
+def test_no_draft_changes_a_bit_in_stages(two_stages):
+    """No draft changes a bit in stages, where every rank makes the calls and where rank 0 leads."""
+    (changed, drafted), other = (rank[-2]["result"] for rank in two_stages)
+    assert changed == [] == other[0] and drafted == other[1] > 500
+    assert two_stages[0][-1]["result"][-1][-1] > 20, "look-up has drafted"
+
+
+def test_each_stage_holds_its_own_layers_and_their_cache(two_stages):
+    """Each stage holds its own layers and their KV cache, and fairscale's getters know the groups.
+
+    Rank 0 holds the end of the model.
+    """
+    (last, first) = (rank[0]["result"][1:-1] for rank in two_stages)
+    assert last == [[1, 0, 0, 1], [3, 4], 2, [[0], [0, 1], [0, 1], [0]]]
+    assert first == [[0, 0, 1, 1], [0, 1, 2], 3, [[1], [0, 1], [0, 1], [1]]]
+
+
+@needs_kernels
+def test_three_uneven_stages_give_the_bits_of_one_process(folders, tmp_path):
+    ranks = torchrun(3, [staged(folders["untied"], 3)], tmp_path, 0)
+    expect_answers(ranks, 0, alone(folders["untied"]))
+    assert [rank[0]["result"][2] for rank in ranks] == [[4], [2, 3], [0, 1]]
+
+
+@needs_kernels
+def test_two_stages_of_two_ranks_give_the_bits_of_two_ranks(folders, tmp_path):
+    """Two stages of two ranks give the bits of two ranks.
+
+    Pipeline groups have the ranks of the same index, as fairscale lays them out.
+    """
+    (tmp_path / "two").mkdir()
+    wanted = torchrun(2, [staged(folders["untied"], 1)], tmp_path / "two", 0)
+    ranks = torchrun(4, [staged(folders["untied"], 2, leads=True)], tmp_path, 0)
+    expect_answers(ranks, 0, wanted[0][0]["result"][0])
+    assert [rank[0]["result"][4][:2] for rank in ranks] == [
+        [[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]],
+    ]  # fmt: skip
+
+
+def test_layers_are_divided_by_their_work_and_that_of_lm_head():
+    """Layers are divided by their work, and the last stage has fewer where its lm_head is large."""
+    counts = [len(Placement(stage=i, stages=3).layers(16, Fraction(4))) for i in range(3)]
+    assert counts == [7, 7, 2]
+    for args, layers in (
+        (ModelArgs(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, vocab_size=128256,
+                   multiple_of=256, ffn_dim_multiplier=1.5), [10, 6]),
+        (ModelArgs(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, vocab_size=128256,
+                   multiple_of=4096, ffn_dim_multiplier=1.2), [63, 63]),
+    ):  # fmt: skip
+        shares = [RankShare.of(args, Placement(stage=i, stages=2)) for i in range(2)]
+        assert [len(share.layers) for share in shares] == layers
+
+
+def test_what_stages_cannot_do_is_refused(folders):
+    with pytest.raises(FieldError, match="pipeline_parallel_size=2 does not divide the 1 proc"):
+        Llama.build(folders["untied"], device="cpu", pipeline_parallel_size=2)
+    args = BuildArgs("m", pipeline_parallel_size=2, speculate="smaller")
+    with pytest.raises(FieldError, match="speculate='smaller' is a draft model, which needs"):
+        _check_drafter(args)
+    model_args = BuildArgs(folders["untied"])
+    with pytest.raises(FieldError, match="pipeline_parallel_size=6 is more than the 5 layers"):
+        find_files(model_args, Placement(stages=6), torch.device("cpu"))
+
+
+def test_unlike_numbers_of_stages_are_an_error():
+    """Ranks that ask for unlike numbers of stages are an error that names both."""
+    peers = [PeerInfo(0, "a", 1, "a", 2), PeerInfo(1, "a", 2, "a", 1, stages=2)]
+    assert _mismatch(peers, 1) == (
+        "pipeline_parallel_size differs: it is 1 on rank 0, and 2 on rank 1 (this is rank 1). "
+        "Give every rank the same"
+    )
+    assert [peer.name for peer in peers] == ["rank 0 on a", "rank 1 (stage 0 of 2) on a"]
