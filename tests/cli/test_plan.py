@@ -18,7 +18,7 @@ from llama.checkpoint.memory import bytes_of
 from llama.cli import COMMANDS, main
 from llama.cli.flags import GPU_NAMES, SHAPE_NAMES, read
 from llama.cli.plan.command import read_options
-from llama.cli.plan.layouts import Option, Plan, find_options
+from llama.cli.plan.layouts import Option, Plan, find_options, ranks_by_machine
 from llama.cli.plan.report import summary
 from llama.loading import Files, estimate_memory
 from llama.model.args import ModelArgs
@@ -143,14 +143,28 @@ def test_layouts_of_the_largest_models():
     """The 405B runs in stages across machines; the context decides about the 70B."""
     options = find_options(plan_of("405b --gpu h100 --gpus 8 --machines 2 --context 4096"))
     assert names(options)[0] == "TP8 x PP2 x 1"
-    assert options[0].missing == "pipeline stages"
-    assert names([option for option in options if not option.missing]) == ["TP16 x PP1 x 1"]
+    assert not options[0].missing
+    assert {option.missing for option in options} == {"", "uneven shares"}
     for context, layout in ((1024, "TP4 x PP1 x 2"), (8192, "TP8 x PP1 x 1")):
         options = find_options(plan_of(f"70b --gpu h100 --gpus 8 --context {context}"))
         assert names(options)[0] == layout
         assert all(option.sequences for option in options)
     assert "uneven shares" in {option.missing for option in options}
     assert find_options(plan_of("405b --gpu h200 --gpus 8"))[0].layout == Layout(8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (Layout(8, 2), [8, 8]),
+        (Layout(4, 3), [8, 4]),
+        (Layout(2, 6), [6, 6]),
+        (Layout(16, 2), [8, 8, 8, 8]),
+        (Layout(2, 2), [4]),
+    ],
+)
+def test_stages_are_not_divided_between_machines(layout, ranks):
+    assert ranks_by_machine(layout) == ranks
 
 
 def test_many_devices_have_few_layouts():
@@ -247,11 +261,15 @@ def test_the_report(capsys):
     for step in report["steps"]:
         assert sum(step["share"].values()) == pytest.approx(1, abs=0.01)
     report, text = report_of("405b --gpu h100 --gpus 8 --machines 2 --context 4096", capsys)
-    assert (report["fastest"], report["today"]) == ("TP8 x PP2 x 1", "TP16 x PP1 x 1")
+    assert report["fastest"] == report["today"] == "TP8 x PP2 x 1"
     assert report["command"].startswith("torchrun --nnodes 2 --nproc_per_node 8 --node_rank N ")
-    assert "not built  TP8 x PP2 x 1 would be faster, and is modelled only" in text
+    assert " serve DIR --pipeline_parallel_size 2 " in report["command"]
+    assert "the last ones" not in text
     report, text = report_of("70b --gpu h100 --gpus 3", capsys)
-    assert report["today"] == "TP2 x PP1 x 1" and "no: uneven shares" in text
+    assert report["today"] == "TP1 x PP3 x 1" and "no: uneven shares" in text
+    assert "not built  TP3 x PP1 x 1 would be faster, and is modelled only" in text
+    values = read("llama", COMMANDS["serve"], shlex.split(report["command"])[2:], {})
+    assert (values.ranks, values.pipeline_parallel_size) == (3, 3)
     report, text = report_of(
         "8b --gpu 4090 --machines 2 --kv_cache_dtype int8 --dtype fp16", capsys
     )

@@ -159,6 +159,19 @@ class Option:
     missing: str
 
 
+def ranks_by_machine(layout: Layout) -> list[int]:
+    """Return the ranks of a copy of the model on each machine that it needs.
+
+    A stage is on one machine where its ranks fit into one, and machines have as many stages.
+    """
+    if layout.tensor > layout.per_machine:
+        machines = layout.tensor * layout.pipeline // layout.per_machine
+        return [layout.per_machine] * machines
+    machines = -(-layout.pipeline // (layout.per_machine // layout.tensor))
+    stages, more = divmod(layout.pipeline, machines)
+    return [layout.tensor * (stages + (i < more)) for i in range(machines)]
+
+
 def find_options(asked: Plan) -> list[Option]:
     """Return the layouts in which the model and one sequence fit, the fastest first."""
     options = []
@@ -223,9 +236,8 @@ def speed_of(asked: Plan, layout: Layout, sequences: int) -> float:
 
 def _missing(args: ModelArgs, layout: Layout) -> str:
     """Return what this runtime lacks for a layout; an empty text if it lacks nothing."""
-    missing = ["pipeline stages"] if layout.pipeline > 1 else []
     try:
         args.check_ranks(layout.tensor)
     except ValueError:
-        missing.append("uneven shares")
-    return " and ".join(missing)
+        return "uneven shares"
+    return ""

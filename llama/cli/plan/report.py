@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from llama.checkpoint.find import Checkpoint
-from llama.cli.plan.layouts import Option, Plan, cost_of, option_for, speed_of
+from llama.cli.plan.layouts import (
+    Option,
+    Plan,
+    cost_of,
+    option_for,
+    ranks_by_machine,
+    speed_of,
+)
 from llama.cli.plan.models import Model
 from llama.device import dtype_name
 from llama.model.cost import DEVICES, Layout
@@ -56,6 +63,7 @@ def _layout_report(option: Option) -> dict[str, Any]:
         "pipeline_parallel": layout.pipeline,
         "replicas": layout.replicas,
         "devices": layout.ranks,
+        "ranks_by_machine": ranks_by_machine(layout),
         "weight_bytes_per_rank": option.weight_bytes,
         "kv_tokens_per_replica": option.kv_tokens,
         "sequences_per_replica": option.sequences,
@@ -94,14 +102,18 @@ def _command(asked: Plan, option: Option) -> str:
     if not asked.is_gpu:
         flags.append("--device cpu")
     folder = asked.model.name if asked.model.has_files else "DIR"
-    if layout.group_machines > 1:
+    num_ranks = layout.tensor * layout.pipeline
+    by_machine = ranks_by_machine(layout)
+    if layout.pipeline > 1:
+        flags.insert(0, f"--pipeline_parallel_size {layout.pipeline}")
+    if len(by_machine) > 1:
         launcher = (
-            f"torchrun --nnodes {layout.group_machines} --nproc_per_node {layout.per_machine} "
+            f"torchrun --nnodes {len(by_machine)} --nproc_per_node {by_machine[0]} "
             "--node_rank N --master_addr host-0 --master_port 29500 -m llama"
         )
         return " ".join([launcher, "serve", folder, *flags])
-    if layout.tensor > 1:
-        flags.insert(0, f"--ranks {layout.tensor}")
+    if num_ranks > 1:
+        flags.insert(0, f"--ranks {num_ranks}")
     return " ".join(["llama serve", folder, *flags])
 
 
@@ -173,6 +185,9 @@ def _advice(report: dict[str, Any]) -> Iterator[str]:
         return
     yield f"command    {report['command']}"
     (used,) = (x for x in report["layouts"] if x["layout"] == report["today"])
+    num_last = used["ranks_by_machine"][-1]
+    if num_last != used["ranks_by_machine"][0]:
+        yield f"machines   the last ones start {num_last} ranks each: --nproc_per_node {num_last}"
     if used["replicas"] > 1:
         yield (
             f"replicas   {used['replicas']} such servers, each with devices (CUDA_VISIBLE_DEVICES) "
