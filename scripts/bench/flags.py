@@ -55,6 +55,7 @@ FLAGS = {
     "growth_mb": Flag(float, "X", "Permitted growth of memory after the warm-up"),
     "rows": Flag(parse_ints, "N,N", "Rows (M) of the product"),
     "formats": Flag(str, "NAMES", "Weight formats, separated by commas"),
+    "reference": Flag(str, "NAME", "Format that the others are compared with"),
     "text": Flag(str, "FILE", "Text to evaluate"),
     "window": Flag(int, "N", "Tokens of a window"),
     "windows": Flag(int, "N", "Number of windows"),

@@ -2,8 +2,8 @@
 
 In: a folder with weights, formats, and a text. Out: a row a format. The text is read in windows of
 their own. "KL" is the mean over all tokens of the Kullback-Leibler divergence, in nats, of the next
-token's distribution from that of bf16; it is steadier than the perplexity, which a wrong weight can
-also lower by chance.
+token's distribution from that of bf16, or of another reference; it is steadier than the perplexity,
+which a wrong weight can also lower by chance.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _DEFAULT = (*QUANTIZED, *_CACHES)
 _KNOWN = (*_DEFAULT, *_ACTIVATIONS)
 _COLUMNS: list[Column] = [
     ("weights", "weights", ""), ("GB", "gb", ".3f"), ("perplexity", "perplexity", ".3f"),
-    ("to bf16", "to_bf16", "+.2%"), ("KL", "kl", ".4f"), ("+-", "kl_error", ".4f"),
+    ("to first", "to_first", "+.2%"), ("KL", "kl", ".4f"), ("+-", "kl_error", ".4f"),
     ("same top token", "same_top", ".1%"),
 ]  # fmt: skip
 
@@ -44,14 +44,16 @@ def quality(
     text: str = str(_TEXT),
     window: int = 512,
     windows: int = 4,
+    reference: str = "bf16",
     **flags: Any,
 ) -> None:
     """Measure the perplexity of a text by format of weights or KV cache, and the distance to bf16.
 
-    "int8+int8" is a format of weights and one of activations.
+    "int8+int8" is a format of weights and one of activations. `reference` is the format that the
+    others are compared with: with "int8", the row of "int8+int8" has the cost of activations alone.
 
     It needs a folder with trained weights: random ones have no quality to lose. It runs on a CPU
-    and keeps all log-probabilities of bf16, which are 2 GB for 4 windows of Llama 3.
+    and keeps all log-probabilities of the reference, which are 2 GB for 4 windows of Llama 3.
     """
     bench = Bench(**flags)
     if not Path(bench.model).is_dir():
@@ -59,16 +61,18 @@ def quality(
     for name in (names := formats.split(",")):
         if name not in _KNOWN:
             raise ValueError(f"formats={name!r}: give some of {', '.join(_KNOWN)}")
+    if reference not in ("bf16", *_KNOWN):
+        raise ValueError(f"reference={reference!r}: give bf16 or one of {', '.join(_KNOWN)}")
     sizes = whole("window", window, 2), whole("windows", windows)
     expected = None
     rows = []
-    for name in ("bf16", *names):
+    for name in dict.fromkeys([reference, *names]):
         print(f"... {name}", file=sys.stderr, flush=True)
         num_bytes, ids, found = _log_probabilities(bench.model, name, Path(text), *sizes)
         expected = found if expected is None else expected
         rows.append({"weights": name, "gb": num_bytes / 1e9, **compare(ids, expected, found)})
     for row in rows:
-        row["to_bf16"] = row["perplexity"] / rows[0]["perplexity"] - 1
+        row["to_first"] = row["perplexity"] / rows[0]["perplexity"] - 1
     bench.report(_COLUMNS, rows, None)
 
 
