@@ -95,7 +95,16 @@ def test_other_devices_amx_and_ranks_with_broken_groups_are_refused(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(native, "allowed_instruction_sets", lambda: sets)
         with pytest.raises(ValueError, match="slower than bf16 on this CPU, which has AMX: leave"):
-            check_activations("int8_token", CPU, is_plain=False)
+            check_activations("int8", CPU, is_plain=False)
+        assert check_activations("int8_token", CPU, is_plain=False) == "int8_token"
+        plain = torch.ones(32, 64).bfloat16()
+        with pytest.raises(ValueError, match="unless matrices are in int8 with one scale per row"):
+            round_activations(
+                {"layers.0.attention.wo": packed(plain.clone(), "int4")}, "int8_token"
+            )
+        weight = packed(plain, "int8")
+        round_activations({"layers.0.attention.wo": weight}, "int8_token")
+        assert weight.activations == 64
     held = {"layers.0.attention.wo": packed(torch.ones(32, 80).bfloat16(), "int8")}
     with pytest.raises(
         ValueError, match=r"attention.wo has 80 columns on a rank, which is no mult"

@@ -29,13 +29,16 @@ _IGNORED_PARTS = {
 _KV_CACHE_PART = re.compile(r".+\.self_attn\.[qkv]_(scale|zero_point)")
 # The values of keys that a description of activations leaves out.
 _DEFAULTS: Config = {"num_bits": 8, "type": "int", "symmetric": True}
+# Strategies of weights by which all columns of a row share a scale.
+_SCALE_PER_ROW = ("channel", "tensor")
 _REMEDY = "take the model in bfloat16, FP8, w4a16, AWQ (gemm), GPTQ or GGUF"
 
 
 def activations_of(config: Config) -> str | None:
     """Return the value of `activations=` that a quantization_config asks for.
 
-    Only what the kernels compute exactly counts. Other activations stay as they are, and so do
+    Only what the kernels compute exactly and fast on every CPU counts: activations and weights of
+    as many bits, and one scale per row of a weight. Other activations stay as they are, and so do
     those of a model in which the groups of matrices ask for several kinds.
 
     Args:
@@ -44,17 +47,24 @@ def activations_of(config: Config) -> str | None:
     groups = config.get("config_groups")
     if config.get("quant_method") != "compressed-tensors" or not isinstance(groups, dict):
         return None
-    asked = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
+    described_groups = [group for group in groups.values() if isinstance(group, dict)]
     for name, activation_format in ROUNDED_ACTIVATIONS.items():
-        described = activation_format.in_files
-        if asked and described and all(_matches(inputs, described) for inputs in asked):
-            return name
+        inputs = activation_format.in_files
+        if described_groups and inputs is not None:
+            weights = {key: inputs[key] for key in ("num_bits", "type")}
+            if all(
+                _matches(group.get("input_activations"), inputs)
+                and _matches(group.get("weights"), weights)
+                and group["weights"].get("strategy") in _SCALE_PER_ROW
+                for group in described_groups
+            ):
+                return name
     return None
 
 
-def _matches(inputs: object, described: Mapping[str, object]) -> bool:
-    """Return whether the input_activations of a group are those that are described."""
-    return isinstance(inputs, dict) and (_DEFAULTS | inputs).items() >= described.items()
+def _matches(quantized: object, described: Mapping[str, object]) -> bool:
+    """Return whether the activations or weights of a group are those that are described."""
+    return isinstance(quantized, dict) and (_DEFAULTS | quantized).items() >= described.items()
 
 
 def join_parts(tensors: dict[str, MappedTensor], config: Config) -> dict[str, MappedTensor]:

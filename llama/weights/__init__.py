@@ -144,10 +144,10 @@ def check_activations(name: object, device: torch.device, *, is_plain: bool) -> 
         raise ValueError(
             f"activations={name!r} is for the CPU, not for {device.type}: leave activations out"
         )
-    if _has_amx():
+    if _has_amx() and not ROUNDED_ACTIVATIONS[name].per_token:
         raise ValueError(
             f"activations={name!r} is slower than bf16 on this CPU, which has AMX: leave "
-            "activations out"
+            "activations out, or give 'int8_token' for matrices in int8"
         )
     if is_plain:
         raise _no_integers(name)
@@ -162,7 +162,7 @@ def default_activations(name: str | None, device: torch.device) -> str | None:
         device: The device of the model. Only the kernels for CPUs round exactly so; elsewhere
             activations stay as they are.
     """
-    return name if device.type == "cpu" and not _has_amx() else None
+    return name if device.type == "cpu" else None
 
 
 def _has_amx() -> bool:
@@ -183,8 +183,11 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
             fill a group.
     """
     per_token = ROUNDED_ACTIVATIONS[name].per_token
+    has_amx = _has_amx()
     is_any = False
     for matrix, weight in matrices.items():
+        if has_amx and not _fits_tiles(weight):
+            continue
         if weight.round_activations(per_token):
             is_any = True
         elif weight.has_integers() and weight.shape[1] % rounded.PIECE:
@@ -193,8 +196,18 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
                 f"no multiple of {rounded.PIECE}: use another number of ranks, or give "
                 "activations='bf16'"
             )
+    if not is_any and has_amx:
+        raise ValueError(
+            f"activations={name!r} is slower than bf16 on this CPU, which has AMX, unless matrices "
+            "are in int8 with one scale per row: give quantize='int8' too, or leave activations out"
+        )
     if not is_any:
         raise _no_integers(name)
+
+
+def _fits_tiles(weight: Weight) -> bool:
+    """Return whether AMX multiplies rounded rows by a weight faster than rows in bf16."""
+    return weight.kind == ElementFormat.INT8 and getattr(weight, "groups", 0) == 1
 
 
 def _no_integers(name: str) -> ValueError:

@@ -223,6 +223,8 @@ def test_a_w8a8_folder_runs_as_its_files_ask(w8a8, tmp_path, capsys):
         {"strategy": "group", "group_size": 32},
         {"num_bits": 4},
         {"type": "float"},
+        {"weights": {"num_bits": 4}},
+        {"weights": {"strategy": "group", "group_size": 32}},
         None,
     ],
 )
@@ -233,16 +235,23 @@ def test_other_activations_of_files_stay_in_bf16(w8a8, tmp_path, changes):
         (folder / path.name).symlink_to(path)
     config = find(w8a8).quantization or {}
     groups = {"group_0": dict(config["config_groups"]["group_0"]), "group_1": {"targets": ["x"]}}
+    groups["group_1"]["weights"] = groups["group_0"]["weights"]
     groups["group_1"]["input_activations"] = groups["group_0"]["input_activations"]
     if changes is None:
         del groups["group_0"]["input_activations"]
+    elif "weights" in changes:
+        groups["group_0"]["weights"] = groups["group_0"]["weights"] | changes["weights"]
     else:
         groups["group_0"]["input_activations"] = groups["group_1"]["input_activations"] | changes
     (folder / "config.json").unlink()
     (folder / "config.json").write_text((w8a8 / "config.json").read_text())
     change_json(folder / "config.json", quantization_config=config | {"config_groups": groups})
-    assert find(w8a8).activations == "int8_token"
     assert find(folder).activations is None
+    change_json(folder / "config.json", quantization_config=config | {"config_groups": {}})
+    assert find(folder).activations is None
+    groups["group_0"] = groups["group_1"]
+    change_json(folder / "config.json", quantization_config=config | {"config_groups": groups})
+    assert find(folder).activations == "int8_token"
 
 
 def test_codes_per_token_are_those_of_compressed_tensors():

@@ -1,6 +1,9 @@
-// The six tile intrinsics in AVX-512, for CPUs without AMX: included before everything else, it
+// The seven tile intrinsics in AVX-512, for CPUs without AMX: included before everything else, it
 // takes their place. It follows Intel's description of the instructions, rounding and denormals
 // too, and ends the process where the CPU would end it, or where Linux would.
+//
+// The compiler's own intrinsics are declared first, for a target without tiles: from gcc 13 on they
+// would need a target that has them.
 #pragma once
 #include <immintrin.h>
 #include <stdio.h>
@@ -11,6 +14,10 @@
 
 #include <atomic>
 #include <cstdint>
+
+#define __AMX_TILE__ 1
+#define __AMX_BF16__ 1
+#define __AMX_INT8__ 1
 
 // What the tests see and set, by name.
 extern "C" {
@@ -130,6 +137,29 @@ inline void dpbf16ps(int c, int a, int b) {
   _mm_setcsr(before);
 }
 
+// c (rows, columns) int32 += a (rows, quads, 4) int8 x b (quads, columns, 4) unsigned bytes, modulo
+// 2^32.
+inline void dpbsud(int c, int a, int b) {
+  require(a != b && b != c && c != a, "a tile twice");
+  require(row_bytes(a) % 4 == 0 && row_bytes(b) % 4 == 0 && row_bytes(c) % 4 == 0, "half a quad");
+  require(rows(a) == rows(c) && row_bytes(a) / 4 == rows(b) && row_bytes(b) == row_bytes(c),
+          "shapes differ");
+  amx_products++;
+  for (int r = 0; r < rows(c); r++) {
+    alignas(64) int32_t sums[16];
+    __m512i sum = _mm512_loadu_si512(registers.tiles[c][r]);
+    for (int quad = 0; quad < row_bytes(a) / 4; quad++) {
+      int32_t x;
+      memcpy(&x, registers.tiles[a][r] + 4 * quad, 4);
+      sum = _mm512_dpbusd_epi32(sum, _mm512_loadu_si512(registers.tiles[b][quad]),
+                                _mm512_set1_epi32(x));
+    }
+    _mm512_store_si512(sums, sum);
+    sums[row_bytes(c) / 4 - 1] += amx_wrong;
+    memcpy(registers.tiles[c][r], sums, row_bytes(c));
+  }
+}
+
 // Only the call with two arguments asks for the tiles; that of futexes has six.
 inline long system_call(long number, long request, long feature) {
   return permission(number, request, feature);
@@ -148,9 +178,11 @@ long system_call(long number, Arguments... arguments) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbsud
 #define _tile_loadconfig(from) amx_emulated::loadconfig(from)
 #define _tile_release() amx_emulated::release()
 #define _tile_zero(tile) amx_emulated::load(tile, nullptr, 0)
 #define _tile_loadd(tile, from, stride) amx_emulated::load(tile, from, stride)
 #define _tile_stored(tile, to, stride) amx_emulated::save(tile, to, stride)
 #define _tile_dpbf16ps(c, a, b) amx_emulated::dpbf16ps(c, a, b)
+#define _tile_dpbsud(c, a, b) amx_emulated::dpbsud(c, a, b)

@@ -31,8 +31,7 @@ os.environ["CPATH"] = os.pathsep.join([str(_HEADER.parent), *_USERS])
 _AVX512_BF16 = next(x for x in INSTRUCTION_SETS if x.name == "avx512_bf16")
 EMULATED_AMX = InstructionSet(  # a copy, so that libraries share no variable of it
     "amx_emulated",
-    (*_AVX512_BF16.flags, "-D__AMX_TILE__", "-D__AMX_BF16__", "-fno-gnu-unique",
-     "-include", _HEADER.name),
+    (*_AVX512_BF16.flags, "-fno-gnu-unique", "-include", _HEADER.name),
     _AVX512_BF16.needs,
 )  # fmt: skip
 _AVX2 = INSTRUCTION_SETS[-1]

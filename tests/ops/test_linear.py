@@ -325,6 +325,12 @@ def test_tiles_do_all_products_of_whole_steps_and_no_others(kernels):
             kind.pack(numbers(n, k)).linear(numbers(m, k))
             tiles = 0 if kind is BytesWeight and m <= FEW_ROWS else -(-m // 16)
             assert products_of_tiles() - before == tiles * n // 16 * k // 32
+    for m, n, k in [(5, 32, 32), (17, 96, 1056), (300, 32, 64)]:
+        before = products_of_tiles()
+        rounding = BytesWeight.pack(numbers(n, k))
+        assert rounding.round_activations(per_token=True)
+        rounding.linear(numbers(m, k))
+        assert products_of_tiles() - before == -(-m // 16) * n // 16 * -(-k // 64)
     before = products_of_tiles()
     for m, n, k in [(1, 32, 30), (16, 64, 1072), (40, 32, 34)]:
         BlockedWeight.pack(numbers(n, k)).linear(numbers(m, k))
@@ -381,5 +387,12 @@ def test_tiles_compile_for_the_cpus_that_have_them(tmp_path):
     done = compile_for_amx(str(build.FOLDER / "linear.cpp"), "-S")
     assert done.returncode == 0, done.stderr
     made = (tmp_path / "made.s").read_text()
-    for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"):
+    for instruction in (
+        "ldtilecfg",
+        "tileloadd",
+        "tdpbf16ps",
+        "tdpbsud",
+        "tilestored",
+        "tilerelease",
+    ):
         assert f"\t{instruction}\t" in made or f"\t{instruction}\n" in made

@@ -1,7 +1,8 @@
 // Matrix products in AMX tiles (Sapphire Rapids and later): x (M, K) of bf16 times a packed weight
 // (N, K), with float32 sums. linear.cpp asks tiles_work(), and then leaves whole products to the
 // overloads of multiply_all() here; it knows nothing of tiles. Weights of 4 to 8 bits are widened
-// to bf16 first. amx_few_rows.h has faster ways to the same bits for a few rows of x. On two cores
+// to bf16 first. amx_few_rows.h has faster ways to the same bits for a few rows of x, and
+// amx_int8.h has products of rounded rows. On two cores
 // of a Xeon, 512 rows and a weight (16384, 2048) take 38 ms.
 //
 // A tile has 16 rows of 64 bytes. One instruction adds to C (16 rows of x, 16 outputs) the product
@@ -137,10 +138,14 @@ struct Steps {
   bool into_l1;        // prefetches into L1, otherwise into L2
 };
 
+// The elements of a step, which have the same bytes: 32 k of bf16, with float32 sums; or 64 k of
+// int8 in x and of unsigned bytes in the weights, with int32 sums, which are stored as they are.
+enum class TileElements { BF16, INT8 };
+
 // Multiplies one or two tiles of rows of x by some steps of a weight block, and adds the products
 // to `sums` (TILES * height, 32), or replaces them if is_first. The second tile begins `distance`
-// elements after the first.
-template <int TILES>
+// times two bytes after the first.
+template <int TILES, TileElements ELEMENTS = TileElements::BF16>
 void multiply_tiles(const uint16_t* x, long height, long distance, Steps steps, float* sums,
                     bool is_first) {
   constexpr long STRIDE = N_BLOCK * sizeof(float);
@@ -162,12 +167,17 @@ void multiply_tiles(const uint16_t* x, long height, long distance, Steps steps, 
     _tile_loadd(6, w, 4 * N_BLOCK);
     _tile_loadd(7, w + 64, 4 * N_BLOCK);
     _tile_loadd(4, x, 2 * TILE_K);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (TILES == 2) {
-      _tile_loadd(5, x + distance, 2 * TILE_K);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+    if (TILES == 2) _tile_loadd(5, x + distance, 2 * TILE_K);
+    if constexpr (ELEMENTS == TileElements::INT8) {
+      _tile_dpbsud(0, 4, 6);
+      _tile_dpbsud(1, 4, 7);
+      if (TILES == 2) _tile_dpbsud(2, 5, 6);
+      if (TILES == 2) _tile_dpbsud(3, 5, 7);
+    } else {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if (TILES == 2) _tile_dpbf16ps(2, 5, 6);
+      if (TILES == 2) _tile_dpbf16ps(3, 5, 7);
     }
   }
   _tile_stored(0, sums, STRIDE);
@@ -202,12 +212,37 @@ inline bool check_product() {
   return is_right;
 }
 
+// Whether a product of 32 rows of bytes in one step gives the same sums as a plain loop.
+inline bool check_byte_product() {
+  constexpr long ROWS = 2 * TILE_ROWS, K = 2 * TILE_K;
+  alignas(64) int8_t x[ROWS * K];
+  alignas(64) uint8_t block[N_BLOCK * K];
+  alignas(64) int32_t sums[ROWS * N_BLOCK];
+  for (uint32_t i = 0; i < ROWS * K; i++) x[i] = (int8_t)(i * 2654435761u >> 24);
+  for (uint32_t i = 0; i < N_BLOCK * K; i++) block[i] = (uint8_t)((i + 5000) * 2654435761u >> 24);
+  configure_tiles(TILE_ROWS);
+  multiply_tiles<2, TileElements::INT8>((const uint16_t*)x, TILE_ROWS, TILE_ROWS * K / 2,
+                                        {(const char*)block, nullptr, 1, 0, false}, (float*)sums,
+                                        true);
+  _tile_release();
+  bool is_right = true;
+  for (long r = 0; r < ROWS; r++)
+    for (long n = 0; n < N_BLOCK; n++) {
+      int32_t sum = 0;
+      for (long i = 0; i < K; i++) sum += x[r * K + i] * block[i / 4 * 4 * N_BLOCK + 4 * n + i % 4];
+      is_right &= sum == sums[r * N_BLOCK + n];
+    }
+  return is_right;
+}
+
 // Whether this process may use the tiles, which Linux grants on request, and they multiply
 // correctly.
 inline bool tiles_work() {
   constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static std::atomic<int> answer{-1};  // threads that come here at once all compute the same answer
-  if (answer < 0) answer = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0 && check_product();
+  if (answer < 0)
+    answer =
+        syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0 && check_product() && check_byte_product();
   return answer;
 }
 
@@ -243,6 +278,13 @@ struct PackedX {
   }
 };
 
+// Returns the rows of the tiles of row blocks.
+template <class Layout>
+long count_rows(const Layout& x, const Partition& row_blocks, long first_row_block,
+                long end_row_block) {
+  return (row_blocks.first(end_row_block) - row_blocks.first(first_row_block)) * x.height;
+}
+
 // Multiplies row blocks of x, of one tile or two each, from `first_row_block` up to, not including,
 // `end_row_block`, by the `blocks` weight blocks of a panel from `first_block` on: totals (blocks,
 // rows, 32).
@@ -252,7 +294,7 @@ void multiply_panel(const uint16_t* x, const PackedX& packed_x, const Partition&
                     long first_block, long blocks, float* totals) {
   const long k = packed_x.k, height = packed_x.height;
   const long first_tile = row_blocks.first(first_row_block);
-  const long rows = (row_blocks.first(end_row_block) - first_tile) * height;
+  const long rows = count_rows(packed_x, row_blocks, first_row_block, end_row_block);
   const auto address = [&](long block, long k) {
     return weight.block(first_block + block) + k * K_BYTES<Kind>;
   };
@@ -303,10 +345,13 @@ struct FlushDenormals {
   ~FlushDenormals() { _mm_setcsr(before); }
 };
 
-// Multiplies all rows of x by the weight, see the overload in linear.cpp.
-template <class Kind, class Packed>
-void multiply_all(Worker& worker, const PackedX& x, Packed packed, const Weight& weight,
-                  const Outputs& out) {
+// Multiplies all rows of x, in a layout of tiles, by the weight, and writes the outputs.
+// multiply(packed_rows, row_blocks, first_row_block, end_row_block, first_block, blocks, totals)
+// writes the totals (blocks, rows, 32) of row blocks of one tile or two each, and of the weight
+// blocks of a panel.
+template <class Layout, class Packed, class Multiply>
+void multiply_panels(Worker& worker, const Layout& x, Packed packed, const Weight& weight,
+                     const Outputs& out, Multiply multiply) {
   const long blocks = num_blocks(weight.n), height = x.height;
   const Partition row_blocks(x.tiles, 2);
   const Partition m_blocks(row_blocks.count, M_BLOCK / (2 * TILE_ROWS));
@@ -315,29 +360,20 @@ void multiply_all(Worker& worker, const PackedX& x, Packed packed, const Weight&
       blocks, x.tiles > 2 ? std::clamp(blocks / (4 * worker.threads()), 1L, PANEL_BLOCKS) : 1);
   alignas(64) float totals[PANEL_BLOCKS * M_BLOCK * N_BLOCK];
   bool is_configured = false;
-  const auto count_rows = [&](long first, long end) {
-    return (row_blocks.first(end) - row_blocks.first(first)) * height;
-  };
   // Neighbouring pieces are the M blocks of one panel, so its weights are read from memory once.
   const auto compute = [&](long piece) {
     const long panel = piece / m_blocks.count, m_block = piece % m_blocks.count;
-    const long first_row_block = m_blocks.first(m_block);
-    const long end_row_block = m_blocks.first(m_block + 1);
-    const long first_block = panels.first(panel);
-    const long rows = count_rows(first_row_block, end_row_block);
     const char* packed_rows = packed();
     if (!is_configured) configure_tiles(height);
     is_configured = true;
-    const FlushDenormals flush;  // for widening and scaling, as with few rows
-    multiply_panel<Kind>((const uint16_t*)packed_rows, x, row_blocks, first_row_block,
-                         end_row_block, weight, first_block, panels.size(panel), totals);
-    for (long p = 0; p < panels.size(panel) && weight.per_group && !has_groups(weight); p++)
-      scale_sums(weight, first_block + p, rows, totals + p * rows * N_BLOCK);
+    multiply(packed_rows, row_blocks, m_blocks.first(m_block), m_blocks.first(m_block + 1),
+             panels.first(panel), panels.size(panel), totals);
   };
   const auto write_out = [&](long piece) {
     const long panel = piece / m_blocks.count, m_block = piece % m_blocks.count;
     const long row = row_blocks.first(m_blocks.first(m_block)) * TILE_ROWS;
-    const long rows = count_rows(m_blocks.first(m_block), m_blocks.first(m_block + 1));
+    const long rows =
+        count_rows(x, row_blocks, m_blocks.first(m_block), m_blocks.first(m_block + 1));
     // Row by row, because the outputs of neighbouring blocks of a row are contiguous.
     for (long r = 0; r < std::min(rows, x.m - row); r++)
       for (long p = 0; p < panels.size(panel); p++)
@@ -346,6 +382,23 @@ void multiply_all(Worker& worker, const PackedX& x, Packed packed, const Weight&
   };
   worker.run(m_blocks.count * panels.count, compute, write_out);
   if (is_configured) _tile_release();
+}
+
+// Multiplies all rows of x by the weight, see the overload in linear.cpp.
+template <class Kind, class Packed>
+void multiply_all(Worker& worker, const PackedX& x, Packed packed, const Weight& weight,
+                  const Outputs& out) {
+  const auto multiply = [&](const char* packed_rows, const Partition& row_blocks,
+                            long first_row_block, long end_row_block, long first_block, long blocks,
+                            float* totals) {
+    const FlushDenormals flush;  // for widening and scaling, as with few rows
+    const long rows = count_rows(x, row_blocks, first_row_block, end_row_block);
+    multiply_panel<Kind>((const uint16_t*)packed_rows, x, row_blocks, first_row_block,
+                         end_row_block, weight, first_block, blocks, totals);
+    for (long p = 0; p < blocks && weight.per_group && !has_groups(weight); p++)
+      scale_sums(weight, first_block + p, rows, totals + p * rows * N_BLOCK);
+  };
+  multiply_panels(worker, x, packed, weight, out, multiply);
 }
 
 }  // namespace

@@ -74,8 +74,8 @@ _AVX512_BF16 = InstructionSet(
 )
 _AMX = InstructionSet(
     "amx",
-    (*_AVX512_BF16.flags, "-mamx-tile", "-mamx-bf16"),
-    _AVX512_BF16.needs | {"amx_tile", "amx_bf16"},
+    (*_AVX512_BF16.flags, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    _AVX512_BF16.needs | {"amx_tile", "amx_bf16", "amx_int8"},
 )
 INSTRUCTION_SETS = (  # the fastest first
     _AMX,

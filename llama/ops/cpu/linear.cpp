@@ -6,8 +6,8 @@
 //
 // linear.py owns the tensors and checks the shapes. Every sum runs over k in the same order for any
 // M and any number of threads, so a row of x gives the same bytes alone as in any batch. AMX tiles
-// (amx.h) add in another order than vectors. Therefore they compute all products with a weight, or
-// none.
+// (amx.h) add bf16 in another order than vectors. Therefore they compute all products with a
+// weight, or none.
 //
 // The file has slightly more than 400 lines, because the kernel, the packing of x and the blocking
 // share one layout.
@@ -16,8 +16,9 @@
 
 #include "packed_weight.h"
 #include "rounded_rows.h"
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #include "amx_few_rows.h"
+#include "amx_int8.h"
 #define HAS_TILES
 #endif
 
@@ -370,6 +371,12 @@ void product(Worker& worker, const Rows& x, const Layout& layout, const Weight& 
 template <class Kind>
 void linear_of(Worker& worker, const Rows& x, const Weight& weight, const Outputs& out,
                char* workspace) {
+#if defined(HAS_TILES)
+  if constexpr (std::is_same_v<Kind, Int8>)
+    if (weight.activations && scaling_of(weight) == Scaling::TOKENS && x.count > FEW_ROWS &&
+        tiles_work())
+      return product<Kind>(worker, x, ByteTiles(x.count, weight), weight, out, workspace);
+#endif
   if constexpr (HAS_INTEGERS<Kind>)
     if (weight.activations)
       return product<Kind>(worker, x, RoundedX(x.count, weight), weight, out, workspace);
