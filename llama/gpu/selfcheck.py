@@ -34,6 +34,9 @@ _TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-8, torch.float32: 2**-1
 _CACHE_TOLERANCE = 2**-7  # added over a quantized cache, where rounding may end at the next number
 _MIN_NORM = 1e-6
 _COLD_BYTES = 256 << 20  # bytes of weights that are used in turn: more than a GPU's cache has
+# Copies of one weight that are used in turn. Where these fit in the cache, so do the weights of the
+# model in a step.
+_MAX_COPIES = 64
 _MIN_SPEEDUP = 0.97  # a tile must stay below this part of cuBLAS's time
 
 
@@ -165,9 +168,8 @@ def fastest_tile(cases: Cases, weight: Weight, sizes: Sizes, tiles: Sequence[Til
     _, n, k, m = sizes
     x = cases.normal(m, k)
     out_dtype = cases.out_dtype(n)
-    weights = [weight]
-    for _ in range(_COLD_BYTES // weight.nbytes):
-        weights.append(copy.deepcopy(weight))
+    num_copies = min(_MAX_COPIES, _COLD_BYTES // weight.nbytes)
+    weights = [weight, *(copy.deepcopy(weight) for _ in range(num_copies))]
 
     def multiply_all(kernels: KernelSet) -> None:
         context = ForwardContext(kernels=kernels)

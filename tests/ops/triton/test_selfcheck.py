@@ -286,6 +286,27 @@ def test_the_fastest_tile_is_taken_where_it_beats_the_library(monkeypatch):
     assert found == [tiles[1], None, tiles[0]]
 
 
+def test_a_small_weight_is_timed_with_few_copies(monkeypatch):
+    """A weight of 4 KiB is timed with 65 copies, not with the 65,536 that fill a GPU's cache."""
+    launched: list[int] = []
+
+    def seconds(call: Callable[[], None], **_: Any) -> float:
+        launched.clear()
+        call()
+        return 1.0
+
+    class Counted(PlainWeight):
+        def linear(self, x: Tensor, *_: Any) -> Tensor:
+            launched.append(1)
+            return x
+
+    monkeypatch.setattr("triton.testing.do_bench_cudagraph", seconds)
+    cases = Cases(job("linear"))
+    weight = Counted.pack(cases.normal(64, 32))
+    assert selfcheck.fastest_tile(cases, weight, (0, 64, 32, 2), [Tile(16, 32, 4, 3)]) is None
+    assert len(launched) == 65
+
+
 @pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
 @pytest.mark.parametrize("format", ["int8", "fp8", "int4", QuantKey(1, 0, 32, 1, 1)])
 def test_few_rows_of_a_quantized_weight_are_packed(monkeypatch, format):
