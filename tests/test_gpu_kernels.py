@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -313,7 +313,7 @@ class Pair(ModelParallel):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.mul_(2)
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, widths: Sequence[int] = ()) -> torch.Tensor:
         return torch.cat((x, x), -1)
 
 

@@ -80,7 +80,7 @@ def reshard(
     reader = ConversionReader(checkpoint)
     if checkpoint.layout != "meta":
         raise ValueError(f"{checkpoint.weights_path} is not in Meta's layout: convert it first")
-    checkpoint.params.check_ranks(size)
+    checkpoint.params.check_shards(size)
     output = OutputFolder("meta", _shards(reader, size))
     for path in (checkpoint.params_path, *_tokenizer_paths(checkpoint)):
         output.others[path.name] = path

@@ -128,6 +128,17 @@ def rank_shapes(params: ModelArgs, placement: Placement) -> dict[str, Size]:
     return shapes
 
 
+def part_of(params: ModelArgs, placement: Placement) -> float:
+    """Return the part of a model's elements that one rank holds; 1 for all of them."""
+    if placement == WHOLE:
+        return 1.0
+    own, whole = (
+        sum(shape.numel() for shape in shapes.values())
+        for shapes in (rank_shapes(params, placement), whole_shapes(params))
+    )
+    return own / whole
+
+
 def _has(rank_share: RankShare, name: str) -> bool:
     """Return whether a rank's pipeline stage holds a tensor. Every stage holds the last norm."""
     if name.startswith("layers."):
@@ -143,5 +154,5 @@ def shard_shapes(params: ModelArgs, count: int) -> dict[str, Size]:
     Raises:
         ValueError: The model cannot be divided into so many shards.
     """
-    params.check_ranks(count)
+    params.check_shards(count)
     return rank_shapes(params, Placement(size=count))

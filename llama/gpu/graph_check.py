@@ -131,12 +131,14 @@ def try_collectives(model: Transformer) -> str | None:
     weight = model.norm.weight
     x = torch.zeros(8, 64, dtype=weight.dtype, device=weight.device)
     large = x.new_zeros(1 << 19)  # its sum takes another path than a small one's
+    widths = [x.shape[-1] - rank % 2 for rank in range(parallel.size)]  # unequal ones do, too
 
     def collectives() -> tuple[Tensor, ...]:
         return (
             parallel.all_reduce(x.clone()),
             parallel.all_reduce(large + x[0, 0]),
             parallel.all_gather(x.int()) * parallel.size,
+            parallel.all_gather(x[:, : widths[parallel.rank]], widths) * parallel.size,
         )
 
     reason = None

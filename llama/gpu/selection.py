@@ -143,7 +143,6 @@ def job_for(
     formats: Formats = (None,),
 ) -> Job:
     """Return the check of what a rank computes, whose share of the model `plan` describes."""
-    ranks = params.n_heads // plan.n_heads
     # Products of float32 stay with torch: the kernels would round them to TF32.
     names = ("sample",) if dtype is torch.float32 else NAMES
     return Job(
@@ -156,7 +155,7 @@ def job_for(
         head_dim=plan.head_dim,
         ffn_dim=plan.ffn_dim,
         vocab_size=params.vocab_size,
-        vocab_rows=params.vocab_size // ranks,
+        vocab_rows=len(plan.share.vocab),
         page_size=PAGE_SIZE,
         formats=formats,
         kv_format=plan.kv_format.name,

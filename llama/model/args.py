@@ -135,17 +135,34 @@ class ModelArgs:
         """Check that a model-parallel group of `size` ranks can divide this model.
 
         Raises:
+            ValueError: There are more ranks than heads, ffn columns or rows of the vocabulary.
+        """
+        for name, whole in self._divided().items():
+            if size > whole:
+                raise ValueError(
+                    f"model_parallel_size={size} is more than {name}={whole}, and each rank holds "
+                    f"at least one: use at most {min(self._divided().values())} ranks"
+                )
+
+    def check_shards(self, count: int) -> None:
+        """Check that Meta's layout can have this model in `count` shards, which are equal.
+
+        Raises:
             ValueError: It cannot; the error names the size that is not divisible.
         """
-        parts = {"n_heads": self.n_heads, "ffn_dim": self.ffn_dim, "vocab_size": self.vocab_size}
+        parts = self._divided()
         for name, whole in parts.items():
-            if whole % size:
+            if whole % count:
                 raise ValueError(
-                    f"model_parallel_size={size} does not divide {name}={whole}: use a size that "
+                    f"model_parallel_size={count} does not divide {name}={whole}: use a size that "
                     f"divides {', '.join(f'{n}={w}' for n, w in parts.items())}"
                 )
-        if self.kv_heads % size and size % self.kv_heads:
+        if self.kv_heads % count and count % self.kv_heads:
             raise ValueError(
-                f"model_parallel_size={size} neither divides nor is a multiple of "
+                f"model_parallel_size={count} neither divides nor is a multiple of "
                 f"n_kv_heads={self.kv_heads}: use a size that does"
             )
+
+    def _divided(self) -> dict[str, int]:
+        """Return the sizes that ranks or shards divide, by name."""
+        return {"n_heads": self.n_heads, "ffn_dim": self.ffn_dim, "vocab_size": self.vocab_size}

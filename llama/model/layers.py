@@ -137,15 +137,20 @@ class Linear(Matrix):
 class ColumnParallelLinear(Linear):
     """A product whose outputs the ranks divide: (..., in) -> (..., n_out).
 
-    With `gather_output` every rank gets the outputs of all, (..., out).
+    With `widths`, which has n_out of each rank, every rank gets the outputs of all, (..., out).
     """
 
     def __init__(
-        self, n_in: int, n_out: int, parallel: ModelParallel, *, gather_output: bool = False
+        self,
+        n_in: int,
+        n_out: int,
+        parallel: ModelParallel,
+        *,
+        widths: Sequence[int] = (),
     ) -> None:
         super().__init__(n_in, n_out)
         self.parallel = parallel
-        self.gather_output = gather_output
+        self.widths = widths
 
     def forward(
         self,
@@ -154,9 +159,9 @@ class ColumnParallelLinear(Linear):
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Multiply, and gather if `gather_output` asks for it."""
+        """Multiply, and gather the outputs if there are `widths`."""
         out = self.share(x, context, dtype=dtype)
-        return self.parallel.all_gather(out) if self.gather_output else out
+        return self.parallel.all_gather(out, self.widths) if self.widths else out
 
     def share(
         self,

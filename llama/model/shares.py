@@ -5,10 +5,12 @@ tensors both read it, so that modules and files agree on what a rank holds. It k
 no file.
 """
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
 from llama.model.args import ModelArgs
+from llama.ops.cpu.constants import N_BLOCK
 from llama.ranks.placement import Placement
 
 
@@ -47,8 +49,8 @@ class RankShare:
             layers=placement.layers(params.n_layers, _lm_head_layers(params)),
             heads=heads,
             kv_heads=kv_heads,
-            ffn=placement.span(params.ffn_dim),
-            vocab=placement.span(params.vocab_size),
+            ffn=placement.blocks(params.ffn_dim, math.gcd(placement.column_step, params.ffn_dim)),
+            vocab=placement.blocks(params.vocab_size, N_BLOCK),
             has_embedding=placement.is_first or (placement.is_last and params.tied_output),
             has_lm_head=placement.is_last,
             head_dim=params.head_dim,
@@ -70,6 +72,21 @@ def _lm_head_layers(params: ModelArgs) -> Fraction:
     # The columns of all matrices of a layer, each of which has as many rows as the model dim.
     columns = 2 * params.dim + 2 * kv_dim + 3 * params.ffn_dim
     return Fraction(params.vocab_size, columns)
+
+
+def distinct_ranks(params: ModelArgs, placement: Placement) -> list[Placement]:
+    """Return the first of all ranks of a group that hold as much of each dimension."""
+    ranks: dict[tuple[int, ...], Placement] = {}
+    for peer in placement.peers():
+        share = RankShare.of(params, peer)
+        counts = (len(share.heads), len(share.kv_heads), len(share.ffn), len(share.vocab))
+        ranks.setdefault(counts, peer)
+    return list(ranks.values())
+
+
+def vocab_widths(params: ModelArgs, placement: Placement) -> list[int]:
+    """Return the number of vocabulary rows of each rank of a group."""
+    return [len(RankShare.of(params, peer).vocab) for peer in placement.peers()]
 
 
 def _elements(heads: range, head_dim: int) -> range:

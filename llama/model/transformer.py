@@ -42,6 +42,7 @@ from llama.model.layers import (
     unfilled,
 )
 from llama.model.plan import LayerPlan, LayerSpec
+from llama.model.shares import vocab_widths
 from llama.ops.batch import DEFAULT_CONTEXT, Batch, ForwardContext
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ops.rope import precompute_freqs_cis
@@ -172,7 +173,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(params.dim, params.norm_eps)
         if share.has_lm_head:
             self.output = ColumnParallelLinear(
-                params.dim, len(share.vocab), parallel, gather_output=True
+                params.dim, len(share.vocab), parallel, widths=vocab_widths(params, placement)
             )
         self._allocate(device, dtype, fills_late)
         self._name_matrices()

@@ -13,10 +13,11 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -52,6 +53,7 @@ class ModelParallel:
         one_shot: the one-shot sums of the group's GPUs, if they support it.
         store: torch's store, where the ranks have met.
         watch: ends the job if a rank fails; None in a single process.
+        lease: the object whose end says that the groups are not used any more. Copies share it.
     """
 
     placement: Placement = WHOLE
@@ -67,6 +69,7 @@ class ModelParallel:
     one_shot: OneShot | None = None
     store: Store | None = None
     watch: Watch | None = None
+    lease: object = None
 
     # Every step asks for these, so each is computed once: no field of this class changes.
     @functools.cached_property
@@ -105,6 +108,11 @@ class ModelParallel:
         groups_before = self.placement.stages - 1 - self.placement.stage
         return self.data_rank * self.num_ranks + groups_before * self.size
 
+    def placed(self, placement: Placement) -> "ModelParallel":
+        """Return this rank among the same peers, with another part of a model."""
+        assert (placement.rank, placement.size) == (self.rank, self.size), placement
+        return replace(self, placement=placement)
+
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a block that the ranks run together.
 
@@ -139,17 +147,31 @@ class ModelParallel:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate the tensors of all ranks: (..., N) on each rank -> (..., N * size)."""
+    def all_gather(self, x: Tensor, widths: Sequence[int] = ()) -> Tensor:
+        """Concatenate the tensors of all ranks along their last dimension.
+
+        Args:
+            x: (..., N); N may differ between ranks, the other dimensions may not.
+            widths: N of each rank, the same on every rank; empty if all have the same N.
+
+        Returns:
+            (..., the sum of all N), the same on every rank.
+        """
         if self.size == 1:
             return x
         if self.shared is not None and x.is_cpu:
-            return self.shared.all_gather(x)
+            return self.shared.all_gather(x, widths)
+        is_even = len(set(widths)) <= 1
+        if not is_even:  # nccl and gloo gather tensors of one size
+            x = F.pad(x, (0, max(widths) - x.shape[-1]))
         parts = x.new_empty(self.size * len(x), *x.shape[1:])
         # torch 2.13 has renamed all_gather_into_tensor to all_gather_single.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(parts, x.contiguous(), group=self.group)
-        return parts.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
+        parts = parts.view(self.size, *x.shape)
+        if is_even:
+            return parts.movedim(0, -2).flatten(-2)
+        return torch.cat([part[..., :n] for part, n in zip(parts, widths, strict=True)], -1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Replace `x` by the values of the group's first rank, in place."""
@@ -168,6 +190,15 @@ class ModelParallel:
         x = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(x, dist.ReduceOp.MIN, group=self.world)
         return int(x)
+
+    def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        """Return the whole numbers of each rank of the world, which all have as many."""
+        if self.world is None:
+            return [list(values)]
+        x = torch.tensor(values, dtype=torch.int64)
+        rows = [torch.empty_like(x) for _ in range(dist.get_world_size(self.world))]
+        dist.all_gather(rows, x, group=self.world)
+        return [row.tolist() for row in rows]
 
     def gather_replicas(self, values: Sequence[float]) -> list[list[float]]:
         """Return the numbers of the leader of each copy of the model, on every rank of the world.

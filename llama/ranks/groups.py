@@ -327,6 +327,10 @@ def _open_store(rendezvous: Rendezvous, rank: int, limit: timedelta) -> Store:
     return store
 
 
+class _Lease:
+    """The use of groups by a `ModelParallel` and its copies, which ends with the last of them."""
+
+
 def _make_groups(
     watch: Watch, sizes: _Sizes, device: torch.device, timeout_s: float
 ) -> ModelParallel:
@@ -365,7 +369,10 @@ def _make_groups(
     if sizes.stages > 1:
         message_ring = _share_memory(watch, control, limit)
         link = _link_stages(control, rank, sizes, gpu)
-    parallel = ModelParallel(
+    made = {id(x): x for x in (control, group_control, world)}
+    lease = _Lease()
+    weakref.finalize(lease, watch.left_groups.extend, list(made.values()))
+    return ModelParallel(
         Placement(
             stage=sizes.stages - 1 - rank // sizes.group % sizes.stages,
             stages=sizes.stages,
@@ -384,10 +391,8 @@ def _make_groups(
         one_shot=one_shot,
         store=watch.rendezvous.store,
         watch=watch,
+        lease=lease,
     )
-    made = {id(x): x for x in (control, group_control, world)}
-    weakref.finalize(parallel, watch.left_groups.extend, list(made.values()))
-    return parallel
 
 
 def _own_of_gloo(size: int, world_size: int, limit: timedelta) -> dist.ProcessGroup:

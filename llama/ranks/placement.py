@@ -11,10 +11,11 @@ feed-forward columns and vocabulary rows.
 """
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
+
+from llama.ops.cpu.constants import N_BLOCK
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Placement:
         size: The number of ranks in that group.
         shares: The relative share of each rank of the group, such as (3, 3, 2). Empty: all ranks
             have equal shares.
+        column_step: Unequal parts of the feed-forward columns are multiples of it. Weights whose
+            groups of columns share a scale, and a GPU's kernels, need larger steps than others.
     """
 
     stage: int = 0
@@ -35,6 +38,7 @@ class Placement:
     rank: int = 0
     size: int = 1
     shares: tuple[int, ...] = ()
+    column_step: int = N_BLOCK
 
     def __post_init__(self) -> None:
         if not (0 <= self.stage < self.stages and 0 <= self.rank < self.size):
@@ -73,17 +77,41 @@ class Placement:
         bounds = _stage_bounds(n_layers, self.stages, lm_head)
         return range(bounds[self.stage], bounds[self.stage + 1])
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks of the group have equal shares."""
+        return len(set(self.shares)) <= 1
+
+    def peers(self) -> "list[Placement]":
+        """Return the placement of each rank of the group, in order."""
+        return [replace(self, rank=rank) for rank in range(self.size)]
+
     def span(self, count: int, step: int = 1) -> range:
         """Return the part of a dimension that this rank holds.
 
         Args:
             count: The size of the whole dimension, in rows, columns or heads.
-            step: The granularity of the shares. It divides `count`, and every bound of the result.
+            step: The granularity of the shares: parts begin at multiples of it. The last step may
+                be incomplete.
         """
-        if count % step:
-            raise ValueError(f"a dimension of {count} cannot be divided in steps of {step}")
-        bounds = _bounds(count // step, self._weights())
-        return range(bounds[self.rank] * step, bounds[self.rank + 1] * step)
+        bounds = _bounds(-(-count // step), self._weights())
+        return range(bounds[self.rank] * step, min(bounds[self.rank + 1] * step, count))
+
+    def blocks(self, count: int, step: int) -> range:
+        """Return the part of a dimension that this rank holds, in whole blocks where it can be.
+
+        Equal ranks have exactly equal parts where their number divides the dimension. Otherwise
+        parts begin at multiples of `step`, which is halved while there are fewer steps than ranks.
+
+        Args:
+            count: The size of the whole dimension.
+            step: The size of a block.
+        """
+        if self.is_even and count % self.size == 0:
+            return self.span(count)
+        while step > 1 and count // step < self.size:
+            step //= 2
+        return self.span(count, step)
 
     def heads(self, n_heads: int, n_kv_heads: int) -> tuple[range, range]:
         """Return the query heads and the key-value heads of this rank.
@@ -96,7 +124,7 @@ class Placement:
         if self.size <= n_kv_heads:
             kv_heads = self.span(n_kv_heads)
             return range(kv_heads.start * group_size, kv_heads.stop * group_size), kv_heads
-        owners = _bounds(self.size, [1] * n_kv_heads)  # ranks of each key-value head
+        owners = _bounds(self.size, (1,) * n_kv_heads)  # ranks of each key-value head
         kv_head = next(i for i in range(n_kv_heads) if self.rank < owners[i + 1])
         weights = self._weights()[owners[kv_head] : owners[kv_head + 1]]
         bounds = _bounds(group_size, weights)
@@ -104,7 +132,7 @@ class Placement:
         first = kv_head * group_size
         return range(first + bounds[index], first + bounds[index + 1]), range(kv_head, kv_head + 1)
 
-    def _weights(self) -> Sequence[int]:
+    def _weights(self) -> tuple[int, ...]:
         return self.shares or (1,) * self.size
 
 
@@ -123,10 +151,11 @@ def _stage_bounds(n_layers: int, stages: int, lm_head: Fraction) -> list[int]:
         return max(num_last + lm_head, Fraction(num_first))
 
     num_last = min(range(1, n_layers - others + 1), key=max_work)
-    return [*_bounds(n_layers - num_last, [1] * others), n_layers]
+    return [*_bounds(n_layers - num_last, (1,) * others), n_layers]
 
 
-def _bounds(count: int, weights: Sequence[int]) -> list[int]:
+@functools.lru_cache(1024)
+def _bounds(count: int, weights: tuple[int, ...]) -> tuple[int, ...]:
     """Divide `count` units by weight; part i is from bound i to bound i + 1.
 
     Every part has at least one unit. Which parts get the units that remain after rounding follows
@@ -147,7 +176,7 @@ def _bounds(count: int, weights: Sequence[int]) -> list[int]:
         counts[max(parts, key=missing)] += 1
     while sum(counts) > count:  # parts that were raised to one unit took it from the others
         counts[min((part for part in parts if counts[part] > 1), key=missing)] -= 1
-    return list(accumulate(counts, initial=0))
+    return tuple(accumulate(counts, initial=0))
 
 
 WHOLE = Placement()  # a rank that holds the whole model

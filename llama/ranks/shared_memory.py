@@ -17,7 +17,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -132,11 +132,22 @@ class SharedMemory:
         """Sum over the ranks, in place, in float32 and in the order of the ranks."""
         self._run_inplace("shared_all_reduce", x, _SUM_TYPES[x.dtype])
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate the tensors of all ranks: (..., N) on each rank -> (..., N * size)."""
+    def all_gather(self, x: Tensor, widths: Sequence[int] = ()) -> Tensor:
+        """Concatenate the tensors of all ranks along their last dimension.
+
+        Args:
+            x: (..., N); N may differ between ranks.
+            widths: N of each rank, the same on every rank; empty if all have the same N.
+
+        Returns:
+            (..., the sum of all N).
+        """
         x = x.contiguous()
-        out = x.new_empty((*x.shape[:-1], x.shape[-1] * self.size))
-        args = (x.nbytes, x.shape[-1] * x.element_size(), next(self._tickets))
+        widths = widths or [x.shape[-1]] * self.size
+        assert len(widths) == self.size and widths[self.rank] == x.shape[-1], (widths, x.shape)
+        out = x.new_empty((*x.shape[:-1], sum(widths)))
+        row_bytes = torch.tensor(widths, dtype=torch.int64) * x.element_size()
+        args = (math.prod(x.shape[:-1]), row_bytes, next(self._tickets))
         self._run("shared_all_gather", self._tensors, x, out, *args)
         return out
 

@@ -4,10 +4,11 @@ In: the flags of the command, under torchrun or alone. Out: a table, printed by 
 batch and per path on which the ranks talk. The weights are random, made in each rank's memory.
 """
 
+import functools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ class _Timed(ModelParallel):
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._count(super().all_reduce, x)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return self._count(super().all_gather, x)
+    def all_gather(self, x: Tensor, widths: Sequence[int] = ()) -> Tensor:
+        return self._count(functools.partial(super().all_gather, widths=widths), x)
 
     def broadcast(self, x: Tensor) -> Tensor:
         return self._count(super().broadcast, x)

@@ -5,7 +5,7 @@ import importlib
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -153,10 +153,11 @@ class Threads(ModelParallel):
         self.barrier.wait()
         return x.copy_(total)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        whole = torch.zeros(*x.shape[:-1], self.size, x.shape[-1], dtype=x.dtype)
-        whole[..., self.rank, :] = x
-        return self.all_reduce(whole).flatten(-2)
+    def all_gather(self, x: Tensor, widths: Sequence[int] = ()) -> Tensor:
+        widths = widths or [x.shape[-1]] * self.size
+        whole = torch.zeros(*x.shape[:-1], sum(widths), dtype=x.dtype)
+        whole.split(list(widths), -1)[self.rank].copy_(x)
+        return self.all_reduce(whole)
 
 
 def logits(found: Checkpoint, size: int, dtype: torch.dtype) -> Tensor:

@@ -28,7 +28,7 @@ from llama.ranks.shared_memory import SharedMemory
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [0, 1, 2, 3, 31, 63, 65, 511, 513, 2048, 16411, 131073, 300001]
-NAMES = [10, 11, 12, 13]  # ranks in a larger world
+NAMES = [10, 11, 12, 13, 14, 15, 16]  # ranks in a larger world
 
 
 class Rank:
@@ -87,11 +87,19 @@ def operations(rank: Rank, seed: int, count: int, wound: bool = False) -> str:
         size, dtype = choose.choice(SIZES), choose.choice(DTYPES)
         parts = inputs(rank.size, size, dtype, seed + number)
         x = parts[rank.rank].clone()
-        kind = choose.choice(["all_reduce", "all_gather", "broadcast", "strided"])
+        kind = choose.choice(["all_reduce", "all_gather", "uneven", "broadcast", "strided"])
         if kind == "all_gather":
             rows = choose.choice([1, 3])
             found = shared.all_gather(x[: size // rows * rows].view(rows, -1))
             wanted = torch.cat([p[: size // rows * rows].view(rows, -1) for p in parts], dim=-1)
+        elif kind == "uneven":  # some ranks may have nothing
+            rows = choose.choice([1, 3])
+            widths = [choose.randint(0, size // rows) for _ in parts]
+            tensors = [
+                part[: rows * n].view(rows, n) for part, n in zip(parts, widths, strict=True)
+            ]
+            found = shared.all_gather(tensors[rank.rank].clone(), widths)
+            wanted = torch.cat(tensors, dim=-1)
         elif kind == "broadcast":
             shared.broadcast(x)
             found, wanted = x, parts[0]
@@ -148,7 +156,7 @@ def messages(rank: Rank, seed: int, wound: bool = False) -> None:
         assert shared.broadcast_bytes(data if rank.rank == 0 else b"") == data
 
 
-def unlike(rank: Rank) -> list[str]:
+def unlike(rank: Rank, do: str) -> list[str]:
     """Use tensors of different sizes, then the same call on each: both times every rank gets an
     error.
     """
@@ -156,7 +164,10 @@ def unlike(rank: Rank) -> list[str]:
     for size in (8 + rank.rank, 8):
         with contextlib.suppress(RankError):
             try:
-                shared.all_reduce(torch.ones(size))
+                if do == "all-gather":
+                    shared.all_gather(torch.ones(2, size), [8, size])
+                else:
+                    shared.all_reduce(torch.ones(size))
             except RankError as e:
                 errors.append(str(e))
                 raise

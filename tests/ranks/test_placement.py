@@ -3,16 +3,19 @@
 The expected ranges of equal ranks are computed by the plain formulas of Megatron-LM.
 """
 
+import math
+import random
 from itertools import chain
 
 import pytest
 
 from llama import ModelArgs, Transformer
 from llama.checkpoint.table import rank_shapes, whole_shapes
+from llama.model.cost import weight_shapes
 from llama.model.plan import LayerPlan
-from llama.model.shares import RankShare
+from llama.model.shares import RankShare, vocab_widths
 from llama.ranks.collectives import ModelParallel
-from llama.ranks.placement import Placement
+from llama.ranks.placement import WHOLE, Placement
 
 PARAMS = ModelArgs(
     dim=64, n_layers=5, n_heads=8, n_kv_heads=4, vocab_size=128, multiple_of=32, max_seq_len=16
@@ -59,6 +62,84 @@ def test_uneven_shares_are_rounded_by_the_largest_remainder(count, unit, shares,
     assert list(chain.from_iterable(found)) == list(range(count))
 
 
+def test_any_ranks_hold_every_part_once():
+    """Heads, columns and rows of any number of ranks tile the model, close to the exact shares.
+
+    Columns and rows begin at multiples of 32 wherever there are enough of them.
+    """
+    rng = random.Random(3)
+    for _ in range(300):
+        n_kv_heads = rng.choice([1, 2, 3, 4, 8])
+        n_heads = n_kv_heads * rng.choice([1, 2, 3, 4, 8])
+        params = ModelArgs(
+            dim=n_heads * 8,
+            n_layers=1,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            vocab_size=rng.choice([512, 1000, 32003, 128256]),
+            multiple_of=rng.choice([32, 256]),
+            ffn_dim_multiplier=4,
+        )
+        size = rng.randint(1, min(n_heads, 16))
+        shares = rng.choice([(), tuple(rng.randint(1, 9) for _ in range(size))])
+        ranks = [RankShare.of(params, x) for x in Placement(size=size, shares=shares).peers()]
+        for name, count in (("heads", n_heads), ("ffn", params.ffn_dim)):
+            parts = [getattr(rank, name) for rank in ranks]
+            assert list(chain.from_iterable(parts)) == list(range(count)), (name, params, shares)
+        rows = [rank.vocab for rank in ranks]
+        assert [part.start for part in rows[1:]] == [part.stop for part in rows[:-1]]
+        assert (rows[0].start, rows[-1].stop) == (0, params.vocab_size) and all(rows)
+        is_even = not shares or len(set(shares)) == 1
+        if not is_even and params.ffn_dim >= 32 * size:
+            assert not any(rank.ffn.start % 32 for rank in ranks)
+        weights = shares or (1,) * size
+        for rank, weight in zip(ranks, weights, strict=True):
+            exact = params.vocab_size * weight / sum(weights)
+            assert abs(len(rank.vocab) - exact) <= 32 * size
+
+
+def test_columns_that_a_file_stores_together_stay_on_one_rank():
+    """8B on three ranks in K-quants: 56 superblocks of columns, and in 32s without them."""
+    params = ModelArgs(
+        dim=4096, n_heads=32, n_kv_heads=8, vocab_size=128256, multiple_of=1024,
+        ffn_dim_multiplier=1.3,
+    )  # fmt: skip
+    for step, columns in ((256, [4864, 4864, 4608]), (32, [4800, 4768, 4768])):
+        ranks = Placement(size=3, column_step=step).peers()
+        assert [len(RankShare.of(params, rank).ffn) for rank in ranks] == columns
+    assert [len(RankShare.of(params, rank).kv_heads) for rank in ranks] == [3, 3, 2]
+    assert vocab_widths(params, ranks[0]) == [42752, 42752, 42752]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bounds"),
+    [
+        ((4096, 32, 1024, 1.3, 32), {3: 1.026, 5: 1.048, 6: 1.093, 7: 1.134}),  # 8B
+        ((8192, 64, 4096, 1.3, 80), {3: 1.023, 5: 1.047, 6: 1.091, 7: 1.130}),  # 70B
+        ((3072, 24, 256, 1.0, 28), {3: 1.033, 5: 1.065, 6: 1.115, 7: 1.172}),  # 3B
+    ],
+)
+def test_the_largest_share_of_a_step_is_close_to_an_equal_one(sizes, bounds):
+    """The weights that the busiest rank multiplies by, against an equal part of them.
+
+    The embedding is not multiplied. A step takes as long as the busiest rank.
+    """
+    dim, n_heads, multiple_of, multiplier, n_layers = sizes
+    params = ModelArgs(
+        dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=8, vocab_size=128256,
+        multiple_of=multiple_of, ffn_dim_multiplier=multiplier,
+    )  # fmt: skip
+    for size, bound in bounds.items():
+        parts = [_multiplied(params, rank) for rank in Placement(size=size).peers()]
+        assert max(parts) * size / _multiplied(params, WHOLE) == pytest.approx(bound, abs=2e-3)
+
+
+def _multiplied(params: ModelArgs, placement: Placement) -> int:
+    shapes = weight_shapes(params, placement)
+    layer = sum(n * k for name, (n, k) in shapes.items() if name != "output")
+    return params.n_layers * layer + math.prod(shapes["output"])
+
+
 @pytest.mark.parametrize("shares", [(), (3, 2, 1, 1, 1), (1, 1, 1, 1, 9)])
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4, 8])
 def test_every_query_head_is_held_once_and_with_its_key_value_head(n_kv_heads, shares):
@@ -74,8 +155,6 @@ def test_every_query_head_is_held_once_and_with_its_key_value_head(n_kv_heads, s
 def test_what_cannot_be_divided_is_refused():
     with pytest.raises(ValueError, match="3 units cannot be divided among 4 parts"):
         Placement(size=4).span(3)
-    with pytest.raises(ValueError, match="a dimension of 48 cannot be divided in steps of 32"):
-        Placement(size=2).span(48, 32)
     with pytest.raises(ValueError, match=r"shares=\(1, 0\) must be 2 positive numbers"):
         Placement(size=2, shares=(1, 0))
     with pytest.raises(ValueError, match="stage 2 of 2 and rank 0 of 1 do not exist"):

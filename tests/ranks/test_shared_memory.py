@@ -34,11 +34,12 @@ def start(tmp_path) -> Callable[..., Ranks]:
     return start
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_random_operations_are_their_definition_to_the_bit(size, start):
     """Random operations equal their definition bit for bit.
 
-    They are float32 sums in the order of the ranks, gathers and broadcasts of 0 bytes to over 1 MB.
+    They are float32 sums in the order of the ranks, gathers of equal and unequal tensors, and
+    broadcasts, of 0 bytes to over 1 MB.
     """
     with start(size, "operations", 7 * size, 60) as ranks:
         found = ranks.results()
@@ -100,10 +101,11 @@ def test_a_job_that_fails_is_seen_at_once(what, start):
         assert ranks.result(1).startswith("RankError: another rank failed, while rank 11 waited in")
 
 
-def test_ranks_that_exchange_unlike_tensors_are_told_so(start):
-    with start(2, "unlike") as ranks:
+@pytest.mark.parametrize("do", ["all-reduce", "all-gather"])
+def test_ranks_that_exchange_unlike_tensors_are_told_so(do, start):
+    with start(2, "unlike", do) as ranks:
         for first, second in ranks.results():
-            assert "another rank exchanges other tensors than this one in all-reduce" in first
+            assert f"another rank exchanges other tensors than this one in {do}" in first
             assert "out of step" in second
 
 

@@ -308,7 +308,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[_Kind, ...]]] = {
     "shared_channel_bytes": (int, (int, int)),
     "shared_ring_bytes": (int, (int, int)),
     "shared_all_reduce": (int, (_I64, Tensor, int, int, int)),
-    "shared_all_gather": (int, (_I64, Tensor, Tensor, int, int, int)),
+    "shared_all_gather": (int, (_I64, Tensor, Tensor, int, _I64, int)),
     "shared_broadcast": (int, (_I64, Tensor, int, int)),
     "shared_send": (int, (_I64, _U8, int, int)),
     "shared_receive": (int, (_I64, _U8)),

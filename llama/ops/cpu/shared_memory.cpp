@@ -30,6 +30,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 
 #include "constants.h"
 #include "vectors.h"
@@ -228,14 +229,30 @@ void sum_parts(char* out, const char* const* parts, long ranks, long bytes, SumT
 struct Call {
   Kind kind;
   SumType type;
-  char* x;         // this rank's tensor; all-reduce and broadcast write the result there
-  char* out;       // all-gather: (rows, ranks * row_bytes)
-  long bytes;      // bytes of x
-  long row_bytes;  // all-gather: bytes of a row of x
+  char* x;                // this rank's tensor; all-reduce and broadcast write the result there
+  char* out;              // all-gather: (rows, the sum of row_bytes)
+  long bytes;             // bytes of x; all-gather: of the largest tensor of all ranks
+  long rows;              // all-gather: rows of every tensor
+  const long* row_bytes;  // all-gather: bytes of a row of each rank's tensor
+  uint64_t signature;     // a number by which ranks detect that they make different calls
 
-  // Returns a number by which ranks detect that they make different calls.
-  uint64_t signature() const { return (uint64_t)bytes << 16 | (uint64_t)type << 8 | kind; }
+  // Returns how many bytes of rank r's tensor lie in a chunk.
+  long part(long r, long offset, long chunk_bytes) const {
+    if (kind != ALL_GATHER) return chunk_bytes;
+    return std::clamp(rows * row_bytes[r] - offset, 0L, chunk_bytes);
+  }
 };
+
+uint64_t signature_of(Kind kind, SumType type, long bytes) {
+  return (uint64_t)bytes << 16 | (uint64_t)type << 8 | kind;
+}
+
+// Returns the signature of an all-gather, which depends on the sizes of all tensors.
+uint64_t gather_signature(long rows, const long* row_bytes, long ranks) {
+  uint64_t hash = rows;
+  for (long r = 0; r < ranks; r++) hash = (hash ^ row_bytes[r]) * 0x100000001b3;  // FNV-1
+  return hash << 8 | ALL_GATHER;
+}
 
 // Returns where the slice of a chunk begins that rank r sums for all ranks.
 long slice_start(long bytes, long r, long ranks) {
@@ -258,7 +275,7 @@ ChannelState reduce_chunk(Channel* c, const Call& call, long bytes) {
   char* x = call.x + c->offset;
   if (c->stage == 1) {
     if (!wait_for_all(c, c->sequence)) return ChannelState::PENDING;
-    if (!signatures_match(c, call.signature())) return ChannelState::MISMATCH;
+    if (!signatures_match(c, call.signature)) return ChannelState::MISMATCH;
     if (c->ranks == 2 || bytes < MIN_SHARED_SUM) {
       const char* parts[MAX_RANKS];
       for (long r = 0; r < c->ranks; r++) parts[r] = r == c->rank ? x : c->buffer(r);
@@ -266,7 +283,7 @@ ChannelState reduce_chunk(Channel* c, const Call& call, long bytes) {
       return ChannelState::DONE;
     }
     sum_slice(c, bytes, call.type);
-    arrive(c, call.signature());
+    arrive(c, call.signature);
     c->stage = 2;
   }
   if (!wait_for_all(c, c->sequence)) return ChannelState::PENDING;
@@ -278,19 +295,25 @@ ChannelState reduce_chunk(Channel* c, const Call& call, long bytes) {
   return ChannelState::DONE;
 }
 
-// All-gather: a chunk may begin and end within a row.
+// All-gather: a chunk may begin and end within a row. Ranks with smaller tensors than others have
+// less or nothing in the last chunks.
 ChannelState gather_chunk(Channel* c, const Call& call, long bytes) {
   if (!wait_for_all(c, c->sequence)) return ChannelState::PENDING;
-  if (!signatures_match(c, call.signature())) return ChannelState::MISMATCH;
+  if (!signatures_match(c, call.signature)) return ChannelState::MISMATCH;
+  const long out_row_bytes = std::accumulate(call.row_bytes, call.row_bytes + c->ranks, 0L);
+  char* out = call.out;  // where the first row of rank r begins
   for (long r = 0; r < c->ranks; r++) {
     const char* part = r == c->rank ? call.x + c->offset : c->buffer(r);
-    for (long done = 0; done < bytes;) {
-      const long row = (c->offset + done) / call.row_bytes;
-      const long column = (c->offset + done) % call.row_bytes;
-      const long n = std::min(bytes - done, call.row_bytes - column);
-      std::memcpy(call.out + (row * c->ranks + r) * call.row_bytes + column, part + done, n);
+    const long row_bytes = call.row_bytes[r];
+    const long part_bytes = call.part(r, c->offset, bytes);
+    for (long done = 0; done < part_bytes;) {
+      const long row = (c->offset + done) / row_bytes;
+      const long column = (c->offset + done) % row_bytes;
+      const long n = std::min(part_bytes - done, row_bytes - column);
+      std::memcpy(out + row * out_row_bytes + column, part + done, n);
       done += n;
     }
+    out += row_bytes;
   }
   return ChannelState::DONE;
 }
@@ -299,7 +322,7 @@ ChannelState broadcast_chunk(Channel* c, const Call& call, long bytes) {
   if (c->rank == 0) return ChannelState::DONE;
   c->awaited = c->sequence;
   if (!wait_for(c->slot(0).reached, c->sequence, c->spin_ns)) return ChannelState::PENDING;
-  if (c->slot(0).signatures[c->sequence & 1] != call.signature()) return ChannelState::MISMATCH;
+  if (c->slot(0).signatures[c->sequence & 1] != call.signature) return ChannelState::MISMATCH;
   std::memcpy(call.x + c->offset, c->buffer(0), bytes);
   return ChannelState::DONE;
 }
@@ -308,10 +331,11 @@ ChannelState run_chunk(Channel* c, const Call& call, long bytes) {
   if (c->stage == 0) {
     // After this wait, all ranks have read the previous data of this buffer.
     if (!wait_for_all(c, c->sequence)) return ChannelState::PENDING;
-    if (call.kind != BROADCAST || c->rank == 0) {
-      std::memcpy(c->buffer(c->rank), call.x + c->offset, bytes);
+    const long own_bytes = call.part(c->rank, c->offset, bytes);
+    if (own_bytes && (call.kind != BROADCAST || c->rank == 0)) {
+      std::memcpy(c->buffer(c->rank), call.x + c->offset, own_bytes);
     }
-    arrive(c, call.signature());
+    arrive(c, call.signature);
     c->stage = 1;
   }
   if (call.kind == ALL_REDUCE) return reduce_chunk(c, call, bytes);
@@ -363,20 +387,24 @@ long shared_ring_bytes(long ranks, long size) { return (ranks + 1) * (long)sizeo
 
 // All-reduce: x (bytes) of a SumType becomes the sum over the ranks.
 long shared_all_reduce(long* channel, char* x, long bytes, long type, long ticket) {
-  const Call call = {ALL_REDUCE, (SumType)type, x, nullptr, bytes, 0};
+  const uint64_t signature = signature_of(ALL_REDUCE, (SumType)type, bytes);
+  const Call call = {ALL_REDUCE, (SumType)type, x, nullptr, bytes, 0, nullptr, signature};
   return (long)run((Channel*)channel, call, ticket);
 }
 
-// All-gather: x (rows, row_bytes) of each rank -> out (rows, ranks * row_bytes). `bytes` is the
-// size of x.
-long shared_all_gather(long* channel, char* x, char* out, long bytes, long row_bytes, long ticket) {
-  const Call call = {ALL_GATHER, SumType::NONE, x, out, bytes, row_bytes};
-  return (long)run((Channel*)channel, call, ticket);
+// All-gather: x (rows, row_bytes of the rank) of each rank -> out (rows, the sum of row_bytes).
+long shared_all_gather(long* channel, char* x, char* out, long rows, long* row_bytes, long ticket) {
+  Channel* c = (Channel*)channel;
+  const long bytes = rows * *std::max_element(row_bytes, row_bytes + c->ranks);
+  const uint64_t signature = gather_signature(rows, row_bytes, c->ranks);
+  const Call call = {ALL_GATHER, SumType::NONE, x, out, bytes, rows, row_bytes, signature};
+  return (long)run(c, call, ticket);
 }
 
 // Broadcast: x (bytes) becomes the tensor of rank 0.
 long shared_broadcast(long* channel, char* x, long bytes, long ticket) {
-  const Call call = {BROADCAST, SumType::NONE, x, nullptr, bytes, 0};
+  const uint64_t signature = signature_of(BROADCAST, SumType::NONE, bytes);
+  const Call call = {BROADCAST, SumType::NONE, x, nullptr, bytes, 0, nullptr, signature};
   return (long)run((Channel*)channel, call, ticket);
 }
 
