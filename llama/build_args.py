@@ -14,7 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
-from llama.checks import FieldError, FieldTypeError, brief, checked_number, limits_of, nearest
+from llama.checks import (
+    FieldError,
+    FieldTypeError,
+    brief,
+    checked_number,
+    index_of,
+    limits_of,
+    nearest,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +30,8 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _A = TypeVar("_A")
 _T = TypeVar("_T")
+MEASURED_SHARES = ("memory", "speed")  # values of `shares` that each rank measures
+_MAX_SHARE = 10**6
 
 
 def _flag(
@@ -97,6 +107,13 @@ class BuildArgs:
             are loaded: the folder of one, several with commas between them, or a list, which are
             merged in order. The result is a model like any other, so that it takes no longer to
             run. Quantized weights must not keep their codes: give dtype="bf16", too.
+        shares: the relative share of the model that each rank of a group holds, such as "3,2,2" or
+            [3, 2, 2], in whole numbers: for GPUs with unequal memory or speed. Whole key-value
+            heads, or query heads where there are more ranks, are dealt to the ranks, so that the
+            shares are met as far as the heads allow. On a CPU the ranks of a machine divide its
+            cores and its memory in the same way. "memory" measures the free memory of each rank's
+            device, and "speed" the rate at which each reads memory; the result is printed.
+            Default: equal shares.
         kv_cache_memory_bytes: the size of the KV cache on each rank. Default: the memory that is
             left beside the weights, but no more than max_batch_size x max_seq_len tokens need.
         kv_cache_dtype: "int8" stores the KV cache in int8, on CPU or CUDA, with one scale per token
@@ -195,6 +212,13 @@ class BuildArgs:
         "none",
         may_differ=True,  # Ranks compare what is in the folders.
     )
+    shares: "str | Sequence[int] | None" = _flag(
+        None,
+        "LIST",
+        "Relative share of each rank, such as 3,2,2; memory or speed to measure it",
+        "equal shares",
+        choices=MEASURED_SHARES,
+    )
     kv_cache_memory_bytes: int | None = _flag(
         None, "N", "Size of the KV cache on each rank, in bytes", "what fits", limits=(1, 2**60)
     )
@@ -278,7 +302,8 @@ class BuildArgs:
         if self.pooling not in (None, "last", "mean"):
             raise FieldError("pooling", f"pooling={brief(self.pooling)} must be 'last' or 'mean'")
         lora = lora_paths(self.lora) or None
-        return replace(self, **checked_values, lora=lora)
+        shares = read_shares(self.shares)
+        return replace(self, **checked_values, lora=lora, shares=shares)
 
     def shared(self) -> dict[str, Any]:
         """Return the arguments that must be the same on every rank, by name."""
@@ -312,6 +337,38 @@ def lora_paths(
     if not all(texts):
         raise FieldError("lora", f"lora={brief(lora)} has an empty path: leave it out")
     return tuple(texts)
+
+
+def read_shares(shares: object) -> str | tuple[int, ...] | None:
+    """Return an argument `shares` as numbers, or as the name of what is measured.
+
+    Args:
+        shares: numbers in a sequence or, with commas between them, in a text; or a name.
+
+    Raises:
+        FieldError: it is something else.
+    """
+    if shares is None:
+        return None
+    if isinstance(shares, str) and shares in MEASURED_SHARES:
+        return shares
+    parts: Any = shares.split(",") if isinstance(shares, str) else shares
+    is_list = isinstance(parts, list | tuple) and len(parts) > 0
+    values = [_read_share(part) for part in parts] if is_list else [0]
+    if not all(1 <= value <= _MAX_SHARE for value in values):
+        text = (
+            f"={brief(shares)}: give a whole number from 1 to {_MAX_SHARE} for each rank, such as "
+            f"3,2,2, or one of {', '.join(MEASURED_SHARES)}"
+        )
+        raise FieldError.of("shares", text)
+    return tuple(values)
+
+
+def _read_share(part: object) -> int:
+    """Return a share as a number; 0 if it is none."""
+    if isinstance(part, str) and part.strip().isdecimal() and len(part) < 10:
+        return int(part)
+    return 0 if isinstance(part, str) else index_of(part) or 0
 
 
 def taking(arguments: Callable[_P, _A]) -> Callable[[Callable[[_A], _T]], Callable[_P, _T]]:

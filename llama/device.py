@@ -11,7 +11,8 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -181,11 +182,30 @@ def is_closed_to_others(device: torch.device) -> bool:
     return mode.value == _EXCLUSIVE_PROCESS and bool(is_open.value)
 
 
-def free_bytes(device: torch.device) -> int:
+def part_of_machine(shares: Sequence[int] = ()) -> Fraction:
+    """Return the part of the cores and of the memory of its machine that this rank may use.
+
+    Args:
+        shares: The relative share of each rank of a model-parallel group; empty: they are equal.
+    """
+    num_local = torchrun_number("LOCAL_WORLD_SIZE")
+    if not shares:
+        return Fraction(1, num_local)
+    rank = torchrun_number("RANK")
+    first = rank - torchrun_number("LOCAL_RANK")
+    local_shares = [shares[i % len(shares)] for i in range(first, first + num_local)]
+    return Fraction(shares[rank % len(shares)], sum(local_shares))
+
+
+def free_bytes(device: torch.device, shares: Sequence[int] = ()) -> int:
     """Return the number of bytes that this process can still allocate on `device`.
 
     Memory that torch's allocator keeps counts as free. Host memory is divided among the ranks of
     the machine, and limited by control groups and by the address space of a process (ulimit -v).
+
+    Args:
+        device: The device.
+        shares: As for `part_of_machine`.
     """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -193,8 +213,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     free = min(_available_memory(), _cgroup_headroom())
-    num_processes = torchrun_number("LOCAL_WORLD_SIZE") * _num_servers()
-    return min(free // num_processes, _address_space_left())
+    return min(int(free // _num_servers() * part_of_machine(shares)), _address_space_left())
 
 
 def _address_space_left() -> int:
@@ -224,16 +243,19 @@ def _available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def set_num_threads() -> None:
+def set_num_threads(shares: Sequence[int] = ()) -> None:
     """Set torch's number of threads to the cores that this rank may use.
 
     A choice of the user stays: OMP_NUM_THREADS, unless torchrun has set it to 1, or a smaller
     number by torch.set_num_threads. Processes that are forked later have one thread.
+
+    Args:
+        shares: As for `part_of_machine`.
     """
     _fork_to_one_thread()
     chosen = os.environ.get("OMP_NUM_THREADS")
     num_threads = torch.get_num_threads()
-    cores = available_cores()
+    cores = available_cores(shares)
     set_by_torchrun = chosen == "1" and num_threads == 1 and "TORCHELASTIC_RUN_ID" in os.environ
     if set_by_torchrun or (chosen is None and num_threads > cores):
         torch.set_num_threads(cores)
@@ -245,9 +267,13 @@ def _fork_to_one_thread() -> None:
     os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
 
 
-def available_cores() -> int:
-    """Return the number of cores for this rank: its share of the machine's, at least 1."""
-    return max(1, machine_cores() // torchrun_number("LOCAL_WORLD_SIZE"))
+def available_cores(shares: Sequence[int] = ()) -> int:
+    """Return the number of cores for this rank: its share of the machine's, at least 1.
+
+    Args:
+        shares: As for `part_of_machine`.
+    """
+    return max(1, int(machine_cores() * part_of_machine(shares)))
 
 
 def machine_cores() -> int:

@@ -45,6 +45,7 @@ from llama.prompts.tools import tool_format_of
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
 from llama.ranks.placement import Placement
+from llama.shares import check_shares, column_step, resolve_shares, tightest_memory
 from llama.sizes import (
     CUDA_RESERVE,
     Memory,
@@ -88,9 +89,9 @@ class Files:
     kernels: KernelSet = TORCH_ONLY
     activations: str | None = None
 
-    def at_stage(self, stage: int) -> "Files":
-        """Return these files for a rank of another pipeline stage."""
-        return replace(self, placement=replace(self.placement, stage=stage))
+    def with_shares(self, shares: tuple[int, ...]) -> "Files":
+        """Return the same files for ranks with these relative shares, in this rank's part."""
+        return replace(self, placement=replace(self.placement, shares=shares))
 
     def compared(self) -> list[tuple[str, object]]:
         """Return what must be the same on every rank, by name."""
@@ -159,13 +160,14 @@ class Loaded:
             tokens += f" in {self.model.plan.kv_format.name}"
         sequences = runner.num_pages // pages_for(params.max_seq_len)
         plural = "" if sequences == 1 else "s"
+        shares = ",".join(map(str, self.files.placement.shares))
         graphs = ", CUDA graphs" if runner.has_graphs else ""
         stages = self.model.parallel.placement.stages
         pipeline = f", pipeline_parallel_size={stages}" if stages > 1 else ""
         return (
             f"{weight.device.type}, {name}, model_parallel_size={self.model.parallel.size}"
-            f"{pipeline}, max_seq_len={params.max_seq_len}, "
-            f"max_batch_size={params.max_batch_size}, "
+            f"{f' with shares {shares}' if shares else ''}{pipeline}, "
+            f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}, "
             f"model context {params.longest_context:,} tokens, "
             f"KV cache {tokens}, {sequences} sequence{plural} of full length at once"
             f"{selection.describe(self.model)}{graphs}"
@@ -199,8 +201,8 @@ def load_model(args: BuildArgs) -> Loaded:
     with parallel.agree("the arguments of Llama.build", world=True) as must_match:
         args = args.checked()
         _check_drafter(args)
-        # Every rank estimates what the first one of its group needs, so that all choose the same.
-        files = find_files(args, replace(parallel.placement, rank=0), device)
+        check_shares(args.shares, parallel.size)
+        files = find_files(args, parallel.placement, device)
         kv_format = pick_kv_format(args.kv_cache_dtype, device)
         tokenizer = load_tokenizer(files.checkpoint, args.tokenizer_path)
         dialog_format = find_dialog_format(
@@ -221,21 +223,19 @@ def load_model(args: BuildArgs) -> Loaded:
         if parallel.world is not None:
             for model_files in models:
                 must_match += model_files.checkpoint.samples()
+    shares = resolve_shares(args.shares, parallel, device)
+    models = [each.with_shares(shares) for each in models]
     models = [choose_kernels(each, parallel, allowed, kv_format) for each in models]
-    free = parallel.all_reduce_min(free_bytes(device))
     batch_size = args.max_batch_size or default_batch_size(device)
     longest = min(each.checkpoint.params.longest_context for each in models)
     with parallel.agree("the memory of the ranks", world=True):
-        sizes = []
-        for stage in range(parallel.placement.stages):
-            # Every rank computes what all stages need, so that all choose the same.
-            of_stage = [each.at_stage(stage) for each in models]
-            needs = [estimate_memory(each, free, batch_size, kv_format) for each in of_stage]
-            memory = Memory.of_all(needs)
-            kv_bytes = args.kv_cache_memory_bytes
-            sizes.append(choose_sizes(memory, args.max_seq_len, batch_size, kv_bytes, longest))
-        seq_len = min(stage_len for stage_len, _ in sizes)
-        num_pages = min(stage_pages for _, stage_pages in sizes)
+        free = free_bytes(device, shares)
+        needs = [estimate_memory(each, free, batch_size, kv_format) for each in models]
+    memory = tightest_memory(Memory.of_all(needs), parallel, args.kv_cache_memory_bytes)
+    with parallel.agree("the memory of the ranks", world=True):
+        seq_len, num_pages = choose_sizes(
+            memory, args.max_seq_len, batch_size, args.kv_cache_memory_bytes, longest
+        )
     with parallel.agree("the checkpoint", world=True):
         load = functools.partial(
             load_weights,
@@ -307,6 +307,7 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
     if activations is None and (checkpoint.in_codes or checkpoint.packed is not None):
         activations = weights.default_activations(checkpoint.activations, device)
     activations = weights.check_activations(activations, device, is_plain=is_plain)
+    placement = replace(placement, column_step=column_step(checkpoint, device))
     files = Files(checkpoint, chosen_dtype, quantize, placement, device)
     return replace(files, activations=activations)
 
@@ -454,7 +455,13 @@ def choose_kernels(
     with parallel.agree("the formats of the weights", world=True):
         formats = files.formats()
     kernels = selection.kernels_for(
-        files.checkpoint.params, parallel, files.device, files.dtype, allowed, formats, kv_format
+        files.checkpoint.params,
+        parallel.placed(files.placement),
+        files.device,
+        files.dtype,
+        allowed,
+        formats,
+        kv_format,
     )
     files = replace(files, kernels=kernels)
     is_plain = files.quantize is None and not files.checkpoint.in_codes
@@ -509,12 +516,12 @@ def load_weights(
         verify: Whether the files are compared with the digests beside them.
     """
     if files.device.type == "cpu":
-        set_num_threads()
+        set_num_threads(files.placement.shares)
     checkpoint = files.checkpoint
     params = replace(checkpoint.params, max_seq_len=max_seq_len, max_batch_size=max_batch_size)
     model = Transformer(
         params,
-        parallel=parallel,
+        parallel=parallel.placed(files.placement),
         device=files.device,
         dtype=files.dtype,
         kv_format=kv_format,

@@ -34,6 +34,7 @@ class Memory:
         per_token: Bytes of the keys and values of one token.
         max_tokens: The tokens of the largest KV cache that the device can hold in one tensor; None
             without such a limit.
+        rank: The rank, where errors should name it.
     """
 
     free: int
@@ -41,6 +42,19 @@ class Memory:
     reserve: int
     per_token: int
     max_tokens: int | None = None
+    rank: int | None = None
+
+    def as_integers(self) -> list[int]:
+        """Return the fields but for the rank, as whole numbers that ranks exchange."""
+        no_limit = -1
+        max_tokens = no_limit if self.max_tokens is None else self.max_tokens
+        return [self.free, self.weights, self.reserve, self.per_token, max_tokens]
+
+    @classmethod
+    def of_integers(cls, values: Sequence[int]) -> "Memory":
+        """Return what another rank sent as `as_integers`."""
+        free, weights, reserve, per_token, max_tokens = values
+        return cls(free, weights, reserve, per_token, None if max_tokens < 0 else max_tokens)
 
     @classmethod
     def of_all(cls, models: "Sequence[Memory]") -> "Memory":
@@ -53,6 +67,23 @@ class Memory:
             per_token=sum(model.per_token for model in models),
             max_tokens=min(limits, default=None),
         )
+
+    @classmethod
+    def tightest(cls, ranks: "Sequence[Memory]", kv_bytes: int | None) -> int:
+        """Return the rank on which the smallest KV cache fits; all ranks have as many tokens.
+
+        Args:
+            ranks: What each rank needs.
+            kv_bytes: The bytes of the KV cache as the user asked for them; None: as many as fit.
+        """
+
+        def fitting(rank: int) -> tuple[bool, int]:
+            memory = ranks[rank]
+            if kv_bytes is None:
+                return True, memory.kv_tokens
+            return kv_bytes <= memory.kv_bytes, kv_bytes // memory.per_token
+
+        return min(range(len(ranks)), key=fitting)
 
     @property
     def kv_bytes(self) -> int:
@@ -116,7 +147,7 @@ def choose_sizes(
     if kv_bytes is not None and kv_bytes > memory.kv_bytes:
         raise ValueError(
             f"kv_cache_memory_bytes={kv_bytes} is more than the {memory.kv_bytes} bytes that are "
-            "free beside the weights: ask for that or less"
+            f"free beside the weights{_on_rank(memory)}: ask for that or less"
         )
     num_pages = (kv_bytes or memory.kv_bytes) // (memory.per_token * PAGE_SIZE)
     chosen = seq_len or min(longest, DEFAULT_SEQ_LEN)
@@ -137,12 +168,19 @@ def _does_not_fit(memory: Memory, seq_len: int, num_pages: int, kv_bytes: int | 
         remedy = f"kv_cache_memory_bytes={needed} would fit"
     else:
         remedy = "use more ranks, a smaller dtype or max_batch_size, or a device with more memory"
+    device = "each rank's device"
+    if memory.rank is not None:
+        device = f"the device of rank {memory.rank}, which limits all others"
     asked = f" and kv_cache_memory_bytes={kv_bytes} asked for" if kv_bytes else ""
     return (
         f"the weights take {_gib(memory.weights)}, a step {_gib(memory.reserve)}, and the KV cache "
         f"of one sequence of max_seq_len={seq_len} takes {_gib(needed)}, but {_gib(memory.free)} "
-        f"are free on each rank's device{asked}: {remedy}"
+        f"are free on {device}{asked}: {remedy}"
     )
+
+
+def _on_rank(memory: Memory) -> str:
+    return "" if memory.rank is None else f" on rank {memory.rank}"
 
 
 def _gib(size: int) -> str:

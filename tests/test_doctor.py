@@ -141,20 +141,27 @@ def test_gpus_other_than_nvidia_s_are_described(monkeypatch, device, hip, text):
 
 
 def test_what_fits(make_checkpoint, monkeypatch):
-    """The memory of one rank is reported, and a number of ranks that does not divide the heads."""
+    """The memory of one rank is reported, and a number of ranks that is more than the heads."""
     monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 30)
-    found = find(make_checkpoint()[0])  # 4 heads
+    folder = make_checkpoint()[0]
+    found = find(folder)  # 4 heads over 2 key-value heads
     for ranks in (1, 4):
-        rows = [fact.text for fact in _fits(found, CPU, ranks)]
+        rows = [fact.text for fact in _fits(found, CPU, Placement(size=ranks))]
         assert [row.split()[0] for row in rows] == ["bf16", *QUANTIZED]
         assert all("KV cache" in row for row in rows)
-    assert "8 does not divide n_heads=4" in problems(*_fits(found, CPU, 8))["fits"]
+    facts = list(_checkpoint(str(folder), CPU, Placement(size=3)))
+    shares = [fact.text for fact in facts if fact.name == "share"]
+    assert [text.partition(" key")[0] for text in shares] == [
+        "rank 0: 1 heads over 1", "rank 1: 1 heads over 1", "rank 2: 2 heads over 1",
+    ]  # fmt: skip
+    refused = problems(*_checkpoint(str(folder), CPU, Placement(size=8)))
+    assert "8 is more than n_heads=4" in refused["fits"]
     monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 20)
     assert "do not fit into" in problems(*_fits(found, CPU))["fits"]
 
 
 def test_a_checkpoint_whose_chats_work():
-    facts = {fact.name: fact.text for fact in _checkpoint(str(DEMO), CPU, 1)}
+    facts = {fact.name: fact.text for fact in _checkpoint(str(DEMO), CPU)}
     assert facts["tokenizer"] == f"{DEMO / 'tokenizer.model'}: 2048 tokens"
     assert facts["chat"].startswith("Meta's chat format")
     ids = ChatFormat(Tokenizer(DEMO / "tokenizer.model")).encode_dialog_prompt([user("Hello")])
@@ -183,7 +190,7 @@ def test_a_tokenizer_or_template_that_cannot_load_is_a_problem(
         change_params(folder, **content)
     else:
         (folder / name).write_bytes(content)
-    facts = list(_checkpoint(str(folder), CPU, 1))
+    facts = list(_checkpoint(str(folder), CPU))
     found = problems(*facts)
     assert found.keys() == {fact} and re.search(message, found[fact])
     assert {"checkpoint", "model", "fits"} <= {x.name for x in facts}, "the rest is reported"
@@ -200,8 +207,8 @@ def test_a_base_model_without_a_template_is_no_problem(tmp_path, monkeypatch):
     convert(DEMO, tmp_path / "hf")
     (tmp_path / "hf" / "original" / "tokenizer.model").unlink()
     monkeypatch.setattr(doctor, "find_dialog_format", refuse)
-    assert problems(*_checkpoint(str(tmp_path / "hf"), CPU, 1)).keys() == {"chat"}
+    assert problems(*_checkpoint(str(tmp_path / "hf"), CPU)).keys() == {"chat"}
     change_json(tmp_path / "hf" / "tokenizer_config.json", chat_template=None)
-    facts = list(_checkpoint(str(tmp_path / "hf"), CPU, 1))
+    facts = list(_checkpoint(str(tmp_path / "hf"), CPU))
     assert not problems(*facts)
     assert Fact("chat", "the files hold no chat template") in facts

@@ -156,13 +156,15 @@ def test_prompts_of_mixed_lengths_are_prefilled_whole(checkpoint_dir):
     assert llama.engine.stats.steps == 1
 
 
-@pytest.mark.parametrize("size", [3, 5, 8])
-def test_a_model_parallel_size_must_divide_the_model(size, checkpoint_dir):
+def test_a_rank_holds_at_least_one_head(checkpoint_dir):
+    """There are at most as many ranks as heads; shards, which are equal, must divide them."""
     params = find(checkpoint_dir[0]).params
-    for fits in (1, 2, 4):  # 4 ranks hold each of 2 kv heads twice
-        params.check_ranks(fits)
-    with pytest.raises(ValueError, match=f"model_parallel_size={size} does not divide n_heads=4"):
+    for size in (1, 2, 3, 4):  # 4 ranks hold each of 2 kv heads twice
         params.check_ranks(size)
+    with pytest.raises(ValueError, match=r"size=5 is more than n_heads=4, .* most 4"):
+        params.check_ranks(5)
+    with pytest.raises(ValueError, match="model_parallel_size=3 does not divide n_heads=4"):
+        params.check_shards(3)
 
 
 def test_long_contexts_are_allowed_where_the_model_has_them(make_checkpoint):

@@ -41,6 +41,7 @@ FLOORS = [
     "llama/engine",
     "llama/gpu",
     "llama/sizes.py",
+    "llama/shares.py",
     "llama/loading.py",
     "llama/requests",
     "llama/generation.py",

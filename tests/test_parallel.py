@@ -130,16 +130,23 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_shard_count_on_every_world(world, sharded, request, tmp_path):
     """Every shard count works on every world size.
 
     1, 2 and 4 shards, and kv heads fewer than ranks, give the ids of one process on every rank,
-    greedy and sampled, and log probabilities within 1e-4.
+    greedy and sampled, and log probabilities within 1e-4. Three ranks hold unequal parts, the last
+    time by shares of 2, 1 and 1.
     """
     jobs = shard_jobs(sharded)
     if world == 2:
         ranks = request.getfixturevalue("two_ranks")["shards"]
+    elif world == 3:
+        uneven: dict[str, Any] = {"do": "use_shares", "shares": [2, 1, 1]}
+        ranks = torchrun(world, [*jobs, uneven, {"do": "forget"}, jobs[0]], tmp_path)
+        for rank in ranks:
+            del rank[len(jobs) : -1]  # the results of two jobs that are not compared
+        jobs.append(jobs[0])
     else:
         kv4 = str(sharded["kv4"])
         drafts = {"do": "speculated", "folder": kv4, "prompts": REPEATED, "draft": "lookup"}

@@ -20,7 +20,7 @@ from llama import weights
 from llama.checkpoint import reader, writing
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.find import PACKED_FORMAT, Checkpoint
-from llama.checkpoint.table import share, whole_shapes
+from llama.checkpoint.table import part_of, share, whole_shapes
 from llama.checks import brief, torchrun_number
 from llama.model.layers import Matrix, RMSNorm
 from llama.model.transformer import Transformer
@@ -138,8 +138,10 @@ def bytes_of(checkpoint: Checkpoint, placement: Placement) -> int:
 
     The ranks of this machine, and replicas, share the pages of the file.
     """
-    sharing = max(placement.size * placement.stages, torchrun_number("LOCAL_WORLD_SIZE"))
-    return checkpoint.shards[0].stat().st_size // sharing
+    part = part_of(checkpoint.params, placement)
+    num_ranks = placement.size * placement.stages
+    replicas = max(1.0, torchrun_number("LOCAL_WORLD_SIZE") / num_ranks)
+    return int(checkpoint.shards[0].stat().st_size * part / replicas)
 
 
 def attach(checkpoint: Checkpoint, model: Transformer) -> dict[str, MappedTensor]:

@@ -207,13 +207,13 @@ COMMANDS = {
     ),
     "doctor": Command(
         "Show what this machine offers, and its problems; the exit code is 1 if there are any.",
-        defaults={"ckpt_dir": None, "device": None, "ranks": 1},
+        defaults={"ckpt_dir": None, "device": None, "ranks": 1, "shares": None},
         positional=["ckpt_dir"],
         function=commands.doctor,
         examples=[
             "llama doctor",
             "llama doctor Meta-Llama-3-8B",
-            "llama doctor Meta-Llama-3-8B --ranks 2",
+            "llama doctor Meta-Llama-3-8B --ranks 3",
         ],
     ),
     "plan": Command(

@@ -2,6 +2,7 @@
 
 Each check yields facts; a problem says how to solve it. The CPU kernels may be compiled for this,
 as they would be by the first model. Under torchrun rank 0 prints, for as many ranks as there are.
+The file has over 400 lines because each check is short and knows nothing of the others.
 """
 
 import argparse
@@ -20,8 +21,10 @@ from typing import NamedTuple, TypeVar
 import torch
 
 import llama.device
+from llama.build_args import read_shares
 from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.find import Checkpoint, find
+from llama.checkpoint.table import part_of
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.cli.plan.report import summary
 from llama.cli.ranks import global_rank
@@ -32,9 +35,12 @@ from llama.loading import (
     find_dialog_format,
     stays_in_codes,
 )
+from llama.model.args import ModelArgs
+from llama.model.shares import RankShare, distinct_ranks
 from llama.ops.cpu import native
 from llama.ranks.groups import check_interfaces, started_processes
-from llama.ranks.placement import Placement
+from llama.ranks.placement import WHOLE, Placement
+from llama.shares import check_shares, column_step
 from llama.sizes import Memory, default_batch_size
 from llama.weights import QUANTIZED
 
@@ -92,7 +98,19 @@ def _facts(options: argparse.Namespace) -> Iterator[Fact]:
     yield from _cpu()
     yield from environment_facts(os.environ, gpus=torch.cuda.device_count())
     if options.ckpt_dir is not None:
-        yield from _checkpoint(options.ckpt_dir, device, num_ranks)
+        try:
+            placement = _placement(options.shares, num_ranks)
+        except ValueError as e:
+            yield problem("shares", str(e))
+            placement = Placement(size=num_ranks)
+        yield from _checkpoint(options.ckpt_dir, device, placement)
+
+
+def _placement(shares: str | None, num_ranks: int) -> Placement:
+    """Return the first of ranks with these shares; those that a build would measure are equal."""
+    values = read_shares(shares)
+    check_shares(values, num_ranks)
+    return Placement(size=num_ranks, shares=values if isinstance(values, tuple) else ())
 
 
 def _tried(name: str, find_out: Callable[[], _T], fallback: _T) -> tuple[_T, Fact | None]:
@@ -192,7 +210,9 @@ def _cpu_kernels() -> Fact:
     return Fact("kernels", f"PyTorch's: {reason}", problem=bool(caught))
 
 
-def _checkpoint(ckpt_dir: str, device: torch.device, num_ranks: int) -> Iterator[Fact]:
+def _checkpoint(
+    ckpt_dir: str, device: torch.device, placement: Placement = WHOLE
+) -> Iterator[Fact]:
     """Describe a checkpoint. Its tokenizer is loaded; its weights are not read."""
     try:
         checkpoint = find(ckpt_dir)
@@ -212,16 +232,36 @@ def _checkpoint(ckpt_dir: str, device: torch.device, num_ranks: int) -> Iterator
     if checkpoint.vision is not None:
         yield Fact("vision", checkpoint.vision.describe())
     yield from _tokenizer(checkpoint)
-    yield from _fits(checkpoint, device, num_ranks)
-    yield from _plan(checkpoint, device, num_ranks)
+    try:
+        args.check_ranks(placement.size)
+    except ValueError as e:
+        yield problem("fits", str(e))
+        return
+    loaded = replace(checkpoint, in_codes=stays_in_codes(checkpoint, device))
+    yield from _shares(args, replace(placement, column_step=column_step(loaded, device)))
+    yield from _fits(checkpoint, device, placement)
+    yield from _plan(checkpoint, device, placement)
 
 
-def _plan(checkpoint: Checkpoint, device: torch.device, num_ranks: int) -> Iterator[Fact]:
-    """Yield the speed that the cost model expects, if it knows the device."""
-    _, ranks_problem = _tried("plan", lambda: checkpoint.params.check_ranks(num_ranks), None)
-    if ranks_problem is None:
+def _shares(args: ModelArgs, placement: Placement) -> Iterator[Fact]:
+    """Yield what each rank holds, unless all hold as much."""
+    if len(distinct_ranks(args, placement)) == 1:
+        return
+    for rank, peer in enumerate(placement.peers()):
+        share = RankShare.of(args, peer)
+        yield Fact(
+            "share",
+            f"rank {rank}: {len(share.heads)} heads over {len(share.kv_heads)} key-value heads, "
+            f"{len(share.ffn)} ffn columns, {len(share.vocab)} rows of the vocabulary; "
+            f"{part_of(args, peer):.1%} of the weights",
+        )
+
+
+def _plan(checkpoint: Checkpoint, device: torch.device, placement: Placement) -> Iterator[Fact]:
+    """Yield the speed that the cost model expects, if it knows the device and shares are equal."""
+    if placement.is_even:
         free = llama.device.free_bytes(device)
-        text = summary(checkpoint, device, free, num_ranks)
+        text = summary(checkpoint, device, free, placement.size)
         if text is not None:
             yield Fact("plan", text)
 
@@ -246,28 +286,37 @@ def _tokenizer(checkpoint: Checkpoint) -> Iterator[Fact]:
     yield Fact("chat", f"{dialog_format.describe()}; 'Hello' is a prompt of {len(prompt)} tokens")
 
 
-def _fits(checkpoint: Checkpoint, device: torch.device, num_ranks: int = 1) -> Iterator[Fact]:
-    """Yield for each format the weights of one rank, and the KV cache that fits beside them."""
-    try:
-        checkpoint.params.check_ranks(num_ranks)
-    except ValueError as e:
-        yield problem("fits", str(e))
-        return
-    free = llama.device.free_bytes(device)  # bytes for one rank
-    needs = _memory_by_format(checkpoint, device, num_ranks, free)
-    for name, memory in needs.items():
-        cache = f"KV cache {memory.kv_tokens:,} tokens" if memory.kv_tokens else "does not fit"
-        yield Fact("fits", f"{name:<6} {memory.weights / _GIB:6.2f} GiB per rank, {cache}")
-    if not any(memory.kv_tokens for memory in needs.values()):
+def _fits(
+    checkpoint: Checkpoint, device: torch.device, placement: Placement = WHOLE
+) -> Iterator[Fact]:
+    """Yield for each format the weights of the largest rank, and the KV cache that fits.
+
+    The KV cache has as many tokens on all ranks: those of the rank with the smallest one.
+    """
+    total = llama.device.free_bytes(device) * placement.size
+    is_shared = device.type == "cpu"  # The ranks of a machine divide its memory by their shares.
+    shares = placement.shares if is_shared and placement.shares else (1,) * placement.size
+    free = [total * share // sum(shares) for share in shares]
+    needs = [
+        _memory_by_format(checkpoint, device, peer, free[peer.rank]) for peer in placement.peers()
+    ]
+    fitting = 0
+    for name in needs[0]:
+        weights = max(memories[name].weights for memories in needs)
+        tokens = min(memories[name].kv_tokens for memories in needs)
+        cache = f"KV cache {tokens:,} tokens" if tokens else "does not fit"
+        yield Fact("fits", f"{name:<6} {weights / _GIB:6.2f} GiB per rank, {cache}")
+        fitting += tokens
+    if not fitting:
         yield problem(
             "fits",
-            f"weights and KV cache do not fit into {free / _GIB:.1f} GiB per rank: use more ranks "
-            "or machines (torchrun --nnodes), or a smaller model",
+            f"weights and KV cache do not fit into {min(free) / _GIB:.1f} GiB per rank: use more "
+            "ranks or machines (torchrun --nnodes), or a smaller model",
         )
 
 
 def _memory_by_format(
-    checkpoint: Checkpoint, device: torch.device, num_ranks: int, free: int
+    checkpoint: Checkpoint, device: torch.device, placement: Placement, free: int
 ) -> dict[str, Memory]:
     """Return what a rank needs of `free` bytes, for each format that the weights may have."""
     formats: dict[str, tuple[Checkpoint, str | None]] = {"bf16": (checkpoint, None)}
@@ -278,11 +327,11 @@ def _memory_by_format(
     elif stays_in_codes(checkpoint, device):
         in_codes = replace(checkpoint, in_codes=True)
         formats = {checkpoint.file_type or "": (in_codes, None), **formats}
-    placement = Placement(size=num_ranks)
     batch_size = default_batch_size(device)
     needs = {}
     for name, (source, quantize) in formats.items():
-        files = Files(source, torch.bfloat16, quantize, placement, device)
+        own = replace(placement, column_step=column_step(source, device))
+        files = Files(source, torch.bfloat16, quantize, own, device)
         needs[name] = estimate_memory(files, free, batch_size)
     return needs
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from llama.model.args import ModelArgs
-from llama.model.shares import RankShare
+from llama.model.shares import RankShare, distinct_ranks
 from llama.ranks.placement import WHOLE, Placement
 from llama.weights import bytes_of, lm_head_format
 
@@ -337,9 +337,14 @@ class Deployment:
             requests: The lengths of prompts and answers.
             sequences: Sequences that run at once in one replica.
         """
+        ranks = distinct_ranks(self.args, Placement(size=self.layout.tensor))
+        costs = [self._cost_of(rank, requests, sequences) for rank in ranks]
+        return max(costs, key=lambda cost: cost.total)
+
+    def _cost_of(self, placement: Placement, requests: Requests, sequences: float) -> Cost:
+        """Return the cost of a token on one rank of a group."""
         args = self.args
         stages = self.layout.pipeline
-        placement = Placement(size=self.layout.tensor)
         prompts = (
             requests.prompt_len / requests.answer_len
         )  # tokens of a prompt per token of its answer

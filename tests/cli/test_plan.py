@@ -149,7 +149,8 @@ def test_layouts_of_the_largest_models():
         options = find_options(plan_of(f"70b --gpu h100 --gpus 8 --context {context}"))
         assert names(options)[0] == layout
         assert all(option.sequences for option in options)
-    assert "uneven shares" in {option.missing for option in options}
+    uneven = {str(option.layout): option for option in options if not option.missing}
+    assert uneven.keys() >= {"TP3 x PP1 x 2", "TP5 x PP1 x 1", "TP6 x PP1 x 1", "TP7 x PP1 x 1"}
     assert find_options(plan_of("405b --gpu h200 --gpus 8"))[0].layout == Layout(8)
 
 
@@ -266,10 +267,8 @@ def test_the_report(capsys):
     assert " serve DIR --pipeline_parallel_size 2 " in report["command"]
     assert "the last ones" not in text
     report, text = report_of("70b --gpu h100 --gpus 3", capsys)
-    assert report["today"] == "TP1 x PP3 x 1" and "no: uneven shares" in text
-    assert "not built  TP3 x PP1 x 1 would be faster, and is modelled only" in text
-    values = read("llama", COMMANDS["serve"], shlex.split(report["command"])[2:], {})
-    assert (values.ranks, values.pipeline_parallel_size) == (3, 3)
+    assert report["today"] == "TP3 x PP1 x 1"
+    assert report["command"].startswith("llama serve DIR --ranks 3 ")
     report, text = report_of(
         "8b --gpu 4090 --machines 2 --kv_cache_dtype int8 --dtype fp16", capsys
     )

@@ -15,7 +15,7 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +42,7 @@ from llama.sampling_params import SamplingParams
 
 RANK = int(os.environ["RANK"])
 loaded: dict[str, Llama] = {}
+_BUILD = Llama.build
 
 
 def build(folder: str, size: int | None = None, timeout_s: float = 60.0, **kwargs) -> Llama:
@@ -55,6 +56,11 @@ def build(folder: str, size: int | None = None, timeout_s: float = 60.0, **kwarg
 def forget() -> None:
     """Drop the model, so that the next job loads it anew."""
     loaded.clear()
+
+
+def use_shares(shares: list[int] | None) -> None:
+    """Let all builds that follow give the ranks these shares."""
+    Llama.build = staticmethod(functools.partial(_BUILD, shares=shares))  # type: ignore
 
 
 def generate(folder: str, prompts: list, size: int | None = None, **kwargs) -> list:
@@ -332,9 +338,9 @@ def gathered(folder: str) -> list[list[int]]:
     """Return the shapes that are gathered for one greedy token of each of two prompts."""
     gather, shapes = ModelParallel.all_gather, []
 
-    def noting(parallel: ModelParallel, x: torch.Tensor) -> torch.Tensor:
+    def noting(parallel: ModelParallel, x: Tensor, widths: Sequence[int] = ()) -> Tensor:
         shapes.append(list(x.shape))
-        return gather(parallel, x)
+        return gather(parallel, x, widths)
 
     llama = build(folder)
     with mock.patch.object(ModelParallel, "all_gather", noting):
@@ -432,7 +438,7 @@ def in_8_bits(folder: str, prompts: list) -> list:
     with contextlib.redirect_stdout(io.StringIO()):
         llama = Llama.build(folder, None, 128, 4, kv_cache_dtype="int8", **options)
         try:
-            Llama.build(folder, None, 128, 4, kv_cache_dtype=["int8", None][RANK], **options)
+            Llama.build(folder, None, 128, 4, kv_cache_dtype=None if RANK else "int8", **options)
         except ValueError as e:
             error = str(e)
     return [llama.generate(prompts, 1, 0.0, logprobs=True, echo=True), error]

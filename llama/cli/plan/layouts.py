@@ -6,7 +6,7 @@ such device is needed.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,6 @@ from llama.checkpoint.table import rank_shapes
 from llama.cli.plan.models import Model, num_elements
 from llama.device import dtype_name
 from llama.engine.core import TOKEN_BUDGET
-from llama.model.args import ModelArgs
 from llama.model.cost import (
     Cost,
     Deployment,
@@ -26,6 +25,7 @@ from llama.model.cost import (
     kv_elements,
 )
 from llama.model.plan import LayerPlan
+from llama.model.shares import distinct_ranks
 from llama.ops.kv_cache import KVFormat
 from llama.ranks.placement import Placement
 from llama.sizes import CUDA_RESERVE, Memory, default_batch_size, step_bytes
@@ -187,9 +187,9 @@ def find_options(asked: Plan) -> list[Option]:
 
 def fits_today(asked: Plan) -> bool:
     """Return whether the model and one sequence fit in a layout that this runtime has."""
-    args = asked.model.args
-    layouts = (layout for layout in asked.layouts() if not _missing(args, layout))
-    return any(option_for(asked, layout) is not None for layout in layouts)
+    layouts = (layout for layout in asked.layouts() if not _missing(layout))
+    limit = asked.model.args.n_heads
+    return any(option_for(asked, x) is not None for x in layouts if x.tensor <= limit)
 
 
 def option_for(asked: Plan, layout: Layout) -> Option | None:
@@ -199,9 +199,11 @@ def option_for(asked: Plan, layout: Layout) -> Option | None:
         ValueError: The model cannot be divided like this.
     """
     stages = layout.pipeline
-    memories = [  # The first rank has the largest share; the first stages have most layers.
-        asked.memory(Placement(stage=stage, stages=stages, size=layout.tensor))
+    asked.model.args.check_ranks(layout.tensor)
+    memories = [  # The first stages have most layers, the first and the last have the ends.
+        asked.memory(replace(rank, stage=stage, stages=stages))
         for stage in sorted({0, min(1, stages - 1), stages - 1})
+        for rank in distinct_ranks(asked.model.args, Placement(size=layout.tensor))
     ]
     kv_tokens = min(memory.kv_tokens for memory in memories)
     sequences = min(kv_tokens // asked.context, default_batch_size(asked.torch_device))
@@ -218,7 +220,7 @@ def option_for(asked: Plan, layout: Layout) -> Option | None:
         kv_tokens=kv_tokens,
         sequences=sequences,
         tokens_per_s=speed_of(asked, layout, sequences) * running / sequences,
-        missing=_missing(asked.model.args, layout),
+        missing=_missing(layout),
     )
 
 
@@ -234,10 +236,6 @@ def speed_of(asked: Plan, layout: Layout, sequences: int) -> float:
     return asked.device.efficiency / cost_of(asked, layout, sequences).total
 
 
-def _missing(args: ModelArgs, layout: Layout) -> str:
+def _missing(layout: Layout) -> str:
     """Return what this runtime lacks for a layout; an empty text if it lacks nothing."""
-    try:
-        args.check_ranks(layout.tensor)
-    except ValueError:
-        return "uneven shares"
     return ""

@@ -7,6 +7,7 @@ import hashlib
 import json
 from typing import Any
 
+from llama.checkpoint.table import part_of
 from llama.device import dtype_name
 from llama.model.args import ModelArgs
 from llama.server.ollama.answers import timestamp
@@ -125,7 +126,7 @@ def _size(service: Service) -> int:
     """Return the bytes of the weights in memory, on all ranks together."""
     model = service.loaded().model
     own_bytes = sum(weight.nbytes for weight in [*model.parameters(), *model.buffers()])
-    return int(own_bytes * model.parallel.num_ranks)
+    return int(own_bytes / part_of(model.params, model.parallel.placement))
 
 
 def _digest(name: str, details: dict[str, Any]) -> str:

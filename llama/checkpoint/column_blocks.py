@@ -1,0 +1,49 @@
+"""The columns of quantized matrices that lie together in files, which ranks should not divide.
+
+In: a `Checkpoint`. Out: a number of columns. Only what `find` has read is looked at: the header of
+a GGUF file, a quantization_config, or the metadata of packed weights. A rank whose part begins
+within such a block is right all the same, but loads more slowly and may need more memory.
+"""
+
+from typing import Any
+
+from llama.checkpoint.find import Checkpoint
+from llama.weights import QUANTIZED
+
+_NF4_BLOCK = 64  # columns per scale that bitsandbytes uses by default
+_SUPERBLOCK = 256  # columns of the largest blocks of GGUF; no usual group is larger
+_MAX_GROUP = 1024  # Larger groups are divided, and ranks have copies of their scales.
+
+
+def columns_per_block(checkpoint: Checkpoint) -> int:
+    """Return the columns that a block of the files holds, or that have a scale in common.
+
+    Returns:
+        The number; 1 where there are no blocks, or a whole row has one scale.
+    """
+    if checkpoint.packed is not None:  # The metadata do not say it.
+        is_own = checkpoint.file_type is None or checkpoint.file_type in QUANTIZED
+        return 1 if is_own else _SUPERBLOCK
+    if checkpoint.header is not None:
+        sizes = (info.type.block_size for info in checkpoint.header.tensors.values())
+        return max(sizes, default=_SUPERBLOCK)  # The first part may have no tensors.
+    return 1 if checkpoint.quantization is None else _group_size(checkpoint.quantization)
+
+
+def _group_size(config: dict[str, Any]) -> int:
+    """Return the columns of the largest group with one scale.
+
+    Args:
+        config: The quantization_config, or a part of it: those of compressed-tensors are nested.
+    """
+    if config.get("quant_method") == "bitsandbytes":
+        return _NF4_BLOCK if config.get("load_in_4bit") else 1
+    sizes = [1]
+    for key, value in config.items():
+        if isinstance(value, dict):
+            sizes.append(_group_size(value))
+        elif key == "group_size" and isinstance(value, int):
+            sizes.append(value)
+        elif key == "block_structure" and isinstance(value, list):
+            sizes += [size for size in value if isinstance(size, int)]
+    return min(max(sizes), _MAX_GROUP)
