@@ -143,14 +143,16 @@ def test_layouts_of_the_largest_models():
     """The 405B runs in stages across machines; the context decides about the 70B."""
     options = find_options(plan_of("405b --gpu h100 --gpus 8 --machines 2 --context 4096"))
     assert names(options)[0] == "TP8 x PP2 x 1"
-    assert not options[0].missing
-    assert {option.missing for option in options} == {"", "uneven shares"}
     for context, layout in ((1024, "TP4 x PP1 x 2"), (8192, "TP8 x PP1 x 1")):
         options = find_options(plan_of(f"70b --gpu h100 --gpus 8 --context {context}"))
         assert names(options)[0] == layout
         assert all(option.sequences for option in options)
-    uneven = {str(option.layout): option for option in options if not option.missing}
-    assert uneven.keys() >= {"TP3 x PP1 x 2", "TP5 x PP1 x 1", "TP6 x PP1 x 1", "TP7 x PP1 x 1"}
+    assert {str(option.layout) for option in options} >= {
+        "TP3 x PP1 x 2",
+        "TP5 x PP1 x 1",
+        "TP6 x PP1 x 1",
+        "TP7 x PP1 x 1",
+    }
     assert find_options(plan_of("405b --gpu h200 --gpus 8"))[0].layout == Layout(8)
 
 
@@ -250,10 +252,10 @@ def report_of(line: str, capsys: Any) -> tuple[dict[str, Any], str]:
 def test_the_report(capsys):
     """The report has the same figures as text and as JSON, and a command that is understood."""
     report, text = report_of("70b --gpu h100 --gpus 8 --context 1024", capsys)
-    assert report["fastest"] == report["today"] == "TP4 x PP1 x 2"
+    assert report["fastest"] == "TP4 x PP1 x 2"
     flags = "--ranks 4 --max_seq_len 1024 --max_batch_size 256"
     assert report["command"] == f"llama serve DIR {flags}"
-    assert report["command"] in text and "2 such servers" in text and "not built" not in text
+    assert report["command"] in text and "2 such servers" in text
     values = read("llama", COMMANDS["serve"], shlex.split(report["command"])[2:], {})
     assert (values.ranks, values.max_seq_len) == (4, 1024)
     best = report["layouts"][0]
@@ -262,12 +264,12 @@ def test_the_report(capsys):
     for step in report["steps"]:
         assert sum(step["share"].values()) == pytest.approx(1, abs=0.01)
     report, text = report_of("405b --gpu h100 --gpus 8 --machines 2 --context 4096", capsys)
-    assert report["fastest"] == report["today"] == "TP8 x PP2 x 1"
+    assert report["fastest"] == "TP8 x PP2 x 1"
     assert report["command"].startswith("torchrun --nnodes 2 --nproc_per_node 8 --node_rank N ")
     assert " serve DIR --pipeline_parallel_size 2 " in report["command"]
     assert "the last ones" not in text
     report, text = report_of("70b --gpu h100 --gpus 3", capsys)
-    assert report["today"] == "TP3 x PP1 x 1"
+    assert report["fastest"] == "TP3 x PP1 x 1"
     assert report["command"].startswith("llama serve DIR --ranks 3 ")
     report, text = report_of(
         "8b --gpu 4090 --machines 2 --kv_cache_dtype int8 --dtype fp16", capsys
@@ -275,7 +277,7 @@ def test_the_report(capsys):
     assert report["command"].endswith("--dtype fp16 --kv_cache_dtype int8")
     assert report["kv_bytes_per_token"] == 32 * 2 * 8 * (128 + 2)
     report, text = report_of("8b --gpu 4090 --memory_gb 14 --machines 2", capsys)
-    assert (report["fastest"], report["today"]) == ("TP2 x PP1 x 1", "TP2 x PP1 x 1")
+    assert report["fastest"] == "TP2 x PP1 x 1"
     assert report["command"].startswith("torchrun --nnodes 2 --nproc_per_node 1 ")
     assert "each with 14 GB" in text and "between machines 50 GB/s" in text
 

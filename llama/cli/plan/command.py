@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from llama.checks import FieldError
-from llama.cli.plan.layouts import Plan, find_options, fits_today
+from llama.cli.plan.layouts import Plan, find_options
 from llama.cli.plan.models import Model
 from llama.cli.plan.report import as_json, as_text
 from llama.cli.ranks import global_rank
@@ -100,7 +100,7 @@ def _does_not_fit(asked: Plan) -> str:
     for machines, per_machine in itertools.product((1, 2, 4, 8, 16), per_machines):
         is_larger = machines * per_machine > asked.num_devices
         larger = replace(asked, machines=machines, per_machine=per_machine)
-        if is_larger and fits_today(larger):
+        if is_larger and find_options(larger):
             found = f"--machines {machines} --gpus {per_machine} would do"
             break
     return (

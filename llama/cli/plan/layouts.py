@@ -148,7 +148,6 @@ class Option:
         kv_tokens: Tokens that the KV cache of one replica holds.
         sequences: Sequences that run at once in one replica.
         tokens_per_s: Tokens of answers per second, of all replicas together.
-        missing: What this runtime lacks for the layout; empty where it runs today.
     """
 
     layout: Layout
@@ -156,7 +155,6 @@ class Option:
     kv_tokens: int
     sequences: int
     tokens_per_s: float
-    missing: str
 
 
 def ranks_by_machine(layout: Layout) -> list[int]:
@@ -183,13 +181,6 @@ def find_options(asked: Plan) -> list[Option]:
         if option is not None:
             options.append(option)
     return sorted(options, key=lambda option: (-option.tokens_per_s, option.layout.ranks))
-
-
-def fits_today(asked: Plan) -> bool:
-    """Return whether the model and one sequence fit in a layout that this runtime has."""
-    layouts = (layout for layout in asked.layouts() if not _missing(layout))
-    limit = asked.model.args.n_heads
-    return any(option_for(asked, x) is not None for x in layouts if x.tensor <= limit)
 
 
 def option_for(asked: Plan, layout: Layout) -> Option | None:
@@ -220,7 +211,6 @@ def option_for(asked: Plan, layout: Layout) -> Option | None:
         kv_tokens=kv_tokens,
         sequences=sequences,
         tokens_per_s=speed_of(asked, layout, sequences) * running / sequences,
-        missing=_missing(layout),
     )
 
 
@@ -234,8 +224,3 @@ def cost_of(asked: Plan, layout: Layout, sequences: int) -> Cost:
 def speed_of(asked: Plan, layout: Layout, sequences: int) -> float:
     """Return the tokens per second of one replica."""
     return asked.device.efficiency / cost_of(asked, layout, sequences).total
-
-
-def _missing(layout: Layout) -> str:
-    """Return what this runtime lacks for a layout; an empty text if it lacks nothing."""
-    return ""

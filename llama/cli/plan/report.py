@@ -34,8 +34,6 @@ _PARTS = ("products", "weights", "kv_cache", "communication", "host")
 def as_json(asked: Plan, options: list[Option]) -> dict[str, Any]:
     """Return the report as JSON has it."""
     best = options[0]
-    today = next((option for option in options if not option.missing), None)
-    used = today or best
     args = asked.model.args
     return {
         "model": asked.model.name,
@@ -49,9 +47,8 @@ def as_json(asked: Plan, options: list[Option]) -> dict[str, Any]:
         "efficiency": asked.device.efficiency,
         "layouts": [_layout_report(option) for option in options],
         "fastest": str(best.layout),
-        "today": str(today.layout) if today else None,
-        "steps": [_step_report(asked, used, count) for count in _counts(used.sequences)],
-        "command": _command(asked, today) if today else None,
+        "steps": [_step_report(asked, best, count) for count in _counts(best.sequences)],
+        "command": _command(asked, best),
     }
 
 
@@ -68,7 +65,6 @@ def _layout_report(option: Option) -> dict[str, Any]:
         "kv_tokens_per_replica": option.kv_tokens,
         "sequences_per_replica": option.sequences,
         "tokens_per_s": round(option.tokens_per_s, 1),
-        "missing": option.missing,
     }
 
 
@@ -145,18 +141,14 @@ def as_text(asked: Plan, report: dict[str, Any]) -> Iterator[str]:
     )
     yield f"speed      modelled, times {device.efficiency}: the share that the best engines reach"
     yield ""
-    yield "TP x PP x replicas  GiB per rank   KV tokens  sequences  tokens/s  runs today"
+    yield "TP x PP x replicas  GiB per rank   KV tokens  sequences  tokens/s"
     for each in report["layouts"][:_NUM_SHOWN]:
         yield _layout_line(each)
     num_others = len(report["layouts"]) - _NUM_SHOWN
     if num_others > 0:
         yield f"and {num_others} slower layouts, which --json lists"
-    shown = [layout["layout"] for layout in report["layouts"][:_NUM_SHOWN]]
-    if report["today"] not in (None, *shown):
-        yield next(_layout_line(x) for x in report["layouts"] if x["layout"] == report["today"])
     yield ""
-    layout = report["today"] or report["fastest"]
-    yield f"{layout}, by the sequences of each replica; tokens/s of all replicas:"
+    yield f"{report['fastest']}, by the sequences of each replica; tokens/s of all replicas:"
     yield "sequences  tokens/s  ms per token  products  weights  KV cache  communication  host"
     for step in report["steps"]:
         shares = [step["share"][name] for name in _PARTS]
@@ -170,21 +162,17 @@ def as_text(asked: Plan, report: dict[str, Any]) -> Iterator[str]:
 
 
 def _layout_line(layout: dict[str, Any]) -> str:
-    today = f"no: {layout['missing']}" if layout["missing"] else "yes"
     return (
         f"{layout['layout']:18}  {layout['weight_bytes_per_rank'] / _GIB:12.1f}  "
         f"{layout['kv_tokens_per_replica']:10,}  {layout['sequences_per_replica']:9}  "
-        f"{layout['tokens_per_s']:8,.0f}  {today}"
+        f"{layout['tokens_per_s']:8,.0f}"
     )
 
 
 def _advice(report: dict[str, Any]) -> Iterator[str]:
     """Yield the command to use, and what it does not say."""
-    if report["command"] is None:
-        yield "None of these layouts runs today: more devices are needed, or --quantize."
-        return
     yield f"command    {report['command']}"
-    (used,) = (x for x in report["layouts"] if x["layout"] == report["today"])
+    used = report["layouts"][0]
     num_last = used["ranks_by_machine"][-1]
     if num_last != used["ranks_by_machine"][0]:
         yield f"machines   the last ones start {num_last} ranks each: --nproc_per_node {num_last}"
@@ -193,8 +181,6 @@ def _advice(report: dict[str, Any]) -> Iterator[str]:
             f"replicas   {used['replicas']} such servers, each with devices (CUDA_VISIBLE_DEVICES) "
             "and a --port of its own, behind a router"
         )
-    if report["fastest"] != report["today"]:
-        yield f"not built  {report['fastest']} would be faster, and is modelled only"
 
 
 def summary(checkpoint: Checkpoint, device: torch.device, free: int, num_ranks: int) -> str | None:
