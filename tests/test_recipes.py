@@ -156,6 +156,38 @@ def test_a_pod_sleeps_once_the_job_is_done(code, ended, tmp_path):
     assert options.resume and options.ckpt_dir == "weights"
 
 
+def test_groups_of_pods_serve_behind_haproxy(tmp_path):
+    """The leaders of the groups listen, and HAProxy finds them by the name of their Service."""
+    found = list(yaml.safe_load_all((FOLDER / "kubernetes_replicas.yaml").read_text()))
+    groups, servers, proxy, service = found
+    template = groups["spec"]["leaderWorkerTemplate"]
+    leader, worker = template["leaderTemplate"], template["workerTemplate"]
+    assert leader["metadata"]["labels"] == servers["spec"]["selector"]
+    assert worker["metadata"]["labels"] != servers["spec"]["selector"]
+    (container,) = leader["spec"]["containers"]
+    (other,) = worker["spec"]["containers"]
+    assert (container["args"], container["env"]) == (other["args"], other["env"])
+    assert container["readinessProbe"] and not other["readinessProbe"]
+    variables = {
+        "LWS_GROUP_SIZE": "2",
+        "LWS_WORKER_INDEX": "1",
+        "LWS_LEADER_ADDRESS": "llama-405b-0",
+    }
+    words = ran(tmp_path, [*container["command"], container["args"][0]], **variables)
+    launch, options = understood(words, LLAMA_CKPT_DIR="weights", LLAMA_API_KEY="key")
+    assert (launch.nnodes, launch.node_rank, launch.nproc_per_node) == ("2", 1, "8")
+    (port,) = servers["spec"]["ports"]
+    assert (options.host, options.port) == ("0.0.0.0", port["port"])
+    assert servers["spec"]["clusterIP"] == "None"
+    name = f" {servers['metadata']['name']}:{options.port} "
+    assert name in (FOLDER / "haproxy_machines.cfg").read_text()
+    assert proxy["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+    for pod in (leader["spec"], worker["spec"], proxy["spec"]["template"]["spec"]):
+        (each,) = pod["containers"]
+        mounted = {mount["name"] for mount in each["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
 # --- the image and the service ---
 
 

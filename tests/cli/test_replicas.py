@@ -24,13 +24,13 @@ import httpx
 import openai
 import pytest
 
-from helpers.launch import PROGRAMS, environment
+from helpers.launch import PROGRAMS, REPO, environment
 from helpers.server import post_and_leave, run_server
 from helpers.waiting import wait_until
 from llama.cli import main
 from llama.cli.flags import UsageError
 from llama.cli.replicas import shares
-from llama.cli.replicas.haproxy import Config, check_config, find_haproxy
+from llama.cli.replicas.haproxy import Config, check_config, find_haproxy, key_rules
 from llama.cli.replicas.shares import NUM_SERVERS, parse_cpus
 from llama.cli.serve import unix_listener
 from programs.replicas import hit_rate, kill_under_streams, process_of
@@ -277,6 +277,26 @@ def test_a_request_that_ends_its_replica_is_sent_to_no_other(routed):
     error = response.json()["error"]
     assert error["type"] == "server_error" and "the replica ended" in error["message"]
     assert sum(replica.paths.count("/die") for replica in routed.replicas) == 1
+
+
+@needs_haproxy
+def test_the_example_for_machines_chooses_alike(tmp_path):
+    """The example for several machines has the same rules, for fixed addresses and for a name."""
+    text = (REPO / "torchrun_examples" / "haproxy_machines.cfg").read_text()
+    lines = [line.strip() for line in text.splitlines()]
+    rules = [line for line in lines if line.startswith("http-request set-var")]
+    assert rules == [rule.strip() for rule in key_rules()]
+    config = Config([tmp_path / "s"], 3, tmp_path, 1, 8, 6, 1)
+    path = config.write(tmp_path)
+    routing = [line.strip() for line in path.read_text().splitlines()]
+    for name in ("balance", "hash-", "option", "retr", "http-check", "tune."):
+        mine = [line for line in routing if line.startswith(name)]
+        assert [line for line in lines if line.startswith(name)] == mine != []
+    named = re.sub(r"(?m)^    server machine", "    # server", text)
+    named = named.replace("# server-template", "server-template")
+    for each in (text, named):
+        path.write_text(each)
+        check_config(PROGRAM, path, 0)
 
 
 # --- the supervisor, with scripts in place of servers ---

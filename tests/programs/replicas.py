@@ -77,7 +77,7 @@ async def _chat(
     total = 0
     for turn in range(turns):
         messages.append({"role": "user", "content": f"{name} asks for the {turn}th time?"})
-        body = {"messages": messages, "max_tokens": 8, "temperature": 0}
+        body = {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0}
         # A header that is read before the messages.
         headers = {"X-Session-Id": uuid.uuid4().hex} if is_random else {}
         response = await client.post(url + CHAT, json=body, headers=headers)

@@ -28,7 +28,7 @@ _LIMIT_S = 20.0  # time limit of a call that only looks
 # refuses can be sent to another one. Memory is used only as far as a request fills it.
 _BUFFER_BYTES = 1 << 20
 # A replica may have this many per cent of the mean number of requests; further ones go to the next.
-_MAX_LOAD = 150
+_MAX_LOAD = 175
 _PROMPT_BYTES = 1024  # The beginning of a prompt is its key, because continuations are appended.
 _RESERVED_CONNECTIONS = 64  # connections beyond the limit that are answered with 503
 _RESERVED_DESCRIPTORS = 128
@@ -207,7 +207,7 @@ class Config:
             # Replicas on loopback answer only to the names of this machine.
             "  http-check send meth GET uri /ready ver HTTP/1.1 hdr Host localhost",
             "  http-check expect status 200",
-            *_key_rules(),
+            *key_rules(),
             "  http-response set-header X-Replica %s",
             "  default-server check inter 1s fall 3 rise 1",
             *(f"  server {i} unix@{path}" for i, path in enumerate(self.sockets)),
@@ -224,7 +224,7 @@ class Config:
             ]
 
 
-def _key_rules() -> Iterator[str]:
+def key_rules() -> Iterator[str]:
     """Yield the rules that make the key of a request, by which its replica is chosen.
 
     The key is what stays the same over all turns of a dialog: the system prompt and the first
