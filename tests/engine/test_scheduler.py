@@ -140,7 +140,7 @@ def test_steps_of_a_pipeline_are_equally_full():
 
 
 def test_a_sequence_whose_results_are_in_flight_is_not_admitted_again():
-    """A preempted sequence whose results are in flight waits for them, also where pages are free."""
+    """A preempted sequence waits for its results in flight, also where pages are free."""
     scheduler = engine(stages=3).scheduler
     seq = sequence([1, 2], 3)
     scheduler.waiting.add(seq)
