@@ -253,14 +253,17 @@ class Cases:
 
     def products(self) -> Iterator[Product]:
         """Yield the products with wqkv, wo, w13, w2 and lm_head, in each of the job's formats."""
-        from llama.ops.triton.linear import BUCKETS, candidates
+        from llama.ops.triton import linear, quantized
 
         shapes = self._weight_shapes()
         for format, shape in itertools.product(self.job.formats, shapes):
             weight = self._weight(format, *shape)
-            for m in BUCKETS:
+            for m in quantized.BUCKETS if weight.kind else linear.BUCKETS:
                 sizes = (weight.kind, *shape, m)
-                tiles = candidates(*sizes)
+                if weight.kind:
+                    tiles = quantized.candidates(*sizes)
+                else:
+                    tiles = linear.candidates(*shape, m)
                 if tiles:
                     yield Product(weight, sizes, tiles)
 

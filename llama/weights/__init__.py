@@ -225,8 +225,8 @@ def lm_head_format(quantize: str | None) -> str | None:
 def on_gpu(matrix: _Matrix, quantize: str | None = None, device: torch.device = _CPU) -> Weight:
     """Return a matrix in a format of a GPU's kernels.
 
-    It is packed on the CPU, as `packed` does it. A format that the kernels do not take becomes
-    plain.
+    It is packed on the CPU, as `packed` does it, and put into fragment order on the GPU. A format
+    that the kernels do not take becomes plain.
 
     Args:
         matrix: The matrix (N, K).
@@ -236,8 +236,8 @@ def on_gpu(matrix: _Matrix, quantize: str | None = None, device: torch.device = 
     if not isinstance(matrix, Tensor) or quantize is not None:
         on_cpu = matrix.cpu() if isinstance(matrix, Tensor) else matrix
         weight = packed(on_cpu, quantize, formats=_GPU_FORMATS)
-        if isinstance(weight, GroupedWeight) and weight.blocks() is not None:
-            return weight.to(device)
+        if isinstance(weight, GroupedWeight) and weight.fits_gpu():
+            return weight.to(device).in_fragments()
     plain = matrix if isinstance(matrix, Tensor) else matrix.plain(torch.bfloat16)
     return PlainWeight.pack(plain.to(device))
 

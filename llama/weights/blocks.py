@@ -247,7 +247,7 @@ class BlockedWeight(Weight):
         weight.gaps = gaps
         return weight
 
-    def native_matrix(self) -> list[int]:
+    def native_matrix(self) -> list[int] | None:
         """Return the fields of `Matrix` in kernels.h: the values alone are the weight."""
         stride = self.values.stride(0) * self.values.itemsize
         no_gaps = [0] * (2 * _MAX_GAPS)

@@ -14,6 +14,7 @@ from llama.ops.cpu import native
 from llama.ops.cpu.constants import N_BLOCK, ElementFormat, num_blocks
 from llama.weights.blocks import Layout, in_blocks, in_whole_blocks, workspace
 from llama.weights.coded import Coded
+from llama.weights.fragments import bytes_in_fragments, rows_of_bytes
 from llama.weights.groups import GroupedWeight, pack_extras
 from llama.weights.scales import pack_scales
 
@@ -109,8 +110,15 @@ class BytesWeight(GroupedWeight):
         weight.set_flags_of_scales(scales)
         return weight
 
+    @classmethod
+    def reordered(cls, values: Tensor) -> Tensor:
+        """Return values in fragment order, in the same shape."""
+        return bytes_in_fragments(values)
+
     def elements(self, ids: Tensor) -> Tensor:
         """Return rows (..., K) of elements in float32, before they are scaled."""
+        if self.is_fragmented:
+            return rows_of_bytes(self.values, ids).float()
         return self.stored_rows(ids).float()
 
 

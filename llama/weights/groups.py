@@ -11,11 +11,12 @@ and of activations that are rounded.
 Shapes: N outputs, K inputs, G groups of K / G columns, R the rank of an adapter.
 """
 
+import copy
 from typing import ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama.device import use_huge_pages
 from llama.ops import rounded
@@ -71,6 +72,8 @@ class GroupedWeight(BlockedWeight):
         first: The element of code 0, where elements are consecutive integers.
         activations: The number of columns of x that share a scale, where x is rounded to 8 bits; 0
             where x is multiplied as it is.
+        is_fragmented: Whether the values are in fragment order, for the kernels of a GPU; see
+            `llama.weights.fragments`.
     """
 
     pack_codes: ClassVar[str]
@@ -78,6 +81,7 @@ class GroupedWeight(BlockedWeight):
     adapter: Tensor | None
     rotated: Tensor | None
     activations: int = 0
+    is_fragmented: bool = False
 
     def __init__(
         self,
@@ -174,7 +178,9 @@ class GroupedWeight(BlockedWeight):
         values = self.values.data
         blocks = torch.arange(num_blocks(n), device=values.device) % len(values)
         shape = (n, self.shape[1])
-        return type(self)(shape, values[blocks], self.scales[blocks], self.table)
+        weight = type(self)(shape, values[blocks], self.scales[blocks], self.table)
+        weight.is_fragmented = self.is_fragmented
+        return weight
 
     @property
     def quant_key(self) -> QuantKey:
@@ -244,15 +250,38 @@ class GroupedWeight(BlockedWeight):
         up_weight = BlockedWeight((n, r), up_blocks)
         return down_weight.plain(), up_weight.plain()
 
-    def blocks(self) -> Blocks | None:
-        """Return what the kernels of a GPU read; None where they do not take this weight."""
+    @classmethod
+    def reordered(cls, values: Tensor) -> Tensor:
+        """Return values in fragment order, in the same shape."""
+        raise NotImplementedError
+
+    def fits_gpu(self) -> bool:
+        """Return whether the kernels of a GPU take this weight."""
         group = self.group
         if self.is_extended or self.first is None:
-            return None
+            return False
         if self.shape[1] % _GPU_COLUMNS:
+            return False
+        return _GPU_COLUMNS % group == 0 or group % _GPU_COLUMNS == 0
+
+    def in_fragments(self) -> Self:
+        """Return a weight that `fits_gpu` in fragment order, with the same scales.
+
+        Only the kernels of a GPU can multiply by it, and it cannot be cut into parts.
+        """
+        assert self.fits_gpu() and not self.is_fragmented, self.shape
+        weight = copy.copy(self)
+        weight._parameters = dict(self._parameters)
+        values = self.reordered(self.values.data)
+        weight.values = nn.Parameter(values, requires_grad=False)
+        weight.is_fragmented = True
+        return weight
+
+    def blocks(self) -> Blocks | None:
+        """Return what the kernels of a GPU read; None where they do not take this weight."""
+        if not self.is_fragmented or self.first is None:
             return None
-        if _GPU_COLUMNS % group and group % _GPU_COLUMNS:
-            return None
+        group = self.group
         return Blocks(
             values=self.values.data,
             scales=self.scales,
@@ -271,8 +300,9 @@ class GroupedWeight(BlockedWeight):
     ) -> Tensor:
         """Return the product of rows and this weight; see `Weight.linear`.
 
-        On a GPU, weights are rounded to the type of x. For more rows than there are tiles for,
-        parts of the weight are made plain, and the library multiplies them.
+        On a GPU, the kernels apply scales to sums for few rows, and round elements to the type of x
+        for many rows. For more rows than there are tiles for, parts of the weight are made plain,
+        and the library multiplies them.
         """
         n, k = self.shape
         kernels = context.kernels
@@ -280,11 +310,11 @@ class GroupedWeight(BlockedWeight):
             return self._linear_of_rounded(x, dtype or x.dtype)
         weight = self.blocks() if kernels.has("linear", x) else None
         if weight is None:
-            if x.dtype is torch.bfloat16 and not x.is_cuda:
+            if x.dtype is torch.bfloat16 and not x.is_cuda and not self.is_fragmented:
                 return super().linear(x, dtype, context)
             plain = self.exact().to(x.dtype)
             return linear(x, plain, dtype=dtype)
-        from llama.ops.triton import linear as gpu
+        from llama.ops.triton import quantized as gpu
 
         m = x.numel() // k
         tile = kernels.tile_for(self.kind, n, k, m)
@@ -335,7 +365,7 @@ class GroupedWeight(BlockedWeight):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows (..., K) of ids (...) in bf16; IndexError where there is no such row."""
-        if native.kernels() is None or self.values.is_cuda or self.is_extended:
+        if native.kernels() is None or self.is_fragmented or self.is_extended:
             return self.exact_rows(ids).bfloat16()
         return super().rows(ids)
 
@@ -388,7 +418,7 @@ class GroupedWeight(BlockedWeight):
 
         Parts of rows have copies of their scales.
         """
-        if self.is_extended:
+        if self.is_extended or self.is_fragmented:
             return None
         k = self.shape[1]
         first_block = rows[0].start // N_BLOCK
@@ -410,9 +440,13 @@ class GroupedWeight(BlockedWeight):
             table=self.table,
         )
 
-    def native_matrix(self) -> list[int]:
-        """Return the fields of `Matrix` in kernels.h."""
-        strides_and_gaps = super().native_matrix()[11:]
+    def native_matrix(self) -> list[int] | None:
+        """Return the fields of `Matrix` in kernels.h; None in fragment order."""
+        if self.is_fragmented:
+            return None
+        blocked = super().native_matrix()
+        assert blocked is not None
+        strides_and_gaps = blocked[11:]
         return [
             self.values.data_ptr(),
             self.scales.data_ptr(),

@@ -17,6 +17,7 @@ from llama.ops.cpu.constants import N_BLOCK, ElementFormat, num_blocks
 from llama.weights.blocks import Layout
 from llama.weights.bytes import BytesWeight
 from llama.weights.coded import Coded
+from llama.weights.fragments import nibbles_in_fragments, rows_of_nibbles
 from llama.weights.groups import GroupedWeight
 from llama.weights.scales import EIGHT
 
@@ -101,8 +102,22 @@ class NibblesWeight(GroupedWeight):
         """Return whether four bits can number the entries of a table."""
         return len(table) <= 16
 
+    @classmethod
+    def reordered(cls, values: Tensor) -> Tensor:
+        """Return values in fragment order, in the same shape."""
+        return nibbles_in_fragments(values)
+
     def elements(self, ids: Tensor) -> Tensor:
         """Return rows (..., K) of elements in float32, before they are scaled."""
+        codes = self._codes(ids)
+        if self.first is None:
+            return self.table[codes]
+        return codes.float() + self.first
+
+    def _codes(self, ids: Tensor) -> Tensor:
+        """Return the codes (..., K) of rows, in int32."""
+        if self.is_fragmented:
+            return rows_of_nibbles(self.values, ids)
         block = ids // N_BLOCK
         row = ids % N_BLOCK
         packed = self.values[block, :, row]
@@ -111,10 +126,7 @@ class NibblesWeight(GroupedWeight):
         half = columns % 2
         shifts = half * 16 + columns // 2 * 4
         codes = packed[..., None] >> shifts
-        codes = (codes & 15).flatten(-2)
-        if self.first is None:
-            return self.table[codes]
-        return codes.float() + self.first
+        return (codes & 15).flatten(-2)
 
 
 class SixBitsWeight(GroupedWeight):

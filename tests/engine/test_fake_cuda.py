@@ -7,7 +7,6 @@ and that a graph can capture the step.
 """
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -223,8 +222,8 @@ def kernels_of_a_gpu(monkeypatch) -> KernelSet:
         assert rules.device == logits.device == GPU
         return logits.new_empty(len(logits), dtype=torch.int64)
 
-    monkeypatch.setattr("llama.ops.triton.linear.run", product)
-    monkeypatch.setattr("llama.ops.triton.linear.plain", plain)
+    monkeypatch.setattr("llama.ops.triton.quantized.run", product)
+    monkeypatch.setattr("llama.ops.triton.quantized.plain", plain)
     monkeypatch.setattr("llama.ops.triton.sample.choose", choose)
     monkeypatch.setattr(
         "llama.ops.triton.sample.top_tokens",
@@ -237,7 +236,7 @@ def on_gpu(weight: GroupedWeight) -> GroupedWeight:
     def all_on_gpu(held: dict[str, Any]) -> dict[str, Any]:
         return {name: x if x is None else same_on_gpu(x) for name, x in held.items()}
 
-    moved = copy.copy(weight)
+    moved = weight.in_fragments()
     moved._buffers = all_on_gpu(weight._buffers)
     moved._parameters = all_on_gpu(weight._parameters)
     return moved

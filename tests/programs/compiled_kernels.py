@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
-from llama.ops.triton import attention, elementwise, linear
+from llama.ops.triton import attention, elementwise, linear, quantized
 
 _AMD = "gfx942"
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -38,7 +39,7 @@ _TYPES = {  # argument types, by name
     **dict.fromkeys(("table", "query_starts", "seq_lens", "slots"), "*i64"),
     **dict.fromkeys(("partial", "logsumexp", "freqs"), "*fp32"),
     "outer_scales": "*fp16",
-    **dict.fromkeys(("width", "num_decodes", "num_prefills", "m", "n", "first"), "i32"),
+    **dict.fromkeys(("width", "num_decodes", "num_prefills", "m", "n", "first", "magic"), "i32"),
     "plane": "i64",
     **dict.fromkeys(("score_scale", "eps"), "fp32"),
 }
@@ -54,6 +55,7 @@ class Job(NamedTuple):
     warps: int = 4
     stages: int = 2
     types: Mapping[str, str] = MappingProxyType({})  # argument types that override _TYPES
+    elements: float = 0.0  # elements of the weight per thread and iteration of the loop
 
 
 def jobs(capability: int, *, every: bool) -> list[Job]:
@@ -117,20 +119,21 @@ def elementwise_jobs(capability: int) -> list[Job]:
 
 def linear_jobs(capability: int) -> list[Job]:
     """Return jobs of every tile, for the w2 of 8B; on the older device every second tile."""
-    tiles = linear.candidates(0, 4096, 14336, 1)
-    plain = {"KIND": 0, "FIRST": 0, "GROUP": 0, "PARTS": 0, "scales": None, "outer_scales": None}
+    tiles = linear.candidates(4096, 14336, 1)
     return [
-        _product(f"8B, {tuple(tile)}", capability, 14336, tile, 1, plain)
+        _product(f"8B, {tuple(tile)}", capability, 14336, tile)
         for tile in (tiles if capability >= 90 else tiles[::2])
     ]
 
 
 _FORMATS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # constants, types of pointers
     "int8": ({"KIND": 1, "FIRST": 0, "GROUP": 0, "PARTS": 1, "outer_scales": None},
-             {"weight": "*i16", "scales": "*fp32"}),
-    "Q6_K": ({"KIND": 1, "FIRST": 0, "GROUP": 16, "PARTS": 1}, {"weight": "*i16", "scales": "*u8"}),
+             {"weight": "*i32", "scales": "*fp32"}),
+    "Q8_0": ({"KIND": 1, "FIRST": 0, "GROUP": 32, "PARTS": 1, "outer_scales": None},
+             {"weight": "*i32", "scales": "*fp16"}),
+    "Q6_K": ({"KIND": 1, "FIRST": 0, "GROUP": 16, "PARTS": 1}, {"weight": "*i32", "scales": "*u8"}),
     "fp8": ({"KIND": 2, "FIRST": 0, "GROUP": 0, "PARTS": 1, "outer_scales": None},
-            {"weight": "*i16", "scales": "*fp32"}),
+            {"weight": "*i32", "scales": "*fp32"}),
     "W4A16": ({"KIND": 3, "FIRST": -8, "GROUP": 32, "PARTS": 1, "outer_scales": None},
               {"weight": "*i32", "scales": "*fp16"}),
     "int4": ({"KIND": 3, "FIRST": 0, "GROUP": 32, "PARTS": 2}, {"weight": "*i32", "scales": "*u8"}),
@@ -147,29 +150,49 @@ def quantized_jobs(capability: int, *, every: bool) -> list[Job]:
     for shape, k in all_widths if every else [("8B", _WIDTHS["8B"][1])]:
         for name, (constants, types) in _FORMATS.items():
             constants = constants | {"GROUP": constants["GROUP"] or k}
-            for m in (1, 16, 64):
-                tiles = linear.candidates(constants["KIND"], 4096, k, m)
+            for m in (1, 16, 64, 128):
+                tiles = quantized.candidates(constants["KIND"], 4096, k, m)
+                if not every and (name, m) != ("int8", 1):
+                    tiles = tiles[:1]
                 for tile in tiles:
                     what = f"{shape}, K {k}, {name}, {m} rows, {tuple(tile)}"
-                    found.append(_product(what, capability, k, tile, m, constants, types))
-            sizes = {"K": k, "COLUMNS": 128, **constants}
+                    found.append(_quantized(what, capability, k, tile, m, constants, types))
+            fragments = 128 // quantized.fragment_columns(constants["KIND"])
+            sizes = {"K": k, "FRAGMENTS": fragments, **constants}
             found.append(
-                Job(linear.plain_kernel, f"{shape}, {name}", capability, sizes, 4, 3, types)
+                Job(quantized.plain_kernel, f"{shape}, {name}", capability, sizes, 4, 3, types)
             )
     return found
 
 
-def _product(
+def _quantized(
     shape: str, capability: int, k: int, tile: linear.Tile, m: int, constants: dict[str, Any],
-    types: dict[str, str] | None = None,
+    types: dict[str, str],
 ) -> Job:  # fmt: skip
+    is_few = m <= quantized.MAX_FEW_ROWS
     sizes = {
-        "K": k, "BATCH": max(16, m) if tile.uses_dot else 1, "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
+        "K": k, "BATCH": max(8, m), "TILES": tile.rows // 16,
+        "FRAGMENTS": tile.columns // quantized.fragment_columns(constants["KIND"]),
         "STAGES": tile.stages, **constants,
     }  # fmt: skip
+    if is_few:
+        kernel = quantized.few_rows_kernel
+    else:
+        kernel = quantized.many_rows_kernel
+        sizes["SPLITS"] = tile.splits
+    elements = tile.rows * tile.columns / (32 * tile.warps)
+    job = Job(kernel, shape, capability, sizes, tile.warps, tile.stages, types, elements)
+    return job if tile.splits == 1 else job._replace(types={**types, "out": "*fp32"})
+
+
+def _product(shape: str, capability: int, k: int, tile: linear.Tile) -> Job:
+    sizes = {
+        "K": k, "BATCH": 16 if tile.uses_dot else 1, "ROWS": tile.rows, "COLUMNS": tile.columns,
+        "STAGES": tile.stages,
+    }  # fmt: skip
+    elements = tile.rows * tile.columns / (32 * tile.warps)
     return Job(
-        linear.product_kernel, shape, capability, sizes, tile.warps, tile.stages, types or {}
+        linear.product_kernel, shape, capability, sizes, tile.warps, tile.stages, elements=elements
     )
 
 
@@ -191,6 +214,8 @@ def compiled(job: Job) -> dict[str, Any]:
         "vectors": len(re.findall(r"\bLDG\.\S*128\b", code)),
         "copies": len(re.findall(r"\bLDGSTS\S*128\b", code)),
         "before_wait": _before_wait(code),
+        "per_element": round(len(_loop(code)) / job.elements, 2) if job.elements else None,
+        "loop": _counts(code, job.elements) if job.elements else None,
     }  # fmt: skip
 
 
@@ -205,6 +230,25 @@ def _before_wait(code: str) -> list[str] | None:
     assert len(rest) == 1, "it waits more than once"
     assert not re.search(r"\b(BRA|EXIT)\b", start), "not every program waits"
     return sorted(set(re.findall(r"\b(?:LDG|LDGSTS|STG|ATOMG?|RED|CCTL)\b", start)))
+
+
+def _loop(code: str) -> list[str]:
+    """Return the instructions of the longest loop."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)
+    lines = [(int(address, 16), text) for address, text in found]
+    longest: list[str] = []
+    for end, text in lines:
+        jump = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < end:
+            body = [x for address, x in lines if int(jump[1], 16) <= address <= end]
+            longest = max(longest, body, key=len)
+    return longest
+
+
+def _counts(code: str, elements: float) -> dict[str, float]:
+    """Return how often each opcode occurs in the loop per element, the most frequent first."""
+    opcodes = [re.sub(r"^@!?U?P\w+ ", "", x).split()[0].split(".")[0] for x in _loop(code)]
+    return {name: round(x / elements, 2) for name, x in Counter(opcodes).most_common(8)}
 
 
 def compiled_for_amd(job: Job) -> dict[str, Any]:
@@ -244,7 +288,12 @@ def _dumped(what: str, cubin: bytes, path: str) -> str:
 
 def main() -> None:
     if sys.argv[1:] == [_AMD]:
-        shapes = ("8B", "8B, 32 parts", "8B, (32, 256, 4, 4, True)", "8B, (16, 256, 4, 5, True)")
+        shapes = (
+            "8B",
+            "8B, 32 parts",
+            "8B, (32, 256, 4, 4, True, 1)",
+            "8B, (16, 256, 4, 5, True, 1)",
+        )
         for job in jobs(80, every=False):
             if job.shape in shapes:
                 print(json.dumps(compiled_for_amd(job)), flush=True)

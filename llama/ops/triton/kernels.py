@@ -76,12 +76,13 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     uses_dot: bool = True  # whether matrix units multiply; if not, x has one row
+    splits: int = 1  # parts of K, each of which a program of its own multiplies
 
 
 class Blocks(NamedTuple):
     """A quantized weight (N, K) as the kernels read it, see `llama.weights.groups`."""
 
-    values: Tensor
+    values: Tensor  # in fragment order, see `llama.weights.fragments`
     scales: Tensor
     shape: tuple[int, int]  # N, K
     kind: int  # the format of its elements, an `ElementFormat`
@@ -98,7 +99,7 @@ class KernelSet:
         names: Some of NAMES, and GRAPH where decode steps may be CUDA graphs.
         dtypes: The dtypes of a model's tensors that they take. float32 is for tests: a GPU would
             round products to TF32.
-        tiles: The fastest tile for M rows times a weight (N, K). M is a power of 2 up to 64, to
+        tiles: The fastest tile for M rows times a weight (N, K). M is a power of 2 up to 256, to
             which the rows are filled up. Where there is no tile, torch's library is faster.
     """
 

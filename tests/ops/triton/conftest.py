@@ -83,7 +83,7 @@ def poisoned(monkeypatch) -> Callable[[], AbstractContextManager[None]]:
 @pytest.fixture
 def launches(monkeypatch) -> list[str]:
     """A list of the launched kernels, in order."""
-    from llama.ops.triton import attention, elementwise, linear
+    from llama.ops.triton import attention, elementwise, linear, quantized
 
     names: list[str] = []
 
@@ -95,7 +95,7 @@ def launches(monkeypatch) -> list[str]:
             names.append(self.name)
             return self.kernel[grid]
 
-    for module in (attention, elementwise, linear):
+    for module in (attention, elementwise, linear, quantized):
         for name in [x for x in vars(module) if x.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Noted(module, name))
     return names

@@ -13,7 +13,7 @@ from llama.model.layers import Linear
 from llama.ops.batch import Batch
 from llama.ops.triton import attention
 from llama.ops.triton.kernels import TORCH_ONLY, Tile
-from llama.weights import QUANTIZED, packed
+from llama.weights import QUANTIZED, on_gpu
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -90,19 +90,19 @@ def test_a_step_with_quantized_weights(monkeypatch, launches):
     for module in model.layers.modules():
         if isinstance(module, Linear):
             plain = module.weight.plain().bfloat16()
-            module.weight = packed(plain, "int4")
+            module.weight = on_gpu(plain, "int4")
     kind, step = QUANTIZED["int4"].kind, [(30, 1), (3, 1), (0, 1)]
     shapes = [x.weight.shape for x in model.layers.modules() if isinstance(x, Linear)]
     tiles = {(kind, *shape, 4): Tile(32, 128, 4, 2, True) for shape in shapes}
     model.use_kernels(TORCH_ONLY)
     wanted = run(model, step)
-    for held, kernel in ((tiles, "product_kernel"), ({}, "plain_kernel")):
+    for held, kernel in ((tiles, "few_rows_kernel"), ({}, "plain_kernel")):
         launches.clear()
         model.use_kernels(replace(INTERPRETED, tiles=held))
         found = run(model, step)
         assert launches.count(kernel) == 4 and "norm_kernel" in launches
         for got, near in zip(found, wanted, strict=True):
-            torch.testing.assert_close(got, near, atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(got, near, atol=1e-3, rtol=1e-3)
 
 
 def test_an_engine_gives_the_same_tokens(monkeypatch, launches, checkpoint_dir):

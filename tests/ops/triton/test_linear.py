@@ -51,7 +51,7 @@ def test_the_op_runs_what_was_chosen_for_its_sizes(monkeypatch):
 
     monkeypatch.setattr(gpu, "run", noted)
     weight = numbers(40, 256, dtype=torch.float32)
-    tile = gpu.candidates(0, 40, 256, 3)[0]
+    tile = gpu.candidates(40, 256, 3)[0]
     kernels = replace(INTERPRETED, tiles={(0, 40, 256, 4): tile, (0, 40, 256, 16): tile})
     for m in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17):
         x = numbers(m, 256, dtype=torch.float32)
@@ -71,11 +71,11 @@ def test_the_op_runs_what_was_chosen_for_its_sizes(monkeypatch):
 
 def test_candidates_fit_their_sizes():
     """The candidate tiles fit their sizes: whole K steps, and one row of x without matrix units."""
-    assert gpu.candidates(0, 64, 4096, 17) == gpu.candidates(0, 64, 4096, 0) == []
-    assert gpu.candidates(0, 64, 100, 1) == []
+    assert gpu.candidates(64, 4096, 17) == gpu.candidates(64, 4096, 0) == []
+    assert gpu.candidates(64, 100, 1) == []
     for m in (1, 2, 4, 8, 16):
         for k in (1024, 2048, 3584, 4096, 8192, 14336):
-            tiles = gpu.candidates(0, 4096, k, m)
+            tiles = gpu.candidates(4096, k, m)
             assert len(tiles) >= 3 and all(k % tile.columns == 0 for tile in tiles)
             assert any(not tile.uses_dot for tile in tiles) == (m == 1)
             assert [Tile(*json.loads(json.dumps(tile))) for tile in tiles] == tiles

@@ -12,7 +12,7 @@ from helpers.kernels import INTERPRETED, KERNELS_RUN
 from llama.loading import warn_of_plain
 from llama.model.layers import Linear
 from llama.ops.batch import ForwardContext
-from llama.ops.triton import linear as gpu
+from llama.ops.triton import quantized as gpu
 from llama.ops.triton.kernels import Tile
 from llama.weights import PlainWeight, on_gpu, random_weight
 from llama.weights.coded import Coded
@@ -20,7 +20,7 @@ from llama.weights.groups import GroupedWeight
 
 pytestmark = pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
 CPU = torch.device("cpu")
-TILES = {1: Tile(32, 256, 4, 2, False), 3: Tile(32, 128, 4, 2, True), 40: Tile(32, 256, 4, 2, True)}
+TILES = {1: Tile(16, 256, 4, 2), 3: Tile(32, 128, 4, 2), 40: Tile(64, 128, 4, 2, splits=2)}
 
 
 def rows(m: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -35,10 +35,9 @@ def held(name: str) -> GroupedWeight:
 
 @pytest.mark.parametrize("name", FILES)
 def test_products_are_those_of_the_numbers_in_the_file(poisoned, dtype, name):
-    """Products use the values of the file.
+    """Products use the values of the file; for many rows, rounded to the type of x.
 
-    They are computed by plain multiplication for one row, and by matrix units for a few or many
-    rows.
+    Sums of few rows include 1,024 for each code, which costs 7 of the 24 bits of float32.
     """
     weight, numbers = held(name).blocks(), FILES[name].plain()
     assert weight is not None
@@ -46,8 +45,42 @@ def test_products_are_those_of_the_numbers_in_the_file(poisoned, dtype, name):
         x = rows(m, weight.shape[1], dtype)
         with poisoned():
             got = gpu.run(x, weight, tile, torch.float32)
-        exact = x.double() @ numbers.to(dtype).double().T
-        assert (got - exact).abs().max() <= 2e-6 * exact.abs().max()
+        is_exact = m <= gpu.MAX_FEW_ROWS or weight.group == weight.shape[1]
+        exact = x.double() @ (numbers if is_exact else numbers.to(dtype)).double().T
+        tolerance = 1e-4 if m <= gpu.MAX_FEW_ROWS else 2e-6
+        assert (got - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", ["a byte", "four bits", "e4m3"])
+def test_a_thread_s_words_have_its_rows_and_columns(name):
+    """The order of elements is that of the module's description, written as loops."""
+    weight, codes = held(name), FILES[name].codes
+    first = FILES[name].table[0] if name == "a byte" else 0
+    words = weight.values.flatten().view(torch.int32).view(-1, 128).tolist()
+    per_unit = 64 if name == "four bits" else 32
+    units = weight.shape[1] // per_unit
+    for thread in (0, 5, 31):
+        for block, half, unit, word in ((1, 0, 1, 3), (0, 1, units - 1, 1)):
+            bits = words[(block * 2 + half) * units + unit][4 * thread + word] % 2**32
+            for r in range(2):
+                row = codes[32 * block + 16 * half + thread // 4 + 8 * r]
+                start = per_unit * unit + 4 * (thread % 4)
+                if name == "four bits":
+                    quad = row[start + 16 * word :][:4].tolist()
+                    found = [bits >> 4 * (4 * (i % 2) + 2 * (i // 2) + r) & 15 for i in range(4)]
+                else:
+                    quad = row[start + 16 * (word // 2) + 2 * (word % 2) :][:2].tolist()
+                    found = [bits >> 8 * (2 * i + r) & 255 for i in range(2)]
+                assert found == [int(x + first) % 256 for x in quad]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_rows_are_read_from_fragments(name):
+    weight, exact = held(name), FILES[name].plain()
+    ids = torch.tensor([[0, 63], [17, 40]])
+    assert weight.is_fragmented and weight.part([slice(0, 32)], slice(0, 512)) is None
+    assert torch.equal(weight.exact(), exact)
+    assert torch.equal(weight.rows(ids), exact[ids].bfloat16())
 
 
 @pytest.mark.parametrize("name", ["a byte", "Q4_K"])
@@ -60,14 +93,19 @@ def test_rows_that_do_not_fill_a_block(poisoned, name, monkeypatch):
     weight = on_gpu(part, None, CPU)
     assert isinstance(weight, GroupedWeight) and weight.blocks() is not None
     n, k = weight.shape
-    for m, tiles in ((3, {(weight.kind, n, k, 4): TILES[3]}), (7, {})):
+    many = Tile(64, 128, 4, 2)  # the third and the fourth tile of 16 rows are behind the last block
+    for m, tiles in (
+        (3, {(weight.kind, n, k, 4): many}),
+        (17, {(weight.kind, n, k, 32): many}),
+        (7, {}),
+    ):
         context = ForwardContext(kernels=replace(INTERPRETED, tiles=tiles))
         x = rows(m, k, torch.float32)
         with poisoned():
             got = weight.linear(x, context=context)
         exact = x.double() @ part.plain().double().T
         assert got.shape == (m, 50)
-        assert (got - exact).abs().max() <= 2e-6 * exact.abs().max()
+        assert (got - exact).abs().max() <= 2e-5 * exact.abs().max()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -95,11 +133,11 @@ def test_what_runs_for_how_many_rows(launches, monkeypatch):
     weight = held("four bits")
     n, k = weight.shape
     tiles = {(3, n, k, 4): TILES[3], (1, n, k, 8): TILES[3]}
-    for m, expected in ((3, ["product_kernel"]), (7, ["plain_kernel"] * 2)):
+    for m, expected in ((3, ["few_rows_kernel"]), (7, ["plain_kernel"] * 2)):
         launches.clear()
         x = rows(m, k, torch.float32)
         got = weight.linear(x, context=ForwardContext(kernels=replace(INTERPRETED, tiles=tiles)))
-        torch.testing.assert_close(got, x @ weight.exact().T, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(got, x @ weight.exact().T, atol=1e-2, rtol=1e-4)
         assert launches == expected
         assert torch.equal(weight.linear(x), x @ weight.exact().T)  # the PyTorch implementation
 
@@ -137,7 +175,11 @@ def test_what_the_kernels_do_not_take_becomes_bf16(changes):
         warn_of_plain([taken], "IQ4_NL")
 
 
-def test_quantized_weights_have_tiles_for_more_rows():
-    for kind, most in ((0, 16), (1, 64), (2, 64), (3, 64)):
-        assert gpu.candidates(kind, 4096, 14336, most)
-        assert not gpu.candidates(kind, 4096, 14336, most + 1)
+def test_quantized_weights_have_tiles_for_up_to_256_rows():
+    """Whatever K a rank of 8 has, there are tiles, of whole steps of K."""
+    for kind in (1, 2, 3):
+        for k in (1024, 1792, 2048, 3584, 4096, 8192, 14336):
+            for m in gpu.BUCKETS:
+                tiles = gpu.candidates(kind, 4096, k, m)
+                assert tiles and all(k % (tile.columns * tile.splits) == 0 for tile in tiles)
+        assert gpu.candidates(kind, 4096, 4096, 257) == []

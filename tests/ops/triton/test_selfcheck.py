@@ -36,7 +36,7 @@ from llama.gpu.program import PARENT, run
 from llama.gpu.selfcheck import check_kernel
 from llama.ops.cpu import native
 from llama.ops.sample import choose_ids
-from llama.ops.triton import attention
+from llama.ops.triton import attention, quantized
 from llama.ops.triton import linear as products
 from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet, Tile, launcher
 from llama.weights import PlainWeight, QuantKey, Weight
@@ -134,7 +134,7 @@ def test_each_kernel_runs_in_its_check_and_passes(launches, monkeypatch, name, k
     used.
     """
     tiles = [Tile(16, 32, 4, 3, True), Tile(8, 32, 4, 2, False)]
-    monkeypatch.setattr(products, "candidates", lambda kind, n, k, m: tiles[: 2 if m == 1 else 1])
+    monkeypatch.setattr(products, "candidates", lambda n, k, m: tiles[: 2 if m == 1 else 1])
     monkeypatch.setattr(attention, "_PROGRAMS", 8)
     assert check_kernel(replace(job(name), kv_format=kv_format), name) == []
     assert set(launches) == KERNELS[name]
@@ -152,7 +152,7 @@ def test_the_head_is_checked_with_the_type_that_it_gives(monkeypatch):
         return (x @ weight.T).to(dtype)
 
     monkeypatch.setattr(products, "run", run)
-    monkeypatch.setattr(products, "candidates", lambda kind, n, k, m: [Tile(16, 32, 4, 3, True)])
+    monkeypatch.setattr(products, "candidates", lambda n, k, m: [Tile(16, 32, 4, 3, True)])
     check_kernel(job("linear"), "linear")
     assert (60, torch.float32) in asked and {d for n, d in asked if n != 60} == {torch.float16}
 
@@ -167,11 +167,11 @@ def test_quantized_products_are_checked(launches, monkeypatch, fault, format):
     """
 
     def packed(plain: Tensor, name: str, device: torch.device) -> Weight:
-        return weights.packed(plain.bfloat16(), name)
+        return weights.on_gpu(plain.bfloat16(), name, device)
 
     monkeypatch.setattr(cases, "packed", packed)
-    monkeypatch.setattr(products, "BUCKETS", (2,))
-    monkeypatch.setattr(products, "candidates", lambda *_: [Tile(32, 128, 4, 2, True)])
+    monkeypatch.setattr(quantized, "BUCKETS", (2, 32))
+    monkeypatch.setattr(quantized, "candidates", lambda *_: [Tile(32, 128, 4, 2, True)])
     sizes: dict[str, Any] = {
         "dim": 128,
         "head_dim": 32,
@@ -182,12 +182,12 @@ def test_quantized_products_are_checked(launches, monkeypatch, fault, format):
     asked = replace(job("linear"), formats=(format,), **sizes)
     assert JOB.validate_json(JOB.dump_json(asked)) == asked
     if fault:
-        monkeypatch.setattr(products, "plain", lambda w, i, n, x: torch.ones(n - i, 128).to(x))
+        monkeypatch.setattr(quantized, "plain", lambda w, i, n, x: torch.ones(n - i, 128).to(x))
         with pytest.raises(ArithmeticError, match="2 rows times 32 x 128 of kind 3 with None"):
             check_kernel(asked, "linear")
     else:
         assert check_kernel(asked, "linear") == []
-        assert set(launches) == {"product_kernel", "plain_kernel"}
+        assert set(launches) == {"few_rows_kernel", "many_rows_kernel", "plain_kernel"}
 
 
 def test_decode_is_checked_with_each_number_of_parts(launches, monkeypatch):
@@ -342,7 +342,7 @@ def test_a_tile_that_does_not_fit_the_gpu_is_left_out(monkeypatch):
         return (x @ weight.T).to(dtype)
 
     monkeypatch.setattr(products, "run", run)
-    monkeypatch.setattr(products, "candidates", lambda kind, n, k, m: tiles)
+    monkeypatch.setattr(products, "candidates", lambda n, k, m: tiles)
     assert check_kernel(job("linear"), "linear") == []
     monkeypatch.setattr(selfcheck, "_COLD_BYTES", 0)
 
