@@ -25,11 +25,12 @@ BACKEND = "replicas"
 _MIN_VERSION = (2, 6)  # the first one with `balance hash`
 _LIMIT_S = 20.0  # time limit of a call that only looks
 # Bytes of a request in which the key is looked for, and up to which a request that a replica
-# refuses can be sent to another one. Memory is used only as far as a request fills it.
-_BUFFER_BYTES = 1 << 20
+# refuses can be sent to another one. Each stream may take as much memory.
+_BUFFER_BYTES = 1 << 17
 # A replica may have this many per cent of the mean number of requests; further ones go to the next.
 _MAX_LOAD = 175
 _PROMPT_BYTES = 1024  # The beginning of a prompt is its key, because continuations are appended.
+_LONG_BYTES = 1 << 16  # the same of a body whose first messages exceed the buffer
 _RESERVED_CONNECTIONS = 64  # connections beyond the limit that are answered with 503
 _RESERVED_DESCRIPTORS = 128
 # Paths that concern one replica, so that its index must be named.
@@ -166,7 +167,7 @@ class Config:
             "  timeout http-keep-alive 75s",
             "  timeout client 60s",
             "  timeout connect 5s",
-            "  timeout check 10s",
+            "  timeout check 5s",
             # The replicas themselves limit how long an answer may take.
             "  timeout server 7d",
             *(f"  http-error {_refusal(status, message)}" for status, message in _MESSAGES.items()),
@@ -230,22 +231,33 @@ def key_rules() -> Iterator[str]:
     The key is what stays the same over all turns of a dialog: the system prompt and the first
     question (the system prompt alone would send all dialogs of an application to one replica), or
     the beginning of a prompt, to which continuations are appended. A client may give a key itself,
-    in a header that the routers of Ray Serve and vLLM also read. A body with none of these has its
-    first bytes as its key. Requests without a body have no key: the replicas take turns.
+    in a header that the routers of Ray Serve and vLLM also read. A body in which these texts are
+    not found, or exceed the buffer, has its first bytes as its key. Requests without a body have no
+    key: the replicas take turns.
     """
     yield from _text_rules("system", ("$.system", "$.system[0].text"), _MESSAGES_PATHS)
     yield from _text_rules("system", ("$.instructions",), _RESPONSES_PATHS)
     yield from _text_rules("first", ("$.input",), _RESPONSES_PATHS)
     yield from _text_rules("first", ("$.prompt",), _PROMPT_PATHS)
+    is_system = "{ var(txn.role) -m str system developer }"
     for field, paths in (("messages", _CHAT_PATHS), ("input", _RESPONSES_PATHS)):
         yield from _text_rules("role", (f"$.{field}[0].role",), paths)
         yield from _text_rules("first", _contents(f"$.{field}[0]"), paths)
-        is_system = "{ var(txn.role) -m str system developer }"
         yield from _text_rules("second", _contents(f"$.{field}[1]"), paths, is_system)
+    has_body = "{ req.body_len gt 0 }"
+    no_first = "!{ var(txn.first) -m found }"
+    no_second = f"{is_system} !{{ var(txn.second) -m found }}"
+    yield (
+        "  http-request set-var(txn.is_cut) bool(true)"
+        f" if {has_body} {no_first} or {has_body} {no_second}"
+    )
     set_key = "  http-request set-var(txn.key)"
     texts = "concat(,txn.system,),concat(|,txn.first,),concat(|,txn.second,)"
-    yield f"{set_key} str(k),{texts} if {{ req.body_len gt 0 }}"
-    yield f"{set_key} req.body,bytes(0,{_PROMPT_BYTES}) if {{ var(txn.key) -m len lt 4 }}"
+    yield f"{set_key} str(k),{texts} if {has_body}"
+    is_cut = "{ var(txn.is_cut) -m bool }"
+    yield f"{set_key} req.body,bytes(0,{_PROMPT_BYTES}) if {is_cut}"
+    is_long = f"{{ req.body_len gt {_LONG_BYTES} }}"
+    yield f"{set_key} req.body,bytes(0,{_LONG_BYTES}) if {is_cut} {is_long}"
     yield f"{set_key} req.hdr(x-session-id) if {{ req.hdr(x-session-id) -m found }}"
     # The hash of `balance` gives similar short texts neighboring values.
     yield f"{set_key} var(txn.key),xxh64,hex if {{ var(txn.key) -m found }}"
