@@ -5,6 +5,7 @@ LLAMA_* variables, and the values that ranks compare are made from it. To add an
 field here, and read it where it matters.
 
 It imports neither torch nor pydantic: every command, `llama --help` too, reads it for its flags.
+The file has over 400 lines because it is one table.
 """
 
 import functools
@@ -129,6 +130,9 @@ class BuildArgs:
             are loaded. A warning names files without a checksum. See `llama verify`.
         pooling: how embeddings make a vector of a text: "last" takes the hidden state of the last
             token, "mean" the mean of all. Default: as the model's files say.
+        bidirectional: let each token attend to its whole text, as models need that were trained so
+            and whose files do not say it (LLM2Vec). Such a model makes embeddings and generates
+            nothing.
         mute_ranks: drop what ranks other than 0 print to `sys.stdout`, until `close`. Their stderr
             is not affected.
         verbose: print "Loaded in ... seconds", with a summary of the model, to stdout on rank 0.
@@ -263,6 +267,9 @@ class BuildArgs:
         "Hidden states that make an embedding: last or mean",
         "as the model's files say",
         choices=("last", "mean"),
+    )
+    bidirectional: bool = _flag(
+        False, "", "Let each token attend to its whole text, for embeddings (LLM2Vec)"
     )
     mute_ranks: bool = True
     verbose: bool = True

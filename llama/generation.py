@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from llama.build_args import BuildArgs, taking
-from llama.checkpoint.pooling import GENERATES, PoolingSettings
+from llama.checkpoint.pooling import GENERATES, HeadSettings, PoolingSettings
 from llama.checks import FieldError, FieldTypeError, whole_number
 from llama.engine.core import EngineCore
 from llama.engine.sampler import sample_top_p
@@ -35,6 +35,13 @@ from llama.requests.llm_engine import LLMEngine
 from llama.requests.pooling import EmbeddingOptions, Pooler, check_inputs
 from llama.requests.prepare import not_ids
 from llama.requests.request import Request, RequestOutput
+from llama.requests.scoring import (
+    Classification,
+    ClassificationHead,
+    Classifier,
+    PairScorer,
+    ranked,
+)
 from llama.sampling_params import SamplingParams
 from llama.sizes import pages_for, step_bytes
 from llama.tokenizer import ChatFormat, Message, Tokenizer
@@ -135,6 +142,8 @@ class Llama:
                 draft_model=loaded.draft_model,
                 has_drafts=bool(args.speculate),
                 pooling=loaded.pooling,
+                head=loaded.head,
+                why_silent=loaded.why_silent,
             )
             llama.engine.explain_failure = loaded.warn_not_finite
             if args.speculate:
@@ -164,6 +173,8 @@ class Llama:
         draft_model: Transformer | None = None,
         has_drafts: bool = False,
         pooling: PoolingSettings = GENERATES,
+        head: torch.Tensor | None = None,
+        why_silent: str = "",
     ) -> None:
         """Make an engine for a loaded model.
 
@@ -177,6 +188,8 @@ class Llama:
             draft_model: the model that drafts tokens, for speculative decoding.
             has_drafts: whether `engine.speculate` will be called.
             pooling: what the model does with whole prompts.
+            head: its classification head, (labels, dim) float32.
+            why_silent: why it cannot generate; empty if it can.
         """
         args = model.params
         self.model = model
@@ -193,11 +206,11 @@ class Llama:
             model,
             num_pages=num_pages or args.max_batch_size * pages_for(args.max_seq_len),
             draft_model=draft_model,
-            recorder_for=recorder_for,
+            recorder_for=(lambda _: None) if why_silent else recorder_for,  # Graphs generate.
             has_drafts=has_drafts,
             reserve=step_bytes(args, model.plan, model.norm.weight.dtype, args.max_batch_size),
         )
-        self.llm_engine = LLMEngine(core, tokenizer, args.max_seq_len, seed)
+        self.llm_engine = LLMEngine(core, tokenizer, args.max_seq_len, seed, why_silent)
         self.pooler = Pooler(
             pooling,
             tokenizer,
@@ -206,6 +219,10 @@ class Llama:
             n_layers=args.n_layers,
             max_seq_len=args.max_seq_len,
         )
+        known_head = None
+        if head is not None:
+            known_head = ClassificationHead(head, pooling.head or HeadSettings())
+        self.classifier = Classifier(self.pooler, dialog_format, known_head)
 
     def lead(self, work: Callable[[], _T]) -> _T | None:
         """Run work on rank 0 while the other ranks follow.
@@ -462,11 +479,97 @@ class Llama:
         )
         # Checked where an error of one rank becomes an error of every rank.
         requests = self._pooled(check_inputs("inputs", inputs), options)
-        outputs = self.llm_engine.run(requests)
-        return [options.vector(_checked(output)) for output in outputs]
+        return [options.vector(output) for output in self.run_prompts(requests)]
 
     def _pooled(self, inputs: Iterable[Any], options: EmbeddingOptions) -> Iterator[Request]:
         yield from self.pooler.requests(inputs, self.pooler.checked(options))
+
+    def classify(self, inputs: list[Any], *, truncate: int | None = None) -> list[Classification]:
+        """Return the labels of each input, by the model's classification head.
+
+        Args:
+            inputs: texts, lists of token ids, or conversations, which are lists of messages. The
+                reward of a conversation by a reward model is `logits[0]`.
+            truncate: cut longer inputs to so many leading tokens.
+
+        Raises:
+            TypeError, ValueError: the model has no head, or an input is wrong, before any work.
+        """
+        request = self.classifier.request
+        requests = (
+            request(item, truncate, index=i)
+            for i, item in enumerate(check_inputs("inputs", inputs))
+        )
+        outputs = self.run_prompts(requests)
+        return [self.classifier.head().classify(output) for output in outputs]
+
+    def score(
+        self, queries: str | list[str], documents: list[str], *, truncate: int | None = None
+    ) -> list[float]:
+        """Return how relevant each document is to a query, or to the query at its index.
+
+        A model with a head of one label reads query and document together; its score is a
+        probability, or the logit where the model's files say so. Of a model for embeddings it is
+        the cosine of the two vectors, with the prompts that the files have for queries and
+        documents.
+
+        Args:
+            queries: one query for all documents, or one for each.
+            documents: the documents.
+            truncate: cut longer inputs to so many leading tokens.
+
+        Raises:
+            TypeError, ValueError: the model can do neither, or a text is wrong, before any work.
+        """
+        given = [queries] if isinstance(queries, str) else list(queries)
+        return self.score_outputs(given, documents, truncate)[0]
+
+    def score_outputs(
+        self, queries: Seq[str], documents: Seq[str], truncate: int | None = None
+    ) -> tuple[list[float], list[RequestOutput]]:
+        """Return the result of `score`, and the outputs of all inputs that were run for it."""
+        scorers: list[PairScorer] = []
+
+        def requests() -> Iterator[Request]:
+            # Checked where an error of one rank becomes an error of every rank.
+            scorer = self.classifier.pair_scorer(queries, documents, truncate)
+            scorers.append(scorer)
+            for i, item in enumerate(scorer.inputs):
+                yield scorer.request(item, index=i)
+
+        outputs = self.run_prompts(requests())
+        return scorers[0].scores(outputs), outputs
+
+    def run_prompts(self, requests: Iterable[Request]) -> list[RequestOutput]:
+        """Run requests that generate nothing, and return their outputs.
+
+        Raises:
+            ValueError: A hidden state is NaN or infinite.
+        """
+        return [_checked(output) for output in self.llm_engine.run(requests)]
+
+    def rerank(
+        self,
+        query: str,
+        documents: list[str],
+        *,
+        top_n: int | None = None,
+        truncate: int | None = None,
+    ) -> list[tuple[int, float]]:
+        """Return the indices of documents with their scores, the most relevant first.
+
+        Args:
+            query: the query.
+            documents: the documents.
+            top_n: the number of results; None for all.
+            truncate: cut longer inputs to so many leading tokens.
+
+        Raises:
+            TypeError, ValueError: as for `score`.
+        """
+        count = whole_number("top_n", top_n, 1, 2**31 - 1, optional=True)
+        scores = self.score(query, documents, truncate=truncate)
+        return [(i, scores[i]) for i in ranked(scores, count)]
 
     def hidden_states(
         self,
@@ -495,8 +598,7 @@ class Llama:
                 f"hidden_states needs pipeline_parallel_size=1: the layers are in {stages} stages"
             )
         requests = self.pooler.captures(check_inputs("prompts", prompts), layers, tokens)
-        outputs = self.llm_engine.run(requests)
-        return [self.pooler.states(_checked(output), layers) for output in outputs]
+        return [self.pooler.states(output, layers) for output in self.run_prompts(requests)]
 
     def _requests(
         self,
@@ -568,6 +670,7 @@ class Llama:
             yield self.tokenizer.encode(prompt, bos=True, eos=False)
 
     def _encode_dialogs(self, dialogs: Any, chat: ChatOptions) -> Iterator[list[int]]:
+        self.llm_engine.check_generates()
         for i, dialog in enumerate(_rows("dialogs", dialogs)):
             tools = chat.tool_request
             try:

@@ -24,7 +24,8 @@ from llama.build_args import BuildArgs
 from llama.checkpoint import memory, packed, reader
 from llama.checkpoint.chat_templates import DEFAULT, find_chat_templates, read_template
 from llama.checkpoint.find import Checkpoint, find
-from llama.checkpoint.pooling import PoolingSettings
+from llama.checkpoint.pooling import HEAD, PoolingSettings
+from llama.checkpoint.shards import open_head
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import LoadCheck
 from llama.checks import FieldError, brief, number, path_like
@@ -48,6 +49,7 @@ from llama.ranks.placement import Placement
 from llama.shares import check_shares, column_step, resolve_shares, tightest_memory
 from llama.sizes import (
     CUDA_RESERVE,
+    DEFAULT_SEQ_LEN,
     Memory,
     choose_sizes,
     default_batch_size,
@@ -125,6 +127,7 @@ class Loaded:
         files: Where it came from.
         dialog_format: The format of its dialogs.
         draft_model: The model that drafts tokens for it, if there is one.
+        head: Its classification head on the CPU, (labels, E) float32, if it has one.
     """
 
     model: Transformer
@@ -133,11 +136,17 @@ class Loaded:
     files: Files
     dialog_format: DialogFormat
     draft_model: Transformer | None = None
+    head: torch.Tensor | None = None
 
     @property
     def pooling(self) -> PoolingSettings:
         """The settings of embeddings and scores of whole prompts."""
         return self.files.checkpoint.pooling
+
+    @property
+    def why_silent(self) -> str:
+        """Why the model cannot generate text; empty if it can."""
+        return self.files.checkpoint.why_silent
 
     def describe(self, runner: ModelRunner) -> str:
         """Return device, type, ranks and sizes, as `Llama.build` prints them.
@@ -213,6 +222,7 @@ def load_model(args: BuildArgs) -> Loaded:
             tool_call_parser=args.tool_call_parser,
         )
         models = [files, *_find_draft_files(args, files, tokenizer)]
+        _check_speculation(args, models)
         # A wrong name in a variable is an error before weights are read.
         allowed = selection.allowed_kernels()
         native.allowed_instruction_sets()
@@ -246,7 +256,16 @@ def load_model(args: BuildArgs) -> Loaded:
             verify=args.verify,
         )
         model, *draft = [load(each) for each in models]
-    return Loaded(model, tokenizer, num_pages, models[0], dialog_format, *draft)
+        head = load_head(files.checkpoint)
+    return Loaded(
+        model,
+        tokenizer,
+        num_pages,
+        models[0],
+        dialog_format,
+        draft_model=draft[0] if draft else None,
+        head=head,
+    )
 
 
 def _compared_arguments(args: BuildArgs, models: list[Files]) -> list[str]:
@@ -299,6 +318,11 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
             )
         checkpoint = replace(checkpoint, in_codes=True)
     checkpoint = checkpoint.merged_with(args.lora)
+    if args.bidirectional or not checkpoint.params.is_causal:
+        # The largest step has a whole prompt, so that its memory follows from the context.
+        seq_len = args.max_seq_len or min(longest, DEFAULT_SEQ_LEN)
+        params = replace(checkpoint.params, is_causal=False, max_seq_len=seq_len)
+        checkpoint = replace(checkpoint, params=params)
     if args.pooling is not None:
         pooling = replace(checkpoint.pooling, kind=args.pooling)
         checkpoint = replace(checkpoint, pooling=pooling)
@@ -341,6 +365,17 @@ def _check_drafter(args: BuildArgs) -> None:
             f"looks nothing up: give speculate={' or '.join(sharing)}, or leave out "
             "speculate_shared"
         )
+
+
+def _check_speculation(args: BuildArgs, models: list[Files]) -> None:
+    """Raise a ValueError for speculation with a model that generates no text."""
+    for files in models if args.speculate else ():
+        why_silent = files.checkpoint.why_silent
+        if why_silent:
+            raise ValueError(
+                f"speculate={args.speculate!r}: {files.checkpoint.folder} cannot generate: "
+                f"{why_silent}; leave out speculate"
+            )
 
 
 def find_dialog_format(
@@ -419,7 +454,12 @@ def _find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> li
         # What is rounded depends on the matrices, so a draft model follows its own files.
         activations = "bf16" if args.activations == "bf16" else None
         draft_args = replace(
-            args, ckpt_dir=str(path), activations=activations, lora=None, pooling=None
+            args,
+            ckpt_dir=str(path),
+            activations=activations,
+            lora=None,
+            pooling=None,
+            bidirectional=False,
         )
         files = find_files(draft_args, model.placement, model.device)
         draft_tokenizer = load_tokenizer(files.checkpoint)
@@ -552,6 +592,22 @@ def load_weights(
         matrices = {"/".join(x.names): x.weight for x in _layer_matrices(model)}
         weights.round_activations(matrices, files.activations)
     return model
+
+
+def load_head(checkpoint: Checkpoint) -> torch.Tensor | None:
+    """Return the classification head of a checkpoint, (labels, E) float32; None without one.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: The tensor is missing or wrong, or not finite.
+    """
+    if checkpoint.pooling.head is None:
+        return None
+    tensor = open_head(checkpoint)
+    head = tensor.data.to(torch.float32, copy=True)
+    if not all_finite(head):
+        raise ValueError(f"{tensor.file}: {HEAD} holds NaN or infinity: fetch it again")
+    return head
 
 
 def _matrices(model: Transformer) -> list[Matrix]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
+from llama.engine.core import PAGE_SIZE, step_tokens
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 
@@ -119,11 +119,11 @@ def default_batch_size(device: torch.device) -> int:
 
 
 def step_bytes(params: ModelArgs, plan: LayerPlan, dtype: torch.dtype, batch_size: int) -> int:
-    """Return what a step of TOKEN_BUDGET tokens needs on one rank beside weights and KV cache.
+    """Return what the largest step needs on one rank beside weights and KV cache.
 
     This is what the layers hold of each token, and the logits of sequences or scored rows.
     """
-    tokens = max(TOKEN_BUDGET, batch_size)
+    tokens = step_tokens(params, batch_size)
     layer_bytes = tokens * plan.elements_per_token() * dtype.itemsize
     rows = max(batch_size, _SCORED_ROWS)
     return layer_bytes + _LOGITS_COPIES * _LOGITS_BYTES * rows * params.vocab_size

@@ -129,7 +129,7 @@ def convert(
     to_gguf = Path(out_dir).suffix.lower() == ".gguf"
     _check_quantize_name(quantize, to_gguf)
     check_activations(activations, quantize)
-    checkpoint = find(ckpt_dir).merged_with(lora)
+    checkpoint = _find_generating(ckpt_dir).merged_with(lora)
     reader = ConversionReader(checkpoint, quantize, activations)
     if to_gguf:
         return _write_gguf(checkpoint, reader, Path(out_dir), progress)
@@ -181,7 +181,7 @@ def pack(
             "packed weights are for this project's CPU kernels, which do not run here (`llama "
             "doctor` tells why)"
         )
-    checkpoint = find(ckpt_dir)
+    checkpoint = _find_generating(ckpt_dir)
     in_codes = checkpoint.is_quantized and quantize is None
     if in_codes and lora:
         raise ValueError(
@@ -346,12 +346,23 @@ def _lora_file(checkpoint: Checkpoint) -> dict[str, FileContent]:
     return {"lora.json": {"merged": adapters}}
 
 
+def _find_generating(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
+    """Find a checkpoint, and raise a ValueError if no other layout has a place for what it is."""
+    checkpoint = find(ckpt_dir)
+    if checkpoint.why_silent:
+        raise ValueError(
+            f"{checkpoint.folder} cannot be converted: {checkpoint.why_silent}, and this runtime "
+            "reads such models in Hugging Face's layout alone: build with quantize=... instead"
+        )
+    return checkpoint
+
+
 def _meta_params(args: ModelArgs) -> dict[str, Any]:
     """Return the params.json of a model, with our own keys only where Meta's are not enough.
 
     Meta's package refuses keys that it does not know; the sizes that Meta released need none.
     """
-    ours = HARMLESS_PARAMS | {"rope_scale_factor", "context_length", "tied_output"}
+    ours = HARMLESS_PARAMS | {"rope_scale_factor", "context_length", "tied_output", "is_causal"}
     params = {}
     for key, value in vars(args).items():
         if key not in ours and value is not None:

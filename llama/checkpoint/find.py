@@ -21,7 +21,7 @@ from typing import Any
 from llama.checkpoint import gguf_args, hf_quantized, huggingface, meta_quantized
 from llama.checkpoint.adapters import TIED, Adapter, open_adapters
 from llama.checkpoint.files import MappedTensor, open_tensors, read_metadata
-from llama.checkpoint.pooling import GENERATES, PoolingSettings, settings_of
+from llama.checkpoint.pooling import GENERATES, PoolingSettings, is_causal, settings_of
 from llama.checkpoint.vision import VisionParts, split_config, split_params
 from llama.checks import brief
 from llama.model.args import ModelArgs
@@ -111,6 +111,15 @@ class Checkpoint:
         )
         params = replace(self.params, tied_output=False) if is_untied else self.params
         return replace(self, params=params, adapters=adapters, is_untied=is_untied)
+
+    @property
+    def why_silent(self) -> str:
+        """Why the model cannot generate text; empty if it can."""
+        if not self.params.is_causal:
+            return "its attention is bidirectional"
+        if self.pooling.has_lm_head:
+            return ""
+        return f"its files ({self.pooling.architecture}) have no lm_head"
 
     @property
     def params_of_files(self) -> ModelArgs:
@@ -317,14 +326,17 @@ def _find_hf(folder: Path) -> Checkpoint:
             f"{path}: quantization_config is of {brief(method)}, and this runtime reads "
             f"{', '.join(hf_quantized.METHODS)}: get the model in one of these, or in bfloat16"
         )
+    pooling = settings_of(folder, config)
+    if not pooling.has_lm_head:
+        args = replace(args, tied_output=True)  # so that no lm_head is expected, and none is made
     return Checkpoint(
         folder,
-        args,
+        replace(args, is_causal=is_causal(config)),
         _hf_shards(folder),
         "hf",
         quantization=quantization,
         vision=vision_parts,
-        pooling=settings_of(folder, config),
+        pooling=pooling,
     )
 
 

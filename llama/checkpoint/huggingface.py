@@ -22,6 +22,7 @@ ROPE_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 _LLAMA_3_VOCAB = 128256
+_MODEL_TYPES = ("llama", "llama_bidirec")  # the second is that of NVIDIA's embedding models
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -68,7 +69,7 @@ def args_of(config: dict[str, Any], source: str) -> ModelArgs:
 
 def _check_config(config: dict[str, Any]) -> None:
     """Raise ValueError unless the model is a Llama and every size is there."""
-    if config.get("model_type") != "llama":
+    if config.get("model_type") not in _MODEL_TYPES:
         raise ValueError(
             f"model_type is {brief(config.get('model_type'))}: this is a model of another family, "
             "and this runtime runs 'llama' only: give the folder of a Llama 3, or run this one "

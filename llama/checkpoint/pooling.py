@@ -16,6 +16,7 @@ from llama.checks import brief
 from llama.storage.downloads import read_json, read_small
 
 PoolingKind = Literal["last", "mean", "first"]
+TokenTemplate = tuple[str | int, ...]  # names of special tokens, and indices of texts
 HEAD = "score.weight"  # the matrix of a classification head, (labels, E)
 
 # Values of "pooling" in config.json, and of "pooling_mode" in 1_Pooling/config.json.
@@ -36,6 +37,8 @@ _CLASSIFIER = "ForSequenceClassification"
 _HEADLESS = ("LlamaModel", "LlamaBidirectionalModel")
 _MODULES = ("Transformer", "Pooling", "Normalize")  # modules of sentence-transformers
 _IDENTITY = "Identity"
+# The prompt of NVIDIA's rerankers, which is in their model cards alone.
+_NVIDIA_PAIR = "question:{query} \n \n passage:{document}"
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,13 @@ class PoolingSettings:
         prompts: Texts to put before inputs, by their names.
         default_prompt: The name of the text that is used where the caller names none.
         architecture: The name of the model's class in transformers; empty if it is unknown.
-        has_lm_head: Whether the files have what generation needs.
-        is_causal: Whether a token attends only to those before it.
+        has_lm_head: Whether the files have an lm_head, which generation needs.
         head: The classification head; None: the model has none.
+        text: The special tokens around a text, by their names; 0 is the text. None: the token that
+            begins a text comes before it.
+        pair: The same for a pair of texts, which are 0 and 1.
+        pair_template: A text in which {query} and {document} stand for a pair; None: `pair` says
+            how it is written.
     """
 
     kind: PoolingKind | None = None
@@ -75,16 +82,25 @@ class PoolingSettings:
     default_prompt: str | None = None
     architecture: str = ""
     has_lm_head: bool = True
-    is_causal: bool = True
     head: HeadSettings | None = None
-
-    @property
-    def generates(self) -> bool:
-        """Whether the model can generate text."""
-        return self.has_lm_head and self.is_causal
+    text: TokenTemplate | None = None
+    pair: TokenTemplate | None = None
+    pair_template: str | None = None
 
 
 GENERATES = PoolingSettings()  # a checkpoint whose files say nothing of embeddings
+
+
+def is_causal(config: Mapping[str, Any]) -> bool:
+    """Return whether a token attends only to those before it, by the content of config.json."""
+    is_named = _architecture(config).startswith(_BIDIRECTIONAL)
+    return config.get("is_causal") is not False and not is_named
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    """Return the name of the model's class; empty if config.json has none."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def settings_of(folder: Path, config: Mapping[str, Any]) -> PoolingSettings:
@@ -101,30 +117,32 @@ def settings_of(folder: Path, config: Mapping[str, Any]) -> PoolingSettings:
         OSError: A file cannot be read.
         ValueError: A file asks for something that this runtime does not compute.
     """
-    names = config.get("architectures")
-    architecture = names[0] if isinstance(names, list) and names else ""
-    if not isinstance(architecture, str):
-        raise ValueError(f"{folder / 'config.json'}: architectures is {brief(names)}")
-    is_bidirectional = architecture.startswith(_BIDIRECTIONAL) or config.get("is_causal") is False
+    architecture = _architecture(config)
     has_head = architecture in (f"Llama{_CLASSIFIER}", f"{_BIDIRECTIONAL}{_CLASSIFIER}")
     prompts, default_prompt = _prompts(folder)
     kind, include_prompt = _kind(folder, config)
-    if kind is None and has_head and not is_bidirectional:
+    if kind is None and has_head and is_causal(config):
         kind = "last"
-    if kind == "first" and not is_bidirectional:
+    if kind == "first" and is_causal(config):
         raise ValueError(
             f"{folder}: the pooling of this model is that of the first token, which in a causal "
             "model has seen no other token: its vector would be the same for every text"
         )
+    has_lm_head = not has_head and architecture not in _HEADLESS
+    text, pair = (None, None) if has_lm_head and kind is None else _templates(folder)
     return PoolingSettings(
         kind=kind,
         include_prompt=include_prompt,
         prompts=MappingProxyType(prompts),
         default_prompt=default_prompt,
         architecture=architecture,
-        has_lm_head=not has_head and architecture not in _HEADLESS,
-        is_causal=not is_bidirectional,
+        has_lm_head=has_lm_head,
         head=_head(config) if has_head else None,
+        text=text,
+        pair=pair,
+        pair_template=_NVIDIA_PAIR
+        if has_head and architecture.startswith(_BIDIRECTIONAL)
+        else None,
     )
 
 
@@ -199,6 +217,35 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
             "first must map names to texts, and the second be one of these names"
         )
     return prompts, default
+
+
+def _templates(folder: Path) -> tuple[TokenTemplate | None, TokenTemplate | None]:
+    """Return the special tokens around a text and a pair, as a tokenizer.json has them."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None, None
+    processor = read_json(path).get("post_processor")
+    processors = [processor]
+    if isinstance(processor, dict) and isinstance(processor.get("processors"), list):
+        processors = processor["processors"]
+    for each in processors:
+        if isinstance(each, dict) and each.get("type") == "TemplateProcessing":
+            return _template(path, each.get("single")), _template(path, each.get("pair"))
+    return (0,), (0, 1)
+
+
+def _template(path: Path, parts: object) -> TokenTemplate:
+    """Return a template of a TemplateProcessing, whose texts are called A and B."""
+    template: list[str | int] = []
+    for part in parts if isinstance(parts, list) else [parts]:
+        match part:
+            case {"Sequence": {"id": "A" | "B" as name}}:
+                template.append("AB".index(name))
+            case {"SpecialToken": {"id": str(name)}}:
+                template.append(name)
+            case _:
+                raise ValueError(f"{path}: the post_processor has {brief(part)}: fetch it again")
+    return tuple(template)
 
 
 def _head(config: Mapping[str, Any]) -> HeadSettings:

@@ -4,12 +4,15 @@ In: a `Checkpoint`. Out: its shards, each a dict of tensors under the names of t
 name, type and shape is as params.json asks for. No tensor is read.
 """
 
+from pathlib import Path
+
 from torch import Size
 
 from llama.checkpoint import meta_quantized
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.find import Checkpoint, is_tied
 from llama.checkpoint.hf_quantized import join_parts
+from llama.checkpoint.pooling import HEAD
 from llama.checkpoint.table import name_in, shard_shapes
 from llama.checks import brief
 
@@ -41,10 +44,47 @@ def open_shards(checkpoint: Checkpoint) -> list[Shard]:
         shards = [meta_quantized.join_fp8_scales(shard, i) for i, shard in enumerate(shards)]
     else:
         shards = [_merge(shards)]
+    if checkpoint.layout == "hf":
+        shards = [_named_as_part(shard) for shard in shards]
+        if checkpoint.pooling.head is not None:
+            shards[0].pop(HEAD, None)
     if checkpoint.quantization is not None:
         shards = [join_parts(shard, checkpoint.quantization) for shard in shards]
     _check(checkpoint, shards)
     return shards
+
+
+def open_head(checkpoint: Checkpoint) -> MappedTensor:
+    """Open the matrix of a classification head, (labels, E), and check it.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: There is no such tensor, or it is wrong; the error names it.
+    """
+    shard = _merge([open_tensors(file) for file in checkpoint.shards])
+    path = checkpoint.params_path
+    head = checkpoint.pooling.head
+    assert head is not None
+    if HEAD not in shard:
+        raise ValueError(
+            f"{checkpoint.folder}: {HEAD} is missing, the head of the "
+            f"{checkpoint.pooling.architecture} that {path} describes: download it again"
+        )
+    tensor = shard[HEAD]
+    num_labels = len(head.labels) or tensor.shape[0]
+    expected = Size((num_labels, checkpoint.params.dim))
+    _check_tensor(HEAD, tensor, expected, f"{path} with {num_labels} labels")
+    return tensor
+
+
+def _named_as_part(shard: Shard) -> Shard:
+    """Return tensors under the names that they have as parts of a larger class.
+
+    A model without any head is saved as `layers.0...` in place of `model.layers.0...`.
+    """
+    if "embed_tokens.weight" not in shard:
+        return shard
+    return {name if name == HEAD else f"model.{name}": x for name, x in shard.items()}
 
 
 def _merge(files: list[Shard]) -> Shard:
@@ -79,6 +119,7 @@ def _check(checkpoint: Checkpoint, shards: list[Shard]) -> None:
     sources = checkpoint.shards if layout == "meta" else [checkpoint.weights_path]
     for source, shard in zip(sources, shards, strict=True):
         missing = [name for name in expected if name not in shard]
+        _check_head(checkpoint, source, missing, [name for name in shard if name not in expected])
         if missing:
             more = f" and {len(missing) - 1} more are" if missing[1:] else " is"
             raise ValueError(
@@ -89,6 +130,28 @@ def _check(checkpoint: Checkpoint, shards: list[Shard]) -> None:
             if not name.endswith(_COMPUTED):
                 rule = f"{path} and {len(shards)} shard(s)"
                 _check_tensor(name, tensor, expected.get(name), rule)
+
+
+def _check_head(
+    checkpoint: Checkpoint, source: Path, missing: list[str], others: list[str]
+) -> None:
+    """Raise ValueError for a head that is not known, with the name of one of its tensors.
+
+    Args:
+        checkpoint: The checkpoint.
+        source: The file or folder that an error names.
+        missing: The tensors that the model needs and that are not there.
+        others: The tensors that are there and have no place in the model.
+    """
+    lm_head = name_in(checkpoint.layout, "output.weight")
+    heads = [name for name in others if not name.endswith(_COMPUTED) and name != lm_head]
+    is_headless = missing == [lm_head] or not checkpoint.pooling.has_lm_head
+    if checkpoint.layout == "hf" and is_headless and heads:
+        raise ValueError(
+            f"{source}: {brief(heads[0])} belongs to a head of "
+            f"{checkpoint.pooling.architecture or 'this model'} that this runtime does not know: "
+            f"it runs {lm_head}, and {HEAD} of sequence classification"
+        )
 
 
 def _check_tensor(name: str, tensor: MappedTensor, expected: Size | None, rule: str) -> None:

@@ -25,12 +25,21 @@ from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import FinishReason, SequenceState
 from llama.engine.speculative import Drafter
 from llama.engine.stages import Pipeline, StageRunner
+from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.cpu.openmp import SpinController
 from llama.ranks.collectives import ModelParallel
 
 PAGE_SIZE = 16  # slots; a shared prefix is reused in multiples of this many tokens
 TOKEN_BUDGET = 2048  # tokens per step: bounds its memory, and the wait between two tokens
+
+
+def step_tokens(params: ModelArgs, batch_size: int, stages: int = 1) -> int:
+    """Return the maximum number of tokens of a step; a bidirectional model has whole prompts."""
+    longest = 0 if params.is_causal else params.max_seq_len
+    # A prompt of as many tokens as a step may have would keep one stage busy, and no other.
+    return max(TOKEN_BUDGET // stages, batch_size, longest)
+
 
 _Started = tuple[Step, Reader[StepResults]]
 
@@ -151,8 +160,7 @@ class EngineCore:
         """
         batch_size = model.params.max_batch_size
         stages = model.parallel.placement.stages
-        # A prompt of as many tokens as a step may have would keep one stage busy, and no other.
-        token_budget = token_budget or max(TOKEN_BUDGET // stages, batch_size)
+        token_budget = token_budget or step_tokens(model.params, batch_size, stages)
         runner_options |= {"num_pages": num_pages, "page_size": page_size}
         runner_options |= {"step_tokens": token_budget}
         models = [model] if draft_model is None else [draft_model, model]
@@ -163,6 +171,7 @@ class EngineCore:
             max_batch_size=batch_size,
             token_budget=token_budget,
             num_stages=stages,
+            has_whole_prompts=not model.params.is_causal,
         )
         return cls(runners, scheduler)
 

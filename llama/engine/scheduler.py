@@ -28,16 +28,26 @@ class Scheduler:
     With a pipeline, `num_stages` steps are in flight. A sequence whose results are in flight is not
     scheduled, and the others are spread evenly over the steps. Chunks of one prompt follow one
     another without waiting.
+
+    With `has_whole_prompts` all tokens of a sequence are computed in one step, and none is taken
+    from the prefix cache, as bidirectional attention needs it.
     """
 
     def __init__(
-        self, pool: PagePool, *, max_batch_size: int, token_budget: int, num_stages: int = 1
+        self,
+        pool: PagePool,
+        *,
+        max_batch_size: int,
+        token_budget: int,
+        num_stages: int = 1,
+        has_whole_prompts: bool = False,
     ) -> None:
         assert token_budget >= max_batch_size, "a step may have a token of each sequence"
         self.pool = pool
         self.max_batch_size = max_batch_size
         self.token_budget = token_budget
         self.num_stages = num_stages
+        self.has_whole_prompts = has_whole_prompts
         self.waiting = WaitingQueue()
         self.running: list[SequenceState] = []
         self.num_preemptions = 0
@@ -68,7 +78,8 @@ class Scheduler:
             row += 1
         while budget > 0 and self.waiting and len(self.running) < self.max_batch_size:
             seq = self.waiting.peek()
-            if not self._admit(seq):
+            is_too_long = self.has_whole_prompts and len(seq.tokens) > budget
+            if is_too_long or not self._admit(seq):
                 break
             count = min(seq.num_new, budget)
             chosen.append(self._schedule(seq, count))
@@ -260,6 +271,8 @@ class Scheduler:
 
         They end before its last token, which must be computed to sample the next one.
         """
+        if self.has_whole_prompts:
+            return []
         if seq.spec.reads_prompt and any(kind.needs_all_rows(seq) for kind in PROMPT_KINDS):
             return []
         max_computed = len(seq.tokens) - 1

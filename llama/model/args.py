@@ -19,9 +19,9 @@ MAX_SIZE = 2**24  # largest vocabulary, and largest multiple of the ffn size
 class ModelArgs:
     """The contents of params.json, under Meta's names, and the two sizes of the run.
 
-    `rope_scale_factor`, `context_length` and `tied_output` are not Meta's: Meta's files leave them
-    to be inferred, Hugging Face's config.json states them. The largest values that are accepted
-    are 60 times those of the 405B model, with which nothing overflows or is slow.
+    `rope_scale_factor`, `context_length`, `tied_output` and `is_causal` are not Meta's: Meta's
+    files leave them to be inferred, Hugging Face's config.json states them. The largest values that
+    are accepted are 60 times those of the 405B model, with which nothing overflows or is slow.
     """
 
     dim: int = within(4096, 1, 2**20)
@@ -37,6 +37,7 @@ class ModelArgs:
     rope_scale_factor: float | None = within(None, 0, 1e6)
     context_length: int | None = within(None, 1, 2**40)
     tied_output: bool = False
+    is_causal: bool = True  # whether a token attends only to those before it
 
     max_batch_size: int = 32  # sequences that run at once
     max_seq_len: int = 2048  # tokens of prompt and answer together
@@ -127,7 +128,7 @@ class ModelArgs:
                 whole_number(name, value, int(low), int(high), optional=optional)
             elif value is not None or not optional:
                 number(name, value, low, high, above=True)
-        for name in ("use_scaled_rope", "tied_output"):
+        for name in ("use_scaled_rope", "tied_output", "is_causal"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={brief(getattr(self, name))} must be true or false")
 

@@ -119,6 +119,7 @@ class Attention(HalfLayer):
     """Grouped-query attention; wq, wk and wv are one matrix, their rows in that order."""
 
     elsewhere: ClassVar[dict[str, str]] = {"cache_k": _NO_CACHE, "cache_v": _NO_CACHE}
+    is_causal: ClassVar[bool] = True
 
     def __init__(self, kind: "AttentionKind", dim: int, parallel: ModelParallel) -> None:
         q = kind.n_heads * kind.head_dim
@@ -147,7 +148,7 @@ class Attention(HalfLayer):
         assert kv_cache is not None
         qkv = part.view(len(part), -1, self.head_dim)
         queries = rope_and_store(qkv, freqs_cis, kv_cache, batch.slots, batch.kernels)
-        return paged_attention(queries, kv_cache, batch).flatten(1)
+        return paged_attention(queries, kv_cache, batch, is_causal=self.is_causal).flatten(1)
 
     def forward(
         self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
@@ -194,6 +195,23 @@ class AttentionKind(HalfKind):
     def elements_per_token(self) -> int:
         """Return queries, keys and values, twice: as multiplied and as rotated."""
         return 2 * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+
+class BidirectionalAttention(Attention):
+    """Attention of each token to its whole sequence, all of which is in one step."""
+
+    is_causal: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class BidirectionalAttentionKind(AttentionKind):
+    """Grouped-query attention without a causal mask, of models that do not generate."""
+
+    native: ClassVar[BodyKind] = BodyKind.BIDIRECTIONAL_ATTENTION
+
+    def build(self, dim: int, parallel: ModelParallel) -> BidirectionalAttention:
+        """Make the module, for a model of dimension `dim`."""
+        return BidirectionalAttention(self, dim, parallel)
 
 
 class FeedForward(HalfLayer):

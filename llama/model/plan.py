@@ -12,7 +12,12 @@ from functools import cached_property
 import torch
 
 from llama.model.args import ModelArgs
-from llama.model.kinds import AttentionKind, FeedForwardKind, HalfKind
+from llama.model.kinds import (
+    AttentionKind,
+    BidirectionalAttentionKind,
+    FeedForwardKind,
+    HalfKind,
+)
 from llama.model.shares import RankShare
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ranks.placement import WHOLE, Placement
@@ -63,7 +68,8 @@ class LayerPlan:
     ) -> "LayerPlan":
         """Plan the layers that a rank with this placement holds; by default, all of them."""
         share = RankShare.of(args, placement)
-        attention = AttentionKind(len(share.heads), len(share.kv_heads), args.head_dim)
+        kind = AttentionKind if args.is_causal else BidirectionalAttentionKind
+        attention = kind(len(share.heads), len(share.kv_heads), args.head_dim)
         feed_forward = FeedForwardKind(len(share.ffn))
         kinds = dict.fromkeys(share.layers, (attention, feed_forward))
         return cls(

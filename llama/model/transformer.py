@@ -29,7 +29,7 @@ from llama.model.execution import (
     Watched,
 )
 from llama.model.forward_cache import PAGE_SIZE, ForwardCache
-from llama.model.kinds import Attention, FeedForward
+from llama.model.kinds import Attention, BidirectionalAttention, FeedForward
 from llama.model.layers import (
     ColumnParallelLinear,
     Linear,
@@ -104,6 +104,7 @@ _LAYER_CLASSES = (
     TransformerBlock,
     AbsentLayer,
     Attention,
+    BidirectionalAttention,
     FeedForward,
     RMSNorm,
     ColumnParallelLinear,

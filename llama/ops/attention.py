@@ -31,7 +31,9 @@ _GATHERED_BYTES = 1 << 29  # bytes of keys and values that the PyTorch body copi
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
+def paged_attention(
+    queries: Tensor, kv_cache: Tensor, batch: Batch, *, is_causal: bool = True
+) -> Tensor:
     """Return what each query attends to.
 
     Nothing here waits for the device, because the batch has its lengths on the host too. In the
@@ -41,13 +43,16 @@ def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         queries: (T, H, D).
         kv_cache: The cache of one layer (2, P, S, K, W).
         batch: The batch, of which the page table and the lengths are read.
+        is_causal: Whether a query attends to the tokens up to its own; else it attends to its whole
+            sequence. The kernels of GPUs are causal, so that PyTorch computes the other case there.
 
     Returns:
         (T, H, D).
     """
     page_table = batch.page_table
     page_size = kv_cache.shape[2]
-    if batch.kernels.has("attention", queries) and suits_gpu(queries, kv_cache):
+    has_kernel = is_causal and batch.kernels.has("attention", queries)
+    if has_kernel and suits_gpu(queries, kv_cache):
         from llama.ops.triton import attention
 
         return attention.paged_attention(queries, kv_cache, batch)
@@ -59,7 +64,7 @@ def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
             page_table.shape,
             kv_cache.shape,
         )
-        return _native(queries.contiguous(), kv_cache, batch, kv_format)
+        return _native(queries.contiguous(), kv_cache, batch, kv_format, is_causal)
     out = torch.empty_like(queries)
     n = batch.num_decodes
     if n:
@@ -71,12 +76,14 @@ def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         end = start + batch.query_lens_cpu[row]
         seq_len = batch.seq_lens_cpu[row]
         pages = page_table[row]
-        out[start:end] = _prefill(queries[start:end], kv_cache, pages, seq_len)
+        out[start:end] = _prefill(queries[start:end], kv_cache, pages, seq_len, is_causal)
         start = end
     return out
 
 
-def _native(queries: Tensor, kv_cache: Tensor, batch: Batch, kv_format: int) -> Tensor:
+def _native(
+    queries: Tensor, kv_cache: Tensor, batch: Batch, kv_format: int, is_causal: bool
+) -> Tensor:
     """Return what each query attends to, as attention.cpp computes it."""
     _, n_heads, head_dim = queries.shape
     _, num_pages, page_size, n_kv_heads, _ = kv_cache.shape
@@ -111,6 +118,7 @@ def _native(queries: Tensor, kv_cache: Tensor, batch: Batch, kv_format: int) -> 
         page_size,
         width,
         kv_format,
+        int(not is_causal),
         head_dim**-0.5,
     )
     return out
@@ -172,14 +180,17 @@ def _decode(
     return out.reshape(n, n_heads, head_dim)
 
 
-def _prefill(queries: Tensor, kv_cache: Tensor, pages: Tensor, seq_len: int) -> Tensor:
-    """Return what the last tokens of one sequence attend to: all tokens up to themselves.
+def _prefill(
+    queries: Tensor, kv_cache: Tensor, pages: Tensor, seq_len: int, is_causal: bool
+) -> Tensor:
+    """Return what the last tokens of one sequence attend to.
 
     Args:
         queries: The last tokens (C, H, D).
         kv_cache: The cache of one layer (2, P, S, K, W).
         pages: The pages of the sequence (M).
         seq_len: Its length L.
+        is_causal: Whether these are the tokens up to themselves; else they are all.
 
     Returns:
         (C, H, D).
@@ -196,7 +207,7 @@ def _prefill(queries: Tensor, kv_cache: Tensor, pages: Tensor, seq_len: int) -> 
         for x in kv_cache
     )
     attn_mask = None
-    if seq_len > count:
+    if is_causal and seq_len > count:
         positions = torch.arange(seq_len, device=queries.device)
         attn_mask = positions <= positions[-count:, None]
     out = _sdpa(
@@ -204,7 +215,7 @@ def _prefill(queries: Tensor, kv_cache: Tensor, pages: Tensor, seq_len: int) -> 
         keys.transpose(0, 1)[None],
         values.transpose(0, 1)[None],
         attn_mask=attn_mask,
-        is_causal=attn_mask is None,
+        is_causal=is_causal and attn_mask is None,
     )
     return out[0].transpose(0, 1)
 

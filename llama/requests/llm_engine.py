@@ -47,11 +47,14 @@ class LLMEngine:
     tokenizer: Tokenizer
     max_seq_len: int  # largest number of tokens of a sequence, prompt and answer together
     seed: int  # seed that the seeds of requests without one are derived from
+    why_silent: str = ""  # why the model cannot generate; empty if it can
 
     def __post_init__(self) -> None:
         self.parallel = self.core.runner.model.parallel
         self.grammars = GrammarCompiler(self.tokenizer)
-        self.prepare = Preparer(self.tokenizer, self.max_seq_len, self.grammars).prepare
+        preparer = Preparer(self.tokenizer, self.max_seq_len, self.grammars, self.why_silent)
+        self.prepare = preparer.prepare
+        self.check_generates = preparer.check_generates
         self._ranks = RankCalls(self.core, self.parallel, self.has_unfinished_requests)
         self.agree = self._ranks.agree
         # Protects all fields below; it is released while the model runs. It is reentrant because

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.checkpoint.pooling import PoolingKind, PoolingSettings
+from llama.checkpoint.pooling import PoolingKind, PoolingSettings, TokenTemplate
 from llama.checks import FieldError, FieldTypeError, brief, index_of, whole_number
 from llama.engine.request import Capture, Pooling
 from llama.requests.prepare import not_ids
@@ -102,9 +102,11 @@ class Pooler:
             names = " or ".join(map(repr, _KINDS))
             raise FieldError("pooling", f"pooling={brief(kind)} must be {names}")
         dimensions = whole_number("dimensions", options.dimensions, 1, self.dim, optional=True)
+        truncate = whole_number("truncate", options.truncate, 1, 2**31 - 1, optional=True)
         include = options.include_prompt
         return replace(
             options,
+            truncate=truncate,
             pooling=kind,
             dimensions=dimensions,
             prompt=self._prompt(options),
@@ -156,17 +158,70 @@ class Pooler:
         ids = item
         skip = 0
         if isinstance(item, str):
-            ids = self.encode(f"{options.prompt}{item}")
+            ids = self.encode(f"{options.prompt}{item}", options.truncate)
             if options.prompt and options.pooling == "mean" and not options.include_prompt:
-                skip = len(self.tokenizer.encode(options.prompt, bos=True, eos=False))
-        if options.truncate is not None and isinstance(ids, list):
+                template = self._template(1)
+                skip = template.index(0) + len(self._ids(options.prompt))
+        elif options.truncate is not None and isinstance(ids, list):
             ids = ids[: options.truncate]
         reads = Pooling(options.pooling, skip)
         return self.prepare("", ids, NO_ANSWER, index=index, reads=reads, **more)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with the special tokens that the model expects around it."""
-        return self.tokenizer.encode(text, bos=True, eos=False)
+    def encode(self, text: str, max_len: int | None = None) -> list[int]:
+        """Return the ids of a text, with the special tokens that the model expects around it.
+
+        Args:
+            text: The text.
+            max_len: The number of tokens that it is cut to, special tokens included.
+        """
+        return self._joined(self._template(1), [self._ids(text)], max_len)
+
+    def encode_pair(self, query: str, document: str, max_len: int | None = None) -> list[int]:
+        """Return the ids of a query with a document, of which the document is cut first.
+
+        Args:
+            query: The query.
+            document: The document.
+            max_len: The number of tokens that they are cut to.
+        """
+        template = self.settings.pair_template
+        if template is not None:
+            before, _, after = template.partition("{query}")
+            middle, _, end = after.partition("{document}")
+            return self.encode(f"{before}{query}{middle}{document}{end}", max_len)
+        texts = [self._ids(query), self._ids(document)]
+        return self._joined(self._template(2), texts, max_len)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, bos=False, eos=False)
+
+    def _template(self, num_texts: int) -> TokenTemplate:
+        """Return the special tokens around one or two texts."""
+        given = self.settings.text if num_texts == 1 else self.settings.pair
+        if given is not None:
+            return given
+        names = {token: name for name, token in self.tokenizer.special_tokens.items()}
+        bos = names[self.tokenizer.bos_id]
+        return (bos, 0) if num_texts == 1 else (bos, 0, bos, 1)
+
+    def _joined(
+        self, template: TokenTemplate, texts: list[list[int]], max_len: int | None
+    ) -> list[int]:
+        """Return the ids of texts within a template; the last text is cut first."""
+        if max_len is not None:
+            free = max_len - sum(isinstance(part, str) for part in template)
+            for i, text in enumerate(texts):
+                texts[i] = text[: max(free, 0)]
+                free -= len(texts[i])
+        ids: list[int] = []
+        for part in template:
+            if isinstance(part, int):
+                ids += texts[part]
+            elif part in self.tokenizer.special_tokens:
+                ids.append(self.tokenizer.special_tokens[part])
+            else:
+                raise ValueError(f"the tokenizer has no token {brief(part)}, which texts need")
+        return ids
 
     def captures(
         self, prompts: Iterable[Any], layers: Iterable[Any], tokens: object

@@ -57,6 +57,14 @@ class Preparer:
     tokenizer: Tokenizer
     max_seq_len: int  # largest number of tokens of a sequence, prompt and answer together
     grammars: GrammarCompiler
+    why_silent: str = ""  # why the model cannot generate; empty if it can
+
+    def check_generates(self) -> None:
+        """Raise a ValueError if the model cannot generate."""
+        if self.why_silent:
+            raise ValueError(
+                f"this model cannot generate: {self.why_silent}. It makes embeddings or scores"
+            )
 
     def prepare(
         self,
@@ -97,6 +105,8 @@ class Preparer:
             raise TypeError(f"request_id={brief(request_id)} must be a string")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        if reads is None:
+            self.check_generates()
         text = prompt if isinstance(prompt, str) else None
         ids = prompt if text is None else self.tokenizer.encode(text, bos=True, eos=False)
         name = "the prompt" if index is None else f"prompt {index}"

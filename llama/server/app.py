@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 import llama
 from llama.checks import FieldError, brief
-from llama.server import routes, tokens
+from llama.server import routes, scoring, tokens
 from llama.server.auth import ApiKeys, AuthAndLimits
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, first_name, log_refusal
@@ -59,7 +59,7 @@ def make_app(
     limits = service.limits
     app.state.bodies = BodyMemory(limits.max_body_bytes, limits.max_bodies_bytes)
     host = host_routes or APIRouter()
-    modules = (routes, tokens, ollama, embeddings)
+    modules = (routes, tokens, ollama, embeddings, scoring)
     apis = [module.routes(service) for module in modules]
     for router in (*apis, _server_routes(service), host):
         app.include_router(router)

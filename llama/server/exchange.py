@@ -249,6 +249,8 @@ async def prepare_chat(
     Raises:
         ApiError: 400 names a field of the body; 503 says that the server is busy.
     """
+    with service.refusals(chat.fields):
+        service.loaded().llm_engine.check_generates()
     service.check_capacity(chat.num_answers, chat.fields.names.get("n", "n"))
     ids = await chat_ids(service, http, chat)
     try:

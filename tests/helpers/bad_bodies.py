@@ -390,7 +390,7 @@ IN_EMBEDDINGS: Faults = [
     ({"prompt_name": "query"}, "prompt_name", "this model has these prompts: none"),
     ({"prompt": "x", "prompt_name": "query"}, "prompt", "both given"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "truncate_prompt_tokens=-2"),
-    ({"truncate_prompt_tokens": 0}, "input", "has 0 tokens"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "=0 must be a whole number from 1"),
     ({"messages": TURNS}, "messages", "'messages' cannot be used in /v1/embeddings"),
 ]  # fmt: skip
 OF_IDS: Faults = [

@@ -12,6 +12,7 @@ from llama.gpu.cases import read_cache
 from llama.ops import attention
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
+from llama.ops.cpu import native
 
 CPU = torch.device("cpu")
 _rng = random.Random(3)
@@ -310,3 +311,19 @@ def test_the_torch_body_copies_few_pages_at_once(no_kernels, monkeypatch):
     monkeypatch.setattr(attention, "_GATHERED_BYTES", 2 * width + 1)
     torch.testing.assert_close(case.run(), whole, atol=2**-8, rtol=2**-7)
     assert gathered == [2 * width, 2 * width, width]
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("lens", [[1, 40, 300], [2, 57, 600]])
+def test_without_a_causal_mask_each_query_sees_its_whole_sequence(lens, has_kernels, monkeypatch):
+    """The queries of whole sequences get what each would get as the last token."""
+    if not has_kernels:
+        monkeypatch.setattr(native, "kernels", lambda: None)
+    case = Case(lens, lens, (6, 2, 64))
+    found = paged_attention(case.queries, case.kv_cache, case.batch, is_causal=False)
+    for row, seq, _ in case.rows():
+        assert (found[row].double() - case.row(row, seq, lens[seq]).double()).abs().max() < 0.02
+    causal = case.run()
+    assert not torch.equal(causal, found)
+    last = torch.tensor(lens).cumsum(0) - 1
+    assert (causal[last].double() - found[last].double()).abs().max() < 0.02

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from helpers.bad_requests import BAD_REQUESTS
 from helpers.launch import REPO
-from llama.server import routes, tokens
+from llama.server import routes, scoring, tokens
 from llama.server.accepted import AcceptedFields, LabelFields
 from llama.server.anthropic.models import CountBody, MessagesBody
 from llama.server.app import make_app
@@ -26,7 +26,7 @@ from llama.server.openai.models import ChatBody, CompletionBody
 from llama.server.responses.models import ResponsesBody
 from llama.server.service import Limits, Service
 
-APIS = (routes, tokens, ollama, embeddings)
+APIS = (routes, tokens, ollama, embeddings, scoring)
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -81,6 +81,11 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/detokenize", {"tokens": [1, 2]}),
     (EMBEDDINGS, {"input": ["x", "y"], "model": "m", "encoding_format": "base64", "user": "u"}),
     (EMBEDDINGS, {"input": [[1], [2, 3]], "dimensions": 5, "truncate_prompt_tokens": -1}),
+    ("/classify", {"input": ["x"], "use_activation": False, "user": "u"}),
+    ("/classify", {"messages": [ASKED], "truncate_prompt_tokens": 5}),
+    ("/score", {"text_1": "a", "text_2": ["b", "c"], "model": "m"}),
+    ("/v2/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1,
+                    "return_documents": True, "max_tokens_per_doc": 4096}),
     (EMBEDDINGS, {"input": [1, 2], "pooling": "mean", "prompt_name": "query", "normalize": False}),
     ("/api/chat", {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [
         {"id": "a", "function": {"index": 0, "name": "f", "arguments": {"b": 1}}}]},
@@ -137,7 +142,7 @@ def test_the_schema_of_each_route_is_that_of_its_parameter(document):
     service = Service("demo", Limits())
     made = [route for api in APIS for route in api.routes(service).routes]
     posts = [each for each in made if isinstance(each, BodyRoute) and each.methods == {"POST"}]
-    assert len(posts) == sum("post" in each for each in document["paths"].values()) == 12
+    assert len(posts) == sum("post" in each for each in document["paths"].values()) == 18
     for route in posts:
         own = TypeAdapter(route.endpoint.__annotations__["body"]).json_schema()
         published = schema_of(document, route.path)

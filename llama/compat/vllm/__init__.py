@@ -8,6 +8,17 @@ An argument that is not supported is an error that names it.
 from llama.compat.vllm.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
 from llama.compat.vllm.vllm_engines import LLM, AsyncLLM, AsyncLLMEngine, LLMEngine, random_uuid
 from llama.compat.vllm.vllm_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from llama.compat.vllm.vllm_pooling import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from llama.compat.vllm.vllm_request import CompletionOutput, Logprob, RequestOutput
 from llama.sampling_params import StructuredOutput as StructuredOutputsParams
 
@@ -17,14 +28,23 @@ __all__ = [
     "AsyncLLM",
     "AsyncLLMEngine",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "FlexibleArgumentParser",
     "LLMEngine",
     "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "random_uuid",
 ]

@@ -57,10 +57,10 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "load_format": ("auto",),
     "max_logprobs": (20,),
     "model_impl": ("auto",),
-    "runner": ("auto", "generate"),
+    "runner": ("auto", "generate", "pooling"),
     "scheduling_policy": ("fcfs",),
     "skip_tokenizer_init": (False,),
-    "task": ("auto", "generate"),
+    "task": ("auto", "generate", "embed", "classify", "score", "reward"),
     "tokenizer_mode": ("auto",),
     "tokenizer_pool_size": (0,),
     "worker_use_ray": (False,),
@@ -113,6 +113,26 @@ def _speculation(config: Any) -> dict[str, Any]:
     return {"speculate": draft, "speculate_tokens": num_tokens}
 
 
+def _pooling(config: Any) -> dict[str, Any]:
+    """Return the arguments of `Llama.build` for vLLM's pooler_config.
+
+    Args:
+        config: A dict, the same as JSON, or None. Only the pooling_type is honoured.
+    """
+    if isinstance(config, str):
+        with contextlib.suppress(ValueError):
+            config = json.loads(config)
+    if config is None:
+        return {}
+    known = {"LAST": "last", "MEAN": "mean"}
+    name = config.get("pooling_type") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or config.keys() != {"pooling_type"} or name not in known:
+        raise ValueError(
+            f"pooler_config={brief(config)}: give {{'pooling_type': 'LAST'}} or 'MEAN' alone"
+        )
+    return {"pooling": known[name]}
+
+
 @refusing(_ONLY, _NO_EFFECT)
 @dataclass
 class EngineArgs:
@@ -123,6 +143,7 @@ class EngineArgs:
         generation_config: "auto" takes the parameters of calls that give none from the model's
             generation_config.json, "vllm" does not.
         chat_template: A file, or "llama3" for Meta's format.
+        pooler_config: {"pooling_type": "LAST"} or "MEAN"; by default the model's files say it.
         gpu_memory_utilization: Has no effect except a warning.
     """
 
@@ -144,11 +165,13 @@ class EngineArgs:
     chat_template: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    pooler_config: Any = None
     gpu_memory_utilization: InitVar[float | None] = None
 
     def __post_init__(self, gpu_memory_utilization: float | None) -> None:
         """Check the arguments that `Llama.build` does not know."""
         _speculation(self.speculative_config)
+        _pooling(self.pooler_config)
         if gpu_memory_utilization is not None:
             warnings.warn(_UTILIZATION, stacklevel=3)
         if self.quantization not in (None, *QUANTIZED):
@@ -174,7 +197,8 @@ class EngineArgs:
                 arguments[build_name] = value
         arguments["tokenizer_path"] = _tokenizer_file(self.tokenizer, self.model)
         try:
-            return Llama.build(**arguments, **_speculation(self.speculative_config))
+            more = _speculation(self.speculative_config) | _pooling(self.pooler_config)
+            return Llama.build(**arguments, **more)
         except FieldError as e:
             raise e.at(_VLLM_NAMES.get(e.field, e.field)) from None
 

@@ -33,6 +33,7 @@ from llama.compat.vllm.vllm_params import (
     SamplingParams,
     refuse,
 )
+from llama.compat.vllm.vllm_pooling import PoolingMethods
 from llama.compat.vllm.vllm_request import BeamSearchOutput, RequestOutput, VllmRequest
 from llama.generation import Llama
 from llama.prompts.dialog_format import MetaFormat, PromptOptions
@@ -166,7 +167,7 @@ class EngineFrontend:
         return text, self.tokenizer.encode(text)
 
 
-class LLM(EngineFrontend):
+class LLM(EngineFrontend, PoolingMethods):
     """vLLM's class for whole batches: it takes prompts or messages and returns their outputs.
 
     Under torchrun every rank makes the same calls.
@@ -182,7 +183,7 @@ class LLM(EngineFrontend):
         args = EngineArgs(model, **engine_args)
         super().__init__(args.build(), args)
         self.llm_engine = LLMEngine(self.llama, args)
-        self._names = map(str, itertools.count())
+        self.names = map(str, itertools.count())
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> Self:
@@ -306,7 +307,7 @@ class LLM(EngineFrontend):
                 "prompt"
             )
         for i, (prompt, own_params) in enumerate(zip(prompts, all_params, strict=True)):
-            made.append(self.make_request(next(self._names), prompt, own_params, i))
+            made.append(self.make_request(next(self.names), prompt, own_params, i))
         yield from made
 
 

@@ -66,6 +66,7 @@ uint16_t* row_address(const Call& call, uint16_t* tensor, const Block& block, lo
 
 // Returns the number of tokens that the i-th row of a block attends to.
 long num_visible(const Call& call, const Block& block, long i) {
+  if (call.is_bidirectional) return call.seq_lens[block.seq];
   const long query = (block.first_row + i) / call.group();
   return call.seq_lens[block.seq] - call.num_queries(block.seq) + query + 1;
 }
@@ -498,7 +499,7 @@ void paged_attention_bf16(const uint16_t* queries, const char* kv_pages, const i
                           const int64_t* query_starts, const int64_t* seq_lens, uint16_t* out,
                           char* workspace, long num_seqs, long heads, long kv_heads, long dim,
                           long num_pages, long page_size, long pages_per_seq, long kv_format,
-                          float scale, int threads) {
+                          long is_bidirectional, float scale, int threads) {
   const long row_bytes = kv_row_bytes(dim, (KvFormat)kv_format);
   const char* values = kv_pages + num_pages * page_size * kv_heads * row_bytes;
   // clang-format off
@@ -506,7 +507,7 @@ void paged_attention_bf16(const uint16_t* queries, const char* kv_pages, const i
       queries, kv_pages, values, out,
       table, query_starts, seq_lens, workspace,
       num_seqs, pages_per_seq, page_size, heads, kv_heads, dim,
-      scale, (KvFormat)kv_format,
+      scale, (KvFormat)kv_format, (bool)is_bidirectional,
   };
   // clang-format on
   const double work = plan_attention(call);

@@ -28,6 +28,7 @@ constexpr Constant CONSTANTS[] = {
     CONSTANT(KvFormat::INT8),
     CONSTANT(BodyKind::ATTENTION),
     CONSTANT(BodyKind::FEED_FORWARD),
+    CONSTANT(BodyKind::BIDIRECTIONAL_ATTENTION),
     CONSTANT(PackState::PACKED),
     CONSTANT(PackState::NOT_FINITE),
     CONSTANT(PackState::FILE_TOO_SHORT),

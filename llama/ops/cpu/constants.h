@@ -18,7 +18,7 @@ enum class ScaleFormat : int64_t { FLOAT32, FLOAT16, EIGHTS };
 enum class KvFormat : int64_t { BF16, INT8 };
 
 // The computation of a half layer between its two matrix products, see layers.cpp.
-enum class BodyKind : int64_t { ATTENTION, FEED_FORWARD };
+enum class BodyKind : int64_t { ATTENTION, FEED_FORWARD, BIDIRECTIONAL_ATTENTION };
 
 // The result of pack_gguf().
 enum class PackState : int64_t { PACKED, NOT_FINITE, FILE_TOO_SHORT };

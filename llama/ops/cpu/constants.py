@@ -37,6 +37,7 @@ class BodyKind(IntEnum):
 
     ATTENTION = 0
     FEED_FORWARD = 1
+    BIDIRECTIONAL_ATTENTION = 2
 
 
 class PackState(IntEnum):

@@ -144,6 +144,7 @@ struct Attention {
   long dim;                     // D
   float scale;                  // factor of the scores
   KvFormat kv_format;
+  bool is_bidirectional;  // whether each query attends to its whole sequence
 };
 
 // Returns the arguments that describe sequences and heads; the others are 0.

@@ -113,13 +113,14 @@ void run_first(Worker& worker, const Call& call, const Half& half, uint16_t* out
   });
 }
 
-// The body ATTENTION: stores keys and values, attends to the cache, and writes the half layer's
-// result to call.out.
+// The bodies ATTENTION and BIDIRECTIONAL_ATTENTION: store keys and values, attend to the cache, and
+// write the half layer's result to call.out.
 void run_attention(Worker& worker, const Call& call, const Half& half) {
   const Scratch& scratch = call.scratch;
   const long rows = call.sizes.rows;
   const long dim = call.sizes.dim;
   Attention attention = call.attention;
+  attention.is_bidirectional = half.kind == BodyKind::BIDIRECTIONAL_ATTENTION;
   const QkvShape shape = {attention.heads,      attention.kv_heads,  attention.dim,
                           call.sizes.num_pages, attention.page_size, attention.kv_format};
   const long query_width = attention.heads * attention.dim;
@@ -158,7 +159,7 @@ void run_feed_forward(Worker& worker, const Call& call, const Half& half) {
 }
 
 // The bodies in the order of BodyKind.
-constexpr decltype(&run_attention) BODIES[] = {run_attention, run_feed_forward};
+constexpr decltype(&run_attention) BODIES[] = {run_attention, run_feed_forward, run_attention};
 
 }  // namespace
 

@@ -279,7 +279,7 @@ _C64 = torch.complex64
 SIGNATURES: dict[str, tuple[type | None, tuple[_Kind, ...]]] = {
     "constant_value": (int, (str,)),
     "attention_workspace": (int, (_I64, _I64, int, int, int, int)),
-    "paged_attention_bf16": (None, (_BF16, Tensor, *[_I64] * 3, _BF16, _U8, *[int] * 8, float)),
+    "paged_attention_bf16": (None, (_BF16, Tensor, *[_I64] * 3, _BF16, _U8, *[int] * 9, float)),
     "rms_norm_bf16": (None, (_BF16, _BF16, _BF16, int, int, float)),
     "silu_mul_bf16": (None, (_BF16, _BF16, int, int)),
     "rope_and_store_bf16": (None, (_BF16, _C64, Tensor, _I64, _BF16, *[int] * 7)),

@@ -1,0 +1,195 @@
+"""The routes /classify, /score and /rerank, with the bodies and answers of vLLM, Jina and Cohere.
+
+In: texts, pairs of texts, or a query with documents. Out: labels and scores. A model that cannot do
+what a route is for answers with status 404 and the reason.
+"""
+
+import functools
+import time
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field, Tag
+from starlette.responses import Response
+
+from llama.prompts.fields import Fields, chosen_by
+from llama.prompts.messages import Dialog
+from llama.requests.request import RequestOutput
+from llama.requests.scoring import ranked
+from llama.server.accepted import LabelFields
+from llama.server.errors import ApiError, ErrorFields
+from llama.server.exchange import body_router
+from llama.server.openai.embeddings import Truncation, inputs_of
+from llama.server.openai.models import MAX_PROMPTS, PromptField
+from llama.server.pooled import json_response, pooled_outputs
+from llama.server.service import Service
+
+_NAMES = {"truncate": "truncate_prompt_tokens"}
+_TEXTS = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+
+
+def _texts_tag(value: Any) -> str:
+    return "list" if isinstance(value, list) else "one"
+
+
+_Texts = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[str], _TEXTS, Tag("list")],
+    chosen_by(_texts_tag, " must be a string or a list of strings"),
+]
+
+
+class DocumentText(Fields):
+    """A document as an object, as Jina and Cohere have it."""
+
+    text: str
+
+
+def _document_tag(value: Any) -> str:
+    return "object" if isinstance(value, dict) else "text"
+
+
+_Document = Annotated[
+    Annotated[str, Tag("text")] | Annotated[DocumentText, Tag("object")],
+    chosen_by(_document_tag, " must be a string or an object with a text"),
+]
+
+
+class _ScoringBody(LabelFields):
+    """The fields that all of these bodies share."""
+
+    truncate_prompt_tokens: Truncation | None = None
+
+    def truncate(self, max_seq_len: int) -> int | None:
+        """Return the number of leading tokens that an input is cut to; None: all are needed."""
+        limit = self.truncate_prompt_tokens
+        return max_seq_len if limit == -1 else limit
+
+
+class ClassifyBody(_ScoringBody):
+    """The body of /classify: texts, token ids or a conversation."""
+
+    unknown_message: ClassVar[str] = "{names} cannot be used in /classify: leave it out"
+
+    input: PromptField | None = None
+    messages: Dialog | None = None
+    use_activation: bool | None = None
+
+    def inputs(self) -> list[Any]:
+        """Return the inputs: one of the two fields must be given."""
+        if (self.input is None) == (self.messages is None):
+            raise ApiError(400, "give either input or messages", param="input")
+        return inputs_of(self.input) if self.messages is None else [self.messages]
+
+
+class ScoreBody(_ScoringBody):
+    """The body of /score: pairs of texts."""
+
+    unknown_message: ClassVar[str] = "{names} cannot be used in /score: leave it out"
+
+    text_1: _Texts
+    text_2: _Texts
+
+
+class RerankBody(_ScoringBody):
+    """The body of /rerank: a query and documents."""
+
+    unknown_message: ClassVar[str] = "{names} cannot be used in /rerank: leave it out"
+
+    query: str
+    documents: Annotated[list[_Document], _TEXTS]
+    top_n: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: Literal[4096] | None = None  # the value that Cohere's client sends
+
+
+def routes(service: Service) -> APIRouter:
+    """Return the routes of labels and scores."""
+    router = body_router()
+
+    async def scores_of(
+        http: Request,
+        queries: list[str],
+        documents: list[str],
+        body: ScoreBody | RerankBody,
+        fields: ErrorFields,
+    ) -> tuple[list[float], list[RequestOutput]]:
+        llama = service.loaded()
+        reason = llama.classifier.why_unscored()
+        if reason:
+            raise ApiError(404, reason)
+        with service.refusals(fields):
+            truncate = body.truncate(llama.model.params.max_seq_len)
+            scorer = llama.classifier.pair_scorer(queries, documents, truncate)
+        outputs = await pooled_outputs(service, http, scorer.inputs, scorer.request, fields)
+        return scorer.scores(outputs), outputs
+
+    def head_of(http: Request, kind: str, model: str | None) -> dict[str, Any]:
+        return {
+            "id": f"{kind}-{http.state.request_id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": model or service.model_name,
+        }
+
+    @router.post("/classify")
+    async def classify(body: ClassifyBody, http: Request) -> Response:
+        """Return the label of each input, with the probability of every label."""
+        llama = service.loaded()
+        fields = ErrorFields("input" if body.messages is None else "messages", _NAMES)
+        inputs = body.inputs()
+        try:
+            head = llama.classifier.head()
+        except ValueError as error:
+            raise ApiError(404, str(error)) from None
+        truncate = body.truncate(llama.model.params.max_seq_len)
+        make = functools.partial(llama.classifier.request, truncate=truncate)
+        outputs = await pooled_outputs(service, http, inputs, make, fields)
+        data = []
+        for index, output in enumerate(outputs):
+            found = head.classify(output)
+            probs = found.logits if body.use_activation is False else found.probs
+            label = {"index": index, "label": found.label}
+            data.append({**label, "probs": probs, "num_classes": head.num_labels})
+        content = {**head_of(http, "classify", body.model), "data": data, "usage": _usage(outputs)}
+        return await json_response(content, len(outputs) * head.num_labels)
+
+    @router.post("/score")
+    @router.post("/v1/score")
+    async def score(body: ScoreBody, http: Request) -> Response:
+        """Return the score of each pair of texts."""
+        first = _as_list(body.text_1)
+        second = _as_list(body.text_2)
+        fields = ErrorFields("text_2", _NAMES | {"queries": "text_1", "documents": "text_2"})
+        scores, outputs = await scores_of(http, first, second, body, fields)
+        data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
+        content = {**head_of(http, "score", body.model), "data": data, "usage": _usage(outputs)}
+        return await json_response(content, len(scores))
+
+    @router.post("/rerank")
+    @router.post("/v1/rerank")
+    @router.post("/v2/rerank")
+    async def rerank(body: RerankBody, http: Request) -> Response:
+        """Return the documents in the order of their relevance, the most relevant first."""
+        documents = [each if isinstance(each, str) else each.text for each in body.documents]
+        fields = ErrorFields("documents", _NAMES | {"queries": "query"})
+        scores, outputs = await scores_of(http, [body.query], documents, body, fields)
+        results = []
+        for index in ranked(scores, body.top_n or None):
+            result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+            if body.return_documents is not False:
+                result["document"] = {"text": documents[index]}
+            results.append(result)
+        head = head_of(http, "rerank", body.model)
+        content = {"id": head["id"], "model": head["model"], "results": results}
+        return await json_response({**content, "usage": _usage(outputs)}, len(results))
+
+    return router
+
+
+def _as_list(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _usage(outputs: list[RequestOutput]) -> dict[str, int]:
+    num_tokens = sum(output.usage.prompt_tokens for output in outputs)
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
