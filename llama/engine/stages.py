@@ -109,12 +109,13 @@ class _Pass:
 
     def __init__(self, runner: StageRunner, step: Step) -> None:
         self._runner = runner
+        self.messages = runner.link.new_step()
         self._ids, self.batch = runner.pack(step)
         model = runner.model
         self._arrival = None
         if not model.parallel.placement.is_first:
             shape = (sum(item.count for item in step.items), model.params.dim)
-            self._arrival = runner.link.expect_hidden(shape, model.norm.weight)
+            self._arrival = self.messages.expect_hidden(shape, model.norm.weight)
 
     def run(self) -> Tensor:
         """Return the hidden states behind the layers of this stage, (T, E)."""
@@ -140,7 +141,7 @@ class _EarlierStep:
 
     def run(self) -> None:
         """Compute the hidden states, and send them on."""
-        self._runner.link.send_hidden(self._pass.run())
+        self._pass.messages.send_hidden(self._pass.run())
 
     def read(self) -> StepResults:
         """Wait for the results."""
@@ -158,7 +159,7 @@ class _EarlierStep:
     def add_up(self, hidden: HiddenStates, counts: list[int]) -> Reader[np.ndarray]:
         """Receive the sums of groups of rows."""
         shape = (len(counts), self._runner.model.params.dim)
-        arrived = self._runner.link.expect_results(shape, torch.float64)
+        arrived = self._pass.messages.expect_results(shape, torch.float64)
         return lambda: arrived().numpy()
 
     def captured(self, rows: Rows) -> Reader[CapturedStates]:
@@ -167,7 +168,7 @@ class _EarlierStep:
 
     def _expect(self, num_rows: int, num_top: int | None) -> Reader[Tokens]:
         width = tables.num_columns(num_top, self._runner.model.vocab_size)
-        arrived = self._runner.link.expect_results((num_rows, width), tables.DTYPE)
+        arrived = self._pass.messages.expect_results((num_rows, width), tables.DTYPE)
         return lambda: tables.tokens_of(arrived())
 
 
@@ -176,7 +177,6 @@ class _LastStep(RunningStep):
 
     def __init__(self, runner: StageRunner, step: Step) -> None:
         self.step = step
-        self._link = runner.link
         self._pass = _Pass(runner, step)
         self._results: Reader[StepResults] | None = None
         super().__init__(runner, step)
@@ -202,5 +202,5 @@ class _LastStep(RunningStep):
             return self._results()
 
     def _publish(self, results: Tensor) -> Tensor:
-        self._link.send_results(results)
+        self._pass.messages.send_results(results)
         return results

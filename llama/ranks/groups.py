@@ -428,10 +428,11 @@ def _link_stages(
     if gpu and dist.get_backend(pipeline) == "nccl":
         # nccl connects two ranks at their first message, for which both must come.
         x = torch.zeros(1, device=gpu)
+        messages = link.new_step()
         if stage:
-            x = link.expect_hidden((1,), x)()
+            x = messages.expect_hidden((1,), x)()
         if stage + 1 < sizes.stages:
-            link.send_hidden(x)
+            messages.send_hidden(x)
         torch.cuda.synchronize(gpu)
     return link
 

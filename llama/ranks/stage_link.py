@@ -2,10 +2,11 @@
 
 In: hidden states, and the results of the last stage. Out: the same tensors on the next stage, and
 on all other stages. Each rank talks to the ranks of the same index in the groups of the other
-stages. Messages have a size that both sides know, and those of a kind arrive in the order in which
-they were sent, so that a receiver can wait for several at once. It must not know what is computed.
+stages. Both sides know the size and the tag of each message, so that a receiver can wait for
+several at once. It must not know what is computed.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_HIDDEN = 1  # tag of hidden states
-_RESULTS = 2  # tag of results
+_TAGS = 8  # tags of a step: its hidden states, then its results
+_STEPS = 1 << 27  # steps after which the same tags are used again
 
 _Arrival = Callable[[], Tensor]
 
@@ -27,25 +28,51 @@ class StageLink:
             the last stage.
         control: all ranks of this copy of the model, on gloo.
         stage: the stage of this rank.
-        max_in_flight: maximum number of messages of a kind that this rank has sent and that may
-            not have arrived; the sender waits for the oldest then.
+        max_in_flight: maximum number of messages that this rank has sent and that may not have
+            arrived; the sender waits for the oldest then.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, control: dist.ProcessGroup, stage: int, max_in_flight: int
     ) -> None:
-        self._group = group
-        self._control = control
+        self.group = group
+        self.control = control
         ranks: Sequence[int] = dist.get_process_group_ranks(group)
         in_order = list(reversed(ranks))  # the rank of the first stage comes first
-        self._previous = in_order[stage - 1] if stage else None
-        self._next = in_order[stage + 1] if stage + 1 < len(ranks) else None
-        self._last = in_order[-1]
-        self._before_last = in_order[:-1]
-        self._uses_nccl = dist.get_backend(group) == "nccl"
+        self.previous = in_order[stage - 1] if stage else None
+        self.next = in_order[stage + 1] if stage + 1 < len(ranks) else None
+        self.last = in_order[-1]
+        self.before_last = in_order[:-1]
+        self.uses_nccl = dist.get_backend(group) == "nccl"
         self._max_in_flight = max_in_flight
+        self._numbers = itertools.count()
         # Tensors must stay until they are sent.
         self._sent: deque[tuple[list[dist.Work], Tensor]] = deque()
+
+    def new_step(self) -> "StepMessages":
+        """Return the messages of a step; every rank calls this for each step, in the same order."""
+        return StepMessages(self, next(self._numbers) % _STEPS * _TAGS)
+
+    def keep(self, works: list[dist.Work | None], x: Tensor) -> None:
+        """Keep a tensor that is being sent."""
+        self._sent.append(([_started(work) for work in works], x))
+        while len(self._sent) > self._max_in_flight:
+            for work in self._sent.popleft()[0]:
+                work.wait()
+
+
+class StepMessages:
+    """The messages of one step. They have tags of their own, as steps of several models can cross.
+
+    Args:
+        link: the connections.
+        tag: the first of the tags of the step.
+    """
+
+    def __init__(self, link: StageLink, tag: int) -> None:
+        self._link = link
+        self._tag = tag
+        self._result_tags = iter(range(tag + 1, tag + _TAGS))
 
     def expect_hidden(self, shape: tuple[int, ...], like: Tensor) -> _Arrival:
         """Begin to receive hidden states from the stage before this one.
@@ -57,30 +84,33 @@ class StageLink:
         Returns:
             a function that waits for them. On a GPU it is the GPU that waits.
         """
-        assert self._previous is not None, "the first stage has none before it"
-        device = like.device if self._uses_nccl else torch.device("cpu")
+        link = self._link
+        assert link.previous is not None, "the first stage has none before it"
+        device = like.device if link.uses_nccl else torch.device("cpu")
         x = torch.empty(shape, dtype=like.dtype, device=device)
-        work = dist.irecv(x, self._previous, self._group, _HIDDEN)
+        work = dist.irecv(x, link.previous, link.group, self._tag)
 
         def arrived() -> Tensor:
-            _wait(work)
+            _started(work).wait()
             return x.to(like.device)
 
         return arrived
 
     def send_hidden(self, x: Tensor) -> None:
         """Begin to send hidden states to the next stage. They must not be changed afterwards."""
-        assert self._next is not None, "the last stage has none behind it"
-        x = x.contiguous() if self._uses_nccl else x.contiguous().cpu()
-        self._keep([_started(dist.isend(x, self._next, self._group, _HIDDEN))], x)
+        link = self._link
+        assert link.next is not None, "the last stage has none behind it"
+        x = x.contiguous() if link.uses_nccl else x.contiguous().cpu()
+        link.keep([dist.isend(x, link.next, link.group, self._tag)], x)
 
     def expect_results(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Arrival:
         """Begin to receive a tensor in host memory from the last stage."""
         x = torch.empty(shape, dtype=dtype)
-        work = dist.irecv(x, self._last, self._control, _RESULTS)
+        link = self._link
+        work = dist.irecv(x, link.last, link.control, next(self._result_tags))
 
         def arrived() -> Tensor:
-            _wait(work)
+            _started(work).wait()
             return x
 
         return arrived
@@ -88,23 +118,11 @@ class StageLink:
     def send_results(self, x: Tensor) -> None:
         """Begin to send a tensor in host memory from the last stage to all others."""
         x = x.contiguous()
-        works = [
-            _started(dist.isend(x, rank, self._control, _RESULTS)) for rank in self._before_last
-        ]
-        self._keep(works, x)
-
-    def _keep(self, works: list[dist.Work], x: Tensor) -> None:
-        self._sent.append((works, x))
-        while len(self._sent) > self._max_in_flight:
-            for work in self._sent.popleft()[0]:
-                _wait(work)
+        link = self._link
+        tag = next(self._result_tags)
+        link.keep([dist.isend(x, rank, link.control, tag) for rank in link.before_last], x)
 
 
 def _started(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this rank is not in the group"
     return work
-
-
-def _wait(work: dist.Work | None) -> None:
-    """Wait for a message, up to the limit of its group."""
-    _started(work).wait()

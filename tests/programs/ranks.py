@@ -432,6 +432,24 @@ def staged(folder: str, stages: int, leads: bool, options: dict[str, Any]) -> li
     return [answers, where, list(llama.model.plan.share.layers), planes, groups, counts]
 
 
+def left_in_flight(folder: str, stages: int) -> list:
+    """Leave streams while a step of theirs is in flight, and call this model and another one."""
+    options = {"dtype": "bf16", "device": "cpu", "mute_ranks": False, "verbose": False}
+    one, other = (
+        Llama.build(folder, None, 128, 8, pipeline_parallel_size=stages, **options)
+        for _ in range(2)
+    )
+    streams = [one.stream_text(["ab", "cd", "ef"], 0.8, 0.9, 60, seed=3) for _ in range(2)]
+    for _ in range(4):
+        for stream in streams:
+            next(stream)
+    answers = [one.engine.has_step_in_flight, other.generate([[256, 65, 66]], 5, 0.0)[0]]
+    for stream in streams:
+        stream.close()
+    answers.append(one.generate([[256, 65, 66]], 5, 0.0)[0])
+    return answers
+
+
 def in_8_bits(folder: str, prompts: list) -> list:
     """Return a model's results with an 8-bit cache, and the error if one rank alone asks for it."""
     error, options = "", dict[str, Any](dtype="fp32", device="cpu", mute_ranks=False)

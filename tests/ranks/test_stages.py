@@ -86,7 +86,9 @@ def two_stages(folders, tmp_path_factory) -> list[list[dict]]:
     jobs = [staged(folders[name], 2, **options) for name, options in VARIANTS.values()]
     drafted = {"do": "drafted", "folder": folders["untied"], "quantize": None, "kinds": ["some"]}
     lookup = staged(folders["untied"], 2, leads=True, speculate="lookup")
-    return torchrun(2, [*jobs, drafted | {"stages": 2}, lookup], tmp_path_factory.mktemp("two"), 0)
+    left = {"do": "left_in_flight", "folder": folders["untied"], "stages": 2}
+    jobs += [left, drafted | {"stages": 2}, lookup]
+    return torchrun(2, jobs, tmp_path_factory.mktemp("two"), 0)
 
 
 @needs_kernels
@@ -103,6 +105,13 @@ def test_no_draft_changes_a_bit_in_stages(two_stages):
     (changed, drafted), other = (rank[-2]["result"] for rank in two_stages)
     assert changed == [] == other[0] and drafted == other[1] > 500
     assert two_stages[0][-1]["result"][-1][-1] > 20, "look-up has drafted"
+
+
+@needs_kernels
+def test_a_step_that_nobody_waits_for_disturbs_no_other(folders, two_stages):
+    llama = Llama.build(folders["untied"], None, 128, 8, dtype="bf16", device="cpu")
+    wanted = llama.generate([[256, 65, 66]], 5, 0.0)[0]
+    assert [rank[-3]["result"] for rank in two_stages] == [[True, wanted, wanted]] * 2
 
 
 def test_each_stage_holds_its_own_layers_and_their_cache(two_stages):
