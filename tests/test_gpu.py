@@ -146,11 +146,13 @@ def test_prompts_that_come_among_answers_change_none(wide):
     assert found[0] == found[1] and len(found[0]) == 2 * len(PROMPTS)
 
 
-def test_two_ranks_on_one_gpu_are_one_process(make_checkpoint, tmp_path):
+@pytest.mark.parametrize("stages", [1, 2])
+def test_two_ranks_on_one_gpu_are_one_process(stages, make_checkpoint, tmp_path):
+    """Two ranks on one GPU are one process, as a tensor-parallel group and as two stages."""
     folder = str(make_checkpoint(num_shards=2, **WIDE)[0])
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-        str(REPO / "tests" / "programs" / "gpu_ranks.py"), folder, str(tmp_path),
+        str(REPO / "tests" / "programs" / "gpu_ranks.py"), folder, str(tmp_path), str(stages),
     ]  # fmt: skip
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=240, check=False

@@ -1,6 +1,6 @@
 """Two ranks that share GPU 0, for test_gpu.py: gloo carries their tensors, as nccl refuses that.
 
-    torchrun --nproc_per_node 2 tests/programs/gpu_ranks.py FOLDER OUT
+    torchrun --nproc_per_node 2 tests/programs/gpu_ranks.py FOLDER OUT [STAGES]
 
 Each rank writes the ids of its greedy answers to OUT/rankN.json.
 """
@@ -19,6 +19,9 @@ PROMPTS = [[256, 65, 66, 67], [256, 72], [256, *range(97, 117)]]
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # set so by a scheduler that gives each task one GPU
     dist.init_process_group("gloo")
-    llama = Llama.build(sys.argv[1], None, 128, 4, device="cuda", dtype="fp32")
+    stages = int(sys.argv[3]) if sys.argv[3:] else 1
+    llama = Llama.build(
+        sys.argv[1], None, 128, 4, device="cuda", dtype="fp32", pipeline_parallel_size=stages
+    )
     ids = llama.generate(PROMPTS, 12, 0.0)[0]
     Path(sys.argv[2], f"rank{os.environ['RANK']}.json").write_text(json.dumps(ids))

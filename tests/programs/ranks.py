@@ -434,9 +434,9 @@ def staged(folder: str, stages: int, leads: bool, options: dict[str, Any]) -> li
 
 def left_in_flight(folder: str, stages: int) -> list:
     """Leave streams while a step of theirs is in flight, and call this model and another one."""
-    options = {"dtype": "bf16", "device": "cpu", "mute_ranks": False, "verbose": False}
+    options: dict[str, Any] = {"dtype": "bf16", "mute_ranks": False, "verbose": False}
     one, other = (
-        Llama.build(folder, None, 128, 8, pipeline_parallel_size=stages, **options)
+        Llama.build(folder, None, 128, 8, device="cpu", pipeline_parallel_size=stages, **options)
         for _ in range(2)
     )
     streams = [one.stream_text(["ab", "cd", "ef"], 0.8, 0.9, 60, seed=3) for _ in range(2)]
