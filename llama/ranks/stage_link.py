@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _TAGS = 8  # tags of a step: its hidden states, then its results
-_STEPS = 1 << 27  # steps after which the same tags are used again
+_MAX_STEPS = 1 << 27  # steps after which the same tags are used again
 
 _Arrival = Callable[[], Tensor]
 
@@ -45,13 +45,13 @@ class StageLink:
         self.before_last = in_order[:-1]
         self.uses_nccl = dist.get_backend(group) == "nccl"
         self._max_in_flight = max_in_flight
-        self._numbers = itertools.count()
+        self._steps = itertools.count()
         # Tensors must stay until they are sent.
         self._sent: deque[tuple[list[dist.Work], Tensor]] = deque()
 
     def new_step(self) -> "StepMessages":
         """Return the messages of a step; every rank calls this for each step, in the same order."""
-        return StepMessages(self, next(self._numbers) % _STEPS * _TAGS)
+        return StepMessages(self, next(self._steps) % _MAX_STEPS * _TAGS)
 
     def keep(self, works: list[dist.Work | None], x: Tensor) -> None:
         """Keep a tensor that is being sent."""
