@@ -8,6 +8,7 @@ Meta's scripts expect the whole API in this one class.
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -19,7 +20,7 @@ import torch
 
 from llama.build_args import BuildArgs, taking
 from llama.checkpoint.pooling import GENERATES, HeadSettings, PoolingSettings
-from llama.checks import FieldError, FieldTypeError, whole_number
+from llama.checks import FieldError, FieldTypeError, path_like, whole_number
 from llama.engine.core import EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.gpu.selection import recorder_for
@@ -30,6 +31,7 @@ from llama.prompts.chat import ChatOptions
 from llama.prompts.dialog_format import DialogFormat, MetaFormat
 from llama.prompts.tools import tool_format_of
 from llama.ranks.stdout import MutedStdout
+from llama.requests.adapters import AdapterInfo
 from llama.requests.beam_search import beam_search
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.pooling import EmbeddingOptions, Pooler, check_inputs
@@ -224,6 +226,44 @@ class Llama:
             known_head = ClassificationHead(head, pooling.head or HeadSettings())
         self.classifier = Classifier(self.pooler, dialog_format, known_head)
 
+    def load_adapter(
+        self, name: str, path: str | os.PathLike[str], *, replace: bool = False
+    ) -> AdapterInfo:
+        """Load a LoRA adapter, which requests choose with `adapter=name` from now on.
+
+        Batches mix requests of any adapters and of the base model, whose weights stay as they are:
+        they can be quantized or packed. Under torchrun every rank makes this call, or rank 0 alone
+        within `lead`; each rank reads its own path.
+
+        Args:
+            name: the name.
+            path: the folder that PEFT's `save_pretrained` writes, or the name of a download.
+            replace: whether an adapter of the same name may be replaced.
+
+        Raises:
+            OSError: a file is missing or cannot be read.
+            ValueError: the name is in use; or the adapter is damaged, does not fit the model, or
+                can only be merged (`Llama.build(lora=...)`), as DoRA. Nothing has been loaded.
+            AdapterInUseError: requests are using the adapter that would be replaced.
+        """
+        return self.llm_engine.load_adapter(
+            name, os.fspath(path_like("path", path)), replace=replace
+        )
+
+    def drop_adapter(self, name: str) -> None:
+        """Free an adapter that no request is using.
+
+        Raises:
+            ValueError: no adapter has this name.
+            AdapterInUseError: requests are using it.
+        """
+        self.llm_engine.drop_adapter(name)
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """The adapters that are loaded, by name."""
+        return self.llm_engine.adapters
+
     def lead(self, work: Callable[[], _T]) -> _T | None:
         """Run work on rank 0 while the other ranks follow.
 
@@ -264,6 +304,7 @@ class Llama:
         echo: bool = False,
         *,
         seed: int | None = None,
+        adapter: str | None = None,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         """Continue each prompt until a stop token, max_gen_len tokens or max_seq_len tokens.
 
@@ -277,6 +318,7 @@ class Llama:
             seed: the seed of the first prompt; those of the others are derived from it. By default
                 the seeds follow from the seed of the build, the number of the call and the index of
                 the prompt.
+            adapter: the name of a LoRA adapter, see `load_adapter`; None for the base model.
 
         Returns:
             the tokens and the log-probabilities (or None), with one list per prompt. A stop token
@@ -289,7 +331,7 @@ class Llama:
         """
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
         ids = _rows("prompt_tokens", prompt_tokens)
-        outputs = self._run(ids, max_gen_len, sampling, logprobs, echo)
+        outputs = self._run(ids, max_gen_len, sampling, logprobs, echo, adapter=adapter)
         tokens = [_tokens(output, echo) for output in outputs]
         return tokens, [_scores(output, echo) for output in outputs] if logprobs else None
 
@@ -303,6 +345,7 @@ class Llama:
         echo: bool = False,
         *,
         seed: int | None = None,
+        adapter: str | None = None,
     ) -> list[CompletionPrediction]:
         """Continue each text.
 
@@ -312,7 +355,8 @@ class Llama:
             [{"generation": text}, ...]; with logprobs each also has "tokens" and "logprobs".
         """
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
-        outputs = self._run(self._encode_texts(prompts), max_gen_len, sampling, logprobs, echo)
+        ids = self._encode_texts(prompts)
+        outputs = self._run(ids, max_gen_len, sampling, logprobs, echo, adapter=adapter)
         texts = [self.tokenizer.decode(_tokens(output, echo)) for output in outputs]
         scored = [self._scored(output, logprobs, echo) for output in outputs]
         return [{"generation": text, **x} for text, x in zip(texts, scored, strict=True)]
@@ -332,6 +376,7 @@ class Llama:
         response_format: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         thinking_token_budget: int | None = None,
+        adapter: str | None = None,
     ) -> list[ChatPrediction]:
         """Answer each dialog.
 
@@ -361,7 +406,7 @@ class Llama:
         )
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
         prompts = self._encode_dialogs(dialogs, chat)
-        outputs = self._run(prompts, max_gen_len, sampling, logprobs, chat=chat)
+        outputs = self._run(prompts, max_gen_len, sampling, logprobs, chat=chat, adapter=adapter)
         answers: list[Any] = [self._reader(x, chat).message(x.outputs[0]) for x in outputs]
         scored = [self._scored(output, logprobs) for output in outputs]
         return [{"generation": answer, **x} for answer, x in zip(answers, scored, strict=True)]
@@ -375,6 +420,7 @@ class Llama:
         *,
         stop: str | Seq[str] = (),
         seed: int | None = None,
+        adapter: str | None = None,
     ) -> Generator[TextDelta, None, None]:
         """Stream `text_completion`.
 
@@ -383,7 +429,8 @@ class Llama:
         the unfinished answers. Errors are raised at the call, before any work.
         """
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
-        requests = self._requests(self._encode_texts(prompts), max_gen_len, sampling)
+        ids = self._encode_texts(prompts)
+        requests = self._requests(ids, max_gen_len, sampling, adapter=adapter)
         return self._deltas(self.llm_engine.stream(requests), _NO_OPTIONS)
 
     def stream_chat(
@@ -401,6 +448,7 @@ class Llama:
         response_format: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         thinking_token_budget: int | None = None,
+        adapter: str | None = None,
     ) -> Generator[TextDelta, None, None]:
         """Stream `chat_completion`; see also `stream_text`.
 
@@ -417,7 +465,7 @@ class Llama:
         )
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
         prompts = self._encode_dialogs(dialogs, chat)
-        requests = self._requests(prompts, max_gen_len, sampling, chat=chat)
+        requests = self._requests(prompts, max_gen_len, sampling, chat=chat, adapter=adapter)
         return self._deltas(self.llm_engine.stream(requests), chat)
 
     def beam_search(
@@ -428,10 +476,14 @@ class Llama:
         *,
         length_penalty: float = 1.0,
         early_stopping: bool | str = False,
+        adapter: str | None = None,
     ) -> list[list[BeamPrediction]]:
         """Return the most probable continuations of each text, best first; see `BeamParams`."""
-        requests = self._requests(self._encode_texts(prompts), max_gen_len, {"temperature": 0.0})
-        results = beam_search(self.llm_engine, requests, beam_width, length_penalty, early_stopping)
+        ids = self._encode_texts(prompts)
+        requests = self._requests(ids, max_gen_len, {"temperature": 0.0}, adapter=adapter)
+        results = beam_search(
+            self.llm_engine, requests, beam_width, length_penalty, early_stopping, adapter
+        )
         decode = self.tokenizer.decode
         return [
             [{"generation": decode(beam.tokens), "score": beam.score} for beam in beams]
@@ -449,6 +501,7 @@ class Llama:
         prompt: str | None = None,
         include_prompt: bool | None = None,
         truncate: int | None = None,
+        adapter: str | None = None,
     ) -> list[np.ndarray]:
         """Return the vector of each input.
 
@@ -466,6 +519,7 @@ class Llama:
             prompt: a text that is put before each input.
             include_prompt: whether a mean has the states of that text. By default the files say it.
             truncate: cut longer inputs to so many leading tokens.
+            adapter: the name of a LoRA adapter, see `load_adapter`; None for the base model.
 
         Returns:
             one array of float32 per input, with `dimensions` elements, else as many as the model's
@@ -478,11 +532,13 @@ class Llama:
             pooling, normalize, dimensions, prompt_name, prompt, include_prompt, truncate
         )
         # Checked where an error of one rank becomes an error of every rank.
-        requests = self._pooled(check_inputs("inputs", inputs), options)
+        requests = self._pooled(check_inputs("inputs", inputs), options, adapter)
         return [options.vector(output) for output in self.run_prompts(requests)]
 
-    def _pooled(self, inputs: Iterable[Any], options: EmbeddingOptions) -> Iterator[Request]:
-        yield from self.pooler.requests(inputs, self.pooler.checked(options))
+    def _pooled(
+        self, inputs: Iterable[Any], options: EmbeddingOptions, adapter: str | None
+    ) -> Iterator[Request]:
+        yield from self.pooler.requests(inputs, self.pooler.checked(options), adapter=adapter)
 
     def classify(self, inputs: list[Any], *, truncate: int | None = None) -> list[Classification]:
         """Return the labels of each input, by the model's classification head.
@@ -576,6 +632,8 @@ class Llama:
         prompts: list[Any],
         layers: Seq[int | str] = (-1,),
         tokens: Literal["all", "last"] = "all",
+        *,
+        adapter: str | None = None,
     ) -> list[dict[int | str, torch.Tensor]]:
         """Return hidden states of each prompt, with the bits that generation computes.
 
@@ -585,6 +643,7 @@ class Llama:
                 one behind the last layer, before the norm, and "norm" the normalised one, from
                 which logits are computed. transformers calls this one hidden_states[-1].
             tokens: "all", or "last" for the last token of each prompt alone.
+            adapter: the name of a LoRA adapter, see `load_adapter`; None for the base model.
 
         Returns:
             for each prompt a tensor (tokens, dim) per layer, on the CPU in the model's dtype.
@@ -597,7 +656,8 @@ class Llama:
             raise ValueError(
                 f"hidden_states needs pipeline_parallel_size=1: the layers are in {stages} stages"
             )
-        requests = self.pooler.captures(check_inputs("prompts", prompts), layers, tokens)
+        checked = check_inputs("prompts", prompts)
+        requests = self.pooler.captures(checked, layers, tokens, adapter=adapter)
         return [self.pooler.states(output, layers) for output in self.run_prompts(requests)]
 
     def _requests(
@@ -609,6 +669,7 @@ class Llama:
         echo: bool = False,
         *,
         chat: ChatOptions | None = None,
+        adapter: str | None = None,
     ) -> Iterator[Request]:
         """Yield a request for each prompt, which is a list of token ids.
 
@@ -627,7 +688,7 @@ class Llama:
         for i, ids in enumerate(prompts):
             if isinstance(ids, str):  # the engine would accept a text as a prompt
                 raise not_ids(f"prompt {i}", ids)
-            yield self.llm_engine.prepare("", ids, params, index=i)
+            yield self.llm_engine.prepare("", ids, params, index=i, adapter=adapter)
 
     def _run(self, prompts: Iterable[Any], *asked: Any, **more: Any) -> list[RequestOutput]:
         outputs = self.llm_engine.run(self._requests(prompts, *asked, **more))

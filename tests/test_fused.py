@@ -222,9 +222,11 @@ def test_the_kernels_of_a_model_reach_every_operator(monkeypatch, way):
     kernels: dict[str, list[KernelSet]] = {}
     linear = PlainWeight.linear
 
-    def product(weight: PlainWeight, x: Tensor, dtype: Any = None, context: Any = None) -> Tensor:
+    def product(
+        weight: PlainWeight, x: Tensor, dtype: Any = None, context: Any = None, updates: Any = None
+    ) -> Tensor:
         contexts.append(context)
-        return linear(weight, x, dtype, context)
+        return linear(weight, x, dtype, context, updates)
 
     def spy(module: Any, name: str, find: Callable[..., KernelSet]) -> None:
         op = getattr(module, name)

@@ -6,7 +6,8 @@ the host: `step` starts one and reads the previous one. With P pipeline stages, 
 and reads the one that was started P steps before, see `llama.engine.stages`.
 
 Every rank runs the same core on the same sequences and so decides alike. It knows ids only, and
-one thread at a time may use it: `llama.requests` decodes the text and orders the threads.
+one thread at a time may use it: `llama.requests` decodes the text and orders the threads. The file
+has over 400 lines because everything that a step changes is in one class.
 """
 
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from llama.checkpoint.unmerged import LoadedAdapter
 from llama.engine.draft_model import ModelDrafter
 from llama.engine.lookup import Speculator
 from llama.engine.pages import PagePool
@@ -191,6 +193,25 @@ class EngineCore:
         else:
             parallel = self.runner.model.parallel
             self.drafter = DRAFTERS[name].make(max_draft, parallel, is_shared)
+
+    def read_adapter(self, path: str) -> LoadedAdapter:
+        """Read a LoRA adapter for the model, in any thread, without adding it.
+
+        Raises:
+            OSError: A file is missing or cannot be read.
+            ValueError: The adapter cannot be used; the message says why.
+        """
+        return self.runner.adapters.read(path)
+
+    def add_adapter(self, adapter: LoadedAdapter) -> None:
+        """Let sequences choose an adapter from the next step on."""
+        self.runner.adapters.add(adapter)
+        self.scheduler.has_adapters = True
+
+    def drop_adapter(self, digest: bytes) -> None:
+        """Forget an adapter that no live sequence has; the draft model never has one."""
+        self.runner.adapters.drop(digest)
+        self.scheduler.has_adapters = bool(self.runner.adapters)
 
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence.

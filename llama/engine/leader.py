@@ -7,6 +7,7 @@ has nothing to do, it sends idle messages, since each wait of the other ranks ha
 `llama.requests` decides who leads and when.
 """
 
+import contextlib
 import functools
 import threading
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
+from llama.checkpoint.unmerged import LoadedAdapter
 from llama.engine.core import EngineCore
 from llama.engine.interrupts import interrupt_ignored
 from llama.engine.request import SequenceSpec
@@ -30,6 +32,9 @@ _STEP = 1
 _IDLE = 2
 _END = 3
 _INTERRUPT = 4
+_LOAD = 5
+_DROP = 6
+_ADAPTER = "the adapter"  # what the ranks agree on when they load one
 
 
 @dataclass
@@ -42,6 +47,7 @@ class Message:
         checksum: The checksum of the step.
         added: New sequences, each with a serial number.
         removed: The serial numbers of sequences that are not wanted any more.
+        adapter: The path of an adapter to load, or the hash of one to drop.
     """
 
     kind: int
@@ -49,6 +55,7 @@ class Message:
     checksum: int = 0
     added: list[tuple[int, SequenceSpec]] = field(default_factory=list)
     removed: list[int] = field(default_factory=list)
+    adapter: str = ""
 
 
 MESSAGE = TypeAdapter(Message)
@@ -81,8 +88,7 @@ class Leader:
         Raises:
             RankError: An earlier step broke off.
         """
-        if self._failure is not None:
-            raise RankError(f"the ranks of this model have stopped: {self._failure}")
+        self._check_alive()
         removed = [seq for seq in removed if not seq.finished]
         message = Message(_STEP)
         for seq in added:
@@ -101,6 +107,31 @@ class Leader:
             if seq.finished:
                 del self._serials[seq]
         return moved
+
+    def load_adapter(self, path: str) -> LoadedAdapter:
+        """Load an adapter on every rank; no step runs meanwhile.
+
+        Raises:
+            OSError: A file is missing or cannot be read, on this rank. Nothing has been loaded.
+            ValueError: The adapter cannot be used, or the ranks' files differ. Nothing has been
+                loaded.
+            RankError: Another rank cannot load it, or an earlier step broke off.
+        """
+        with self._sending:
+            self._check_alive()
+            self._send(Message(_LOAD, adapter=path))
+            return load_adapter(self._core, self._parallel, path)
+
+    def drop_adapter(self, digest: bytes) -> None:
+        """Forget an adapter on every rank."""
+        with self._sending:
+            self._check_alive()
+            self._send(Message(_DROP, adapter=digest.hex()))
+            self._core.drop_adapter(digest)
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RankError(f"the ranks of this model have stopped: {self._failure}")
 
     def close(self, num_calls: int, *, interrupted: bool = False) -> None:
         """End the lead: the other ranks take over rank 0's call counter, and all cores are empty.
@@ -160,6 +191,12 @@ class Follower:
                 message = MESSAGE.validate_json(data)
                 if message.kind == _STEP:
                     self._step(message)
+                elif message.kind == _LOAD:
+                    # The ranks have agreed on the error, which rank 0 reports: nothing is loaded.
+                    with contextlib.suppress(Exception):
+                        load_adapter(self._core, self._parallel, message.adapter)
+                elif message.kind == _DROP:
+                    self._core.drop_adapter(bytes.fromhex(message.adapter))
                 elif message.kind != _IDLE:
                     with self._parallel.step():
                         self._core.drain()
@@ -198,6 +235,21 @@ class Follower:
                 "sequences in another way. Are the ranks' programs and packages the same?"
             )
         self._num_steps += 1
+
+
+def load_adapter(core: EngineCore, parallel: ModelParallel, path: str) -> LoadedAdapter:
+    """Load an adapter on this rank and, at the same time, on every other.
+
+    Raises:
+        OSError: A file is missing or cannot be read, on this rank.
+        ValueError: The adapter cannot be used, or the ranks' files differ.
+        RankError: Another rank cannot load it.
+    """
+    with parallel.agree(_ADAPTER) as must_match:
+        adapter = core.read_adapter(path)
+        must_match.append(adapter.digest)
+    core.add_adapter(adapter)
+    return adapter
 
 
 def checksum(step: Step) -> int:

@@ -58,6 +58,7 @@ class SequenceSpec:
             `llama.engine.scheduler`.
         prefix_root: The root of the chain of hashes by which its pages are shared. Sequences share
             pages only if their roots are equal.
+        adapter: The hash of the LoRA adapter that the model runs with; empty for none.
         is_constrained: Whether a `Constraint` chooses among its tokens. It is true on every rank,
             while the constraint may be rank 0's alone.
         prediction: Tokens that the output may repeat, as drafts.
@@ -78,6 +79,7 @@ class SequenceSpec:
     stop_ids: frozenset[int] = frozenset()
     call: int = 0
     prefix_root: bytes = b""
+    adapter: bytes = b""
     is_constrained: bool = False
     prediction: tuple[int, ...] = ()
     temperature: float = 1.0

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from llama.device import current, peak_bytes
 from llama.engine import tables
+from llama.engine.adapters import AdapterStore
 from llama.engine.constraints import TokenMasks
 from llama.engine.graphs import Decoded, DecodeGraphs, bucket_of
 from llama.engine.largest_step import largest_step
@@ -77,6 +78,7 @@ class ModelRunner:
         step_tokens: int = 0,
     ) -> None:
         self.model = model
+        self.adapters = AdapterStore(model)
         self.page_size = page_size
         device = model.norm.weight.device
         self.async_scheduling = (
@@ -181,10 +183,12 @@ class ModelRunner:
     ) -> Decoded | None:
         """Run a step by a graph; None where there is none for this kind of step.
 
-        Graphs take steps of single tokens that are all sampled. A step that cannot be recorded, for
-        want of memory say, is the end of graphs.
+        Graphs take steps of single tokens that are all sampled and have no adapters. A step that
+        cannot be recorded, for want of memory say, is the end of graphs.
         """
         if self._graphs is None or num_tokens != len(sampled):
+            return None
+        if self.adapters and any(item.sequence.spec.adapter for item in sampled):
             return None
         if not self._graphs.takes(sampled):
             return None
@@ -242,6 +246,10 @@ class ModelRunner:
             logit_rows,
             self.kv_cache.device,
         )
+        if self.adapters:
+            adapters = self.adapters.rows_of(step.items)
+            if adapters is not None:
+                batch = batch.with_adapters(adapters)
         if pending:
             known = self._last_ids[on_device_of(ids, sources)]
             ids[on_device_of(ids, pending)] = known

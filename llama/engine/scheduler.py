@@ -52,6 +52,7 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.num_preemptions = 0
         self._num_steps = 0  # steps of a pipeline so far
+        self.has_adapters = False  # whether sequences can have adapters
 
     def schedule(self) -> Step:
         """Choose the tokens of the next step.
@@ -85,6 +86,8 @@ class Scheduler:
             chosen.append(self._schedule(seq, count))
             budget -= count
         chosen.sort(key=lambda item: item.count > 1)  # single tokens first, see `Step`
+        if self.has_adapters:  # the rows of an adapter lie together
+            chosen.sort(key=lambda item: (item.count > 1, item.sequence.spec.adapter))
         return Step.of(chosen)
 
     def _left_out(self) -> frozenset[SequenceState]:

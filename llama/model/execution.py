@@ -27,6 +27,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from llama.model.kinds import HalfKind, HalfLayer
 from llama.model.layers import RMSNorm, WatchedModule
 from llama.model.plan import LayerPlan
+from llama.ops.adapters import native_adapters
 from llama.ops.batch import Batch
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import MAX_HEAD_DIM
@@ -132,12 +133,15 @@ class OpLayers:
         for sublayer, norm in zip(self.sublayers, [*following, None], strict=True):
             if sublayer.begins is not None:
                 watched.see(sublayer.begins, x, batch)
-            part = sublayer.first.linear(normed, context=batch)
+            updates = batch.updates_of(sublayer.half.first.names)
+            part = sublayer.first.linear(normed, context=batch, updates=updates)
             if sublayer.bias is not None:
                 part = part + sublayer.bias
             plane = None if sublayer.kv_plane is None else planes[sublayer.kv_plane]
             part = sublayer.half.body(part, freqs_cis, batch, plane)
-            part = self.parallel.all_reduce(sublayer.second.linear(part, context=batch))
+            updates = batch.updates_of(sublayer.half.second.names)
+            part = sublayer.second.linear(part, context=batch, updates=updates)
+            part = self.parallel.all_reduce(part)
             if norm is None:
                 return x + part
             x, normed = add_norm(x, part, norm.weight, norm.eps, kernels)
@@ -203,12 +207,16 @@ class NativeLayers:
         scale = self.plan.head_dim**-0.5
         sizes = (num_tokens, num_seqs, *self._sizes)
         workspace = self._allocate(starts, lens, sizes)
+        segments, middle = native_adapters(batch.adapters)
+        num_segments = len(segments)
+        normed = torch.empty_like(x) if num_segments else x
 
         def run_sublayers(out: Tensor, first: int, end: int) -> None:
             native.call(
                 "layers_bf16", self._table, x, out, freqs_cis, kv_cache, batch.slots,
-                batch.page_table, starts, lens, workspace, first, end, *sizes, num_pages,
-                page_size, table_width, kv_format, self._eps, scale,
+                batch.page_table, starts, lens, workspace, segments, normed, middle,
+                num_segments, first, end, *sizes, num_pages, page_size, table_width, kv_format,
+                self._eps, scale,
             )  # fmt: skip
 
         if self.parallel.size == 1:

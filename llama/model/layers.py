@@ -131,7 +131,8 @@ class Linear(Matrix):
             context: What is known of the rows, such as the step's `Batch`.
             dtype: The type of the result; float32 keeps what rounding to the type of x would lose.
         """
-        return self.weight.linear(x, dtype, context)
+        updates = context.updates_of(self.names)
+        return self.weight.linear(x, dtype, context, updates)
 
 
 class ColumnParallelLinear(Linear):

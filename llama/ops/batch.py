@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from llama.device import pinned
+from llama.ops.adapters import AdapterRows, ProductUpdates
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 
@@ -32,9 +33,21 @@ class ForwardContext:
 
     Attributes:
         kernels: The Triton kernels that the operators on these rows may run.
+        adapters: The rows that have LoRA adapters; None if none has one.
     """
 
     kernels: KernelSet = TORCH_ONLY
+    adapters: AdapterRows | None = None
+
+    def updates_of(self, names: Seq[str]) -> ProductUpdates | None:
+        """Return the adapters' updates of a product; None where no row has one.
+
+        Args:
+            names: The names of the matrices that are multiplied as one.
+        """
+        if self.adapters is None or not names:
+            return None
+        return self.adapters.of(names[0])
 
 
 DEFAULT_CONTEXT = ForwardContext()  # rows of which nothing is known: PyTorch computes them
@@ -75,6 +88,10 @@ class Batch(ForwardContext):
     def with_kernels(self, kernels: KernelSet) -> "Batch":
         """Return this batch for a model that may run these kernels."""
         return self if self.kernels is kernels else replace(self, kernels=kernels)
+
+    def with_adapters(self, adapters: AdapterRows) -> "Batch":
+        """Return this batch with the adapters of its rows."""
+        return replace(self, adapters=adapters)
 
     @cached_property
     def num_decodes(self) -> int:

@@ -61,6 +61,7 @@ class _Search:
     stop_ids: frozenset[int]
     params: BeamParams
     root: bytes = b""  # prefix root of the prompt's sequence
+    adapter: str | None = None  # name of the adapter
     running: list[Beam] = field(default_factory=lambda: [Beam([], 0.0)])
     finished: list[Beam] = field(default_factory=list)
     length: int = 0  # generated tokens, including stop tokens, as in the scores
@@ -132,6 +133,7 @@ def beam_search(
     beam_width: int,
     length_penalty: float,
     early_stopping: bool | str,
+    adapter: str | None = None,
 ) -> list[list[Beam]]:
     """Return up to `beam_width` continuations of each prompt, the best first.
 
@@ -142,6 +144,7 @@ def beam_search(
         beam_width: See `BeamParams`.
         length_penalty: See `BeamParams`.
         early_stopping: See `BeamParams`.
+        adapter: The name of the adapter that the requests have.
     """
     with engine.agree("the prompts or parameters") as must_match:
         params = BeamParams(beam_width, length_penalty, early_stopping)
@@ -151,7 +154,8 @@ def beam_search(
     for request in checked:
         seq = request.answers[0].sequence
         limit = seq.spec.max_len - seq.num_prompt
-        searches.append(_Search(seq.tokens, limit, seq.spec.stop_ids, params, seq.spec.prefix_root))
+        root = seq.spec.prefix_root
+        searches.append(_Search(seq.tokens, limit, seq.spec.stop_ids, params, root, adapter))
     while unfinished := [search for search in searches if search.may_improve()]:
         _advance(engine, unfinished)
     return [search.finished for search in searches]
@@ -166,7 +170,9 @@ def _advance(engine: LLMEngine, searches: list[_Search]) -> None:
         max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=num_candidates, seed=0
     )
     requests = (
-        engine.prepare("", search.prompt + beam.tokens, params, tenant=search.root)
+        engine.prepare(
+            "", search.prompt + beam.tokens, params, tenant=search.root, adapter=search.adapter
+        )
         for search in searches
         for beam in search.running
     )

@@ -23,10 +23,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from llama.checks import brief
+from llama.checks import FieldError, brief
 from llama.engine.core import EngineCore
 from llama.engine.interrupts import DeferredInterrupt
 from llama.engine.sequence import SequenceState
+from llama.requests.adapters import AdapterInfo, AdapterInUseError, AdapterNames
 from llama.requests.answer import Answer
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.prepare import Preparer
@@ -52,7 +53,10 @@ class LLMEngine:
     def __post_init__(self) -> None:
         self.parallel = self.core.runner.model.parallel
         self.grammars = GrammarCompiler(self.tokenizer)
-        preparer = Preparer(self.tokenizer, self.max_seq_len, self.grammars, self.why_silent)
+        self.adapters = AdapterNames()
+        preparer = Preparer(
+            self.tokenizer, self.max_seq_len, self.grammars, self.adapters, self.why_silent
+        )
         self.prepare = preparer.prepare
         self.check_generates = preparer.check_generates
         self._ranks = RankCalls(self.core, self.parallel, self.has_unfinished_requests)
@@ -60,6 +64,7 @@ class LLMEngine:
         # Protects all fields below; it is released while the model runs. It is reentrant because
         # the garbage collector may close an abandoned stream while this thread owns the lock.
         self._lock = threading.RLock()
+        self._changes_adapters = threading.Lock()  # owned while adapters are loaded or dropped
         self._requests: dict[Request, None] = {}  # kept until the last output is taken
         self._names: dict[str, Request] = {}
         self._due: dict[Request, None] = {}  # requests that `step` reports next
@@ -67,6 +72,7 @@ class LLMEngine:
         self._owner: dict[SequenceState, tuple[Request, Answer]] = {}
         self._added: dict[SequenceState, None] = {}  # sequences to add at the next step
         self._removed: list[SequenceState] = []  # sequences to remove at the next step
+        self._dropped: list[bytes] = []  # hashes of adapters to free when no step is running
         self._num_calls = 0  # calls that have queued requests
         # For each sleeping thread, the lock that wakes it and the condition that it waits for.
         self._waiters: dict[threading.Lock, Callable[[], bool]] = {}
@@ -75,7 +81,12 @@ class LLMEngine:
         self._is_closed = False
 
     def add_request(
-        self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
     ) -> None:
         """Queue a request; `step` returns its outputs.
 
@@ -83,6 +94,7 @@ class LLMEngine:
             request_id: A name that no unfinished request has.
             prompt: Text or token ids.
             params: The sampling parameters; None for the defaults.
+            adapter: The name of a loaded LoRA adapter; None for the base model.
 
         Raises:
             ValueError: The id is in use, a value cannot be used, or the requests of the ranks
@@ -93,7 +105,8 @@ class LLMEngine:
         def prepared() -> Iterator[Request]:
             if request_id == "":
                 raise ValueError("request_id is empty: give each request a name")
-            yield self.prepare(request_id, prompt, params or SamplingParams())
+            params_or_default = params or SamplingParams()
+            yield self.prepare(request_id, prompt, params_or_default, adapter=adapter)
 
         self.submit(prepared())
 
@@ -197,6 +210,114 @@ class LLMEngine:
             if self._stepper is None:
                 self._apply_removed()
             self._wake_ready()
+
+    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        """Load a LoRA adapter, which requests can choose by its name from now on.
+
+        Requests are answered meanwhile, except on several ranks, where steps wait until every rank
+        has read its file. Without `lead`, every rank makes this call.
+
+        Args:
+            name: The name.
+            path: The folder of the adapter, or the name of a download.
+            replace: Whether an adapter of this name may be replaced.
+
+        Raises:
+            OSError: A file is missing or cannot be read, on this rank. Nothing has been loaded.
+            ValueError: The name is in use, the adapter cannot be used, or the ranks' files differ.
+                Nothing has been loaded.
+            AdapterInUseError: Requests are using the adapter that would be replaced.
+        """
+        with self._ranks.one_caller(), self._changes_adapters:
+            with self.agree("the adapter") as must_match:
+                self.adapters.check_new(name, replace=replace)
+                replaced = self.adapters.get(name)
+                if replaced is not None:
+                    self._check_unused(replaced)
+                if not self.is_led:
+                    adapter = self.core.read_adapter(path)
+                    must_match += [name, adapter.digest]
+            if self.is_led:
+                adapter = self._ranks.load_adapter(path)
+            else:
+                self.core.add_adapter(adapter)
+            info = AdapterInfo(
+                name,
+                path,
+                adapter.digest,
+                adapter.rank,
+                adapter.base_model,
+                adapter.weights.nbytes,
+            )
+            if replaced is not None and replaced.digest != adapter.digest:
+                try:
+                    self._forget_adapter(replaced)
+                except AdapterInUseError:
+                    self._drop_unnamed(adapter.digest)
+                    raise
+            with self._lock:
+                self.adapters.set(info)
+        return info
+
+    def drop_adapter(self, name: str) -> None:
+        """Free an adapter; where another name has the same content, forget the name only.
+
+        Without `lead`, every rank makes this call.
+
+        Raises:
+            ValueError: No adapter has this name.
+            AdapterInUseError: Requests are using it.
+        """
+        with self._ranks.one_caller(), self._changes_adapters:
+            with self.agree("the adapter") as must_match:
+                info = self.adapters.check_known(name)
+                must_match.append(name)
+                self._check_unused(info)
+            self._forget_adapter(info)
+
+    def _check_unused(self, info: AdapterInfo) -> None:
+        """Raise AdapterInUseError if requests are using an adapter that no other name keeps."""
+        with self._lock:
+            if self.adapters.is_shared(info):
+                return
+            users = [seq for seq in self._owner if seq.spec.adapter == info.digest]
+            if users:
+                raise AdapterInUseError(
+                    f"the adapter {info.name!r} is in use by {len(users)} unfinished sequences: "
+                    "abort them, or wait until they have ended"
+                )
+
+    def _forget_adapter(self, info: AdapterInfo) -> None:
+        """Forget a name, then the adapter itself unless another name has it.
+
+        No request can be queued between the check of its users and the end of its name.
+        """
+        with self._lock:
+            self._check_unused(info)
+            self.adapters.remove(info.name)
+        self._drop_unnamed(info.digest)
+
+    def _drop_unnamed(self, digest: bytes) -> None:
+        """Free an adapter that no name has any more.
+
+        A running step may still compute a sequence that was aborted: then it is freed afterwards.
+        While rank 0 leads, the message waits for the step itself.
+        """
+        if self.is_led:
+            if not self.adapters.has_digest(digest):
+                self._ranks.drop_adapter(digest)
+            return
+        with self._lock:
+            self._dropped.append(digest)
+            if self._stepper is None:
+                self._apply_dropped()
+
+    def _apply_dropped(self) -> None:
+        """Free the adapters that no name has any more, while no step is running."""
+        for digest in self._dropped:
+            if not self.adapters.has_digest(digest):
+                self._ranks.drop_adapter(digest)
+        self._dropped.clear()
 
     def lead(self, work: Callable[[], _T]) -> _T | None:
         """Call `work` on rank 0 while the other ranks repeat its steps.
@@ -308,6 +429,10 @@ class LLMEngine:
                         f"request_id={brief(name)} is in use by a request not yet finished: choose "
                         "another id"
                     )
+            for request in requests:
+                digest = request.answers[0].sequence.spec.adapter
+                if digest and not self.adapters.has_digest(digest):
+                    raise FieldError("adapter", "the adapter of a request has been dropped")
             self._names |= {
                 request.request_id: request for request in requests if request.request_id
             }
@@ -374,6 +499,7 @@ class LLMEngine:
                 self._stepper = None
                 self._num_steps += 1
                 self._apply_removed()
+                self._apply_dropped()
                 self._wake_ready()
 
     def _take_pending(self) -> tuple[list[SequenceState], list[SequenceState]]:

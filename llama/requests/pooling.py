@@ -133,15 +133,18 @@ class Pooler:
             )
         return prompts[name]
 
-    def requests(self, inputs: Iterable[Any], options: EmbeddingOptions) -> Iterator[Request]:
+    def requests(
+        self, inputs: Iterable[Any], options: EmbeddingOptions, **more: Any
+    ) -> Iterator[Request]:
         """Yield a request for each input, a text or a list of token ids.
 
         Args:
             inputs: The inputs.
             options: The result of `checked`.
+            **more: Further arguments of `Preparer.prepare`.
         """
         for i, item in enumerate(inputs):
-            yield self.request(item, options, index=i)
+            yield self.request(item, options, index=i, **more)
 
     def request(
         self, item: Any, options: EmbeddingOptions, *, index: int = 0, **more: Any
@@ -224,7 +227,7 @@ class Pooler:
         return ids
 
     def captures(
-        self, prompts: Iterable[Any], layers: Iterable[Any], tokens: object
+        self, prompts: Iterable[Any], layers: Iterable[Any], tokens: object, **more: Any
     ) -> Iterator[Request]:
         """Yield a request for the hidden states of each prompt, a text or a list of token ids.
 
@@ -232,6 +235,7 @@ class Pooler:
             prompts: The prompts.
             layers: The layers, see `Llama.hidden_states`.
             tokens: "all" or "last".
+            **more: Further arguments of `Preparer.prepare`.
         """
         if tokens not in ("all", "last"):
             raise FieldError("tokens", f"tokens={brief(tokens)} must be 'all' or 'last'")
@@ -241,7 +245,7 @@ class Pooler:
         reads = Capture(states, tokens == "last")
         for i, prompt in enumerate(prompts):
             ids = self.encode(prompt) if isinstance(prompt, str) else prompt
-            yield self.prepare("", ids, NO_ANSWER, index=i, reads=reads)
+            yield self.prepare("", ids, NO_ANSWER, index=i, reads=reads, **more)
 
     def number_of(self, layer: object) -> int:
         """Return the engine's number of a hidden state, see `Llama.hidden_states`."""

@@ -16,6 +16,7 @@ from typing import Any
 from llama.checks import FieldError, brief, index_of
 from llama.engine.request import Capture, Constraint, Pooling, SequenceSpec
 from llama.engine.sequence import SequenceState
+from llama.requests.adapters import AdapterNames
 from llama.requests.answer import Answer
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.requests.grammar import GrammarCompiler
@@ -57,6 +58,7 @@ class Preparer:
     tokenizer: Tokenizer
     max_seq_len: int  # largest number of tokens of a sequence, prompt and answer together
     grammars: GrammarCompiler
+    adapters: AdapterNames
     why_silent: str = ""  # why the model cannot generate; empty if it can
 
     def check_generates(self) -> None:
@@ -77,6 +79,7 @@ class Preparer:
         max_context: int | None = None,
         tenant: bytes = b"",
         reads: Pooling | Capture | None = None,
+        adapter: str | None = None,
     ) -> Request:
         """Check a request and create its sequences without queueing them.
 
@@ -95,6 +98,7 @@ class Preparer:
                 requests of different tenants.
             reads: What is wanted of the hidden states of the prompt, behind which nothing is
                 generated; None: the prompt is continued.
+            adapter: The name of a loaded LoRA adapter; None: the base model.
 
         Raises:
             TypeError: A value has the wrong type.
@@ -103,6 +107,7 @@ class Preparer:
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id={brief(request_id)} must be a string")
+        digest = self.adapters.digest_of(adapter)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         if reads is None:
@@ -131,6 +136,8 @@ class Preparer:
             _change_spec(answers, pooling=reads)
         elif reads is not None:
             _change_spec(answers, capture=reads)
+        if digest:
+            _change_spec(answers, adapter=digest, prefix_root=adapter_root(root, digest))
         request = Request(request_id, text, params, answers, index or 0)
         if params.seed is not None:
             request.set_seed(derived_seed(params.seed, request.index))
@@ -243,6 +250,18 @@ def prefix_root(tenant: bytes, cache_salt: str | None) -> bytes:
     if cache_salt is None:
         return tenant
     return hmac.digest(tenant, cache_salt.encode(errors="surrogatepass"), "sha256")
+
+
+def adapter_root(root: bytes, digest: bytes) -> bytes:
+    """Return the root of the prefix hashes for an adapter.
+
+    The hash of the adapter is the key, so that no salt under a tenant gives the same root.
+
+    Args:
+        root: The root of the tenant and the salt.
+        digest: The SHA-256 of the adapter.
+    """
+    return hmac.digest(digest, root, "sha256")
 
 
 def _token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> list[int]:

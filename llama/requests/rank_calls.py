@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from llama.checkpoint.unmerged import LoadedAdapter
 from llama.engine.core import EngineCore
 from llama.engine.leader import Follower, Leader
 from llama.engine.sequence import SequenceState
@@ -51,6 +52,15 @@ class RankCalls:
         """Run `EngineCore.step` on every rank, and return the sequences that changed."""
         with self.parallel.step():
             return (self._leader or self.core).step(added, removed)
+
+    def load_adapter(self, path: str) -> LoadedAdapter:
+        """Load an adapter on every rank, between two steps, while rank 0 leads."""
+        assert self._leader is not None, "only rank 0 has requests while it leads"
+        return self._leader.load_adapter(path)
+
+    def drop_adapter(self, digest: bytes) -> None:
+        """Forget an adapter: on every rank while rank 0 leads, else on this one."""
+        (self._leader or self.core).drop_adapter(digest)
 
     def agree(self, what: str) -> contextlib.AbstractContextManager[list[object]]:
         """Return `ModelParallel.agree(what)`, or a context without effect while rank 0 leads."""

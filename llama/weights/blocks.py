@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llama.ops.adapters import ProductUpdates, native_updates
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import N_BLOCK, num_blocks
@@ -132,11 +133,14 @@ class BlockedWeight(Weight):
         x: Tensor,
         dtype: torch.dtype | None = None,
         context: ForwardContext = DEFAULT_CONTEXT,
+        updates: ProductUpdates | None = None,
     ) -> Tensor:
         """Return the product of bf16 rows and this weight, in bf16 or float32."""
         dtype = dtype or x.dtype
         if native.kernels() is None:
             product = F.linear(x.float(), self.exact())
+            if updates is not None:
+                updates.add_to(product, x)
             return product.to(dtype)
         assert x.dtype is torch.bfloat16, x.dtype
         assert dtype in (torch.bfloat16, torch.float32), dtype
@@ -150,7 +154,11 @@ class BlockedWeight(Weight):
         scratch = workspace("linear_workspace", m, k, threads)
         matrix = torch.tensor(self.native_matrix())
         is_float32 = dtype is torch.float32
-        native.call("linear_packed", x, matrix, out, scratch, m, n, k, is_float32)
+        segments, middle = native_updates(updates)
+        native.call(
+            "linear_packed", x, matrix, out, scratch, segments, middle, len(segments), m, n, k,
+            is_float32,
+        )  # fmt: skip
         return out
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from llama.device import use_huge_pages
 from llama.ops import rounded
+from llama.ops.adapters import ProductUpdates
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import MAX_RANK, MIN_GROUP, N_BLOCK, ElementFormat, num_blocks
@@ -297,6 +298,7 @@ class GroupedWeight(BlockedWeight):
         x: Tensor,
         dtype: torch.dtype | None = None,
         context: ForwardContext = DEFAULT_CONTEXT,
+        updates: ProductUpdates | None = None,
     ) -> Tensor:
         """Return the product of rows and this weight; see `Weight.linear`.
 
@@ -304,14 +306,22 @@ class GroupedWeight(BlockedWeight):
         for many rows. For more rows than there are tiles for, parts of the weight are made plain,
         and the library multiplies them.
         """
+        if x.dtype is torch.bfloat16 and not x.is_cuda:
+            is_rounded = bool(self.activations) and native.kernels() is None
+            has_blocks = context.kernels.has("linear", x) and self.blocks() is not None
+            if not (is_rounded or has_blocks or self.is_fragmented):
+                return super().linear(x, dtype, context, updates)
+        product = self._linear(x, dtype, context)
+        return product if updates is None else updates.add_to(product, x)
+
+    def _linear(self, x: Tensor, dtype: torch.dtype | None, context: ForwardContext) -> Tensor:
+        """Return the product of rows and this weight where the CPU kernels do not compute it."""
         n, k = self.shape
         kernels = context.kernels
         if self.activations and native.kernels() is None:
             return self._linear_of_rounded(x, dtype or x.dtype)
         weight = self.blocks() if kernels.has("linear", x) else None
         if weight is None:
-            if x.dtype is torch.bfloat16 and not x.is_cuda and not self.is_fragmented:
-                return super().linear(x, dtype, context)
             plain = self.exact().to(x.dtype)
             return linear(x, plain, dtype=dtype)
         from llama.ops.triton import quantized as gpu

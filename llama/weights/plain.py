@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llama.ops.adapters import ProductUpdates
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.cpu.constants import N_BLOCK, num_blocks
 from llama.ops.linear import linear
@@ -51,9 +52,11 @@ class PlainWeight(Weight):
         x: Tensor,
         dtype: torch.dtype | None = None,
         context: ForwardContext = DEFAULT_CONTEXT,
+        updates: ProductUpdates | None = None,
     ) -> Tensor:
         """Return the product of rows and this weight; see `Weight.linear`."""
-        return linear(x, self._rows(), dtype=dtype, kernels=context.kernels)
+        product = linear(x, self._rows(), dtype=dtype, kernels=context.kernels)
+        return product if updates is None else updates.add_to(product, x)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows (..., K) of ids (...)."""

@@ -11,6 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from llama.ops.adapters import ProductUpdates
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.cpu.constants import ElementFormat
 
@@ -61,6 +62,7 @@ class Weight(nn.Module):
         x: Tensor,
         dtype: torch.dtype | None = None,
         context: ForwardContext = DEFAULT_CONTEXT,
+        updates: ProductUpdates | None = None,
     ) -> Tensor:
         """Return the product of rows and this weight, (M, N).
 
@@ -69,6 +71,8 @@ class Weight(nn.Module):
             dtype: The type of the result, by default that of x. float32 returns the sums before
                 they are rounded.
             context: What is known of the rows, such as the `Batch` of the step.
+            updates: What the adapters of some rows add to their products. Other rows get the bytes
+                that they get without it.
         """
         raise NotImplementedError
 

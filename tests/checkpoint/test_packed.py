@@ -29,6 +29,7 @@ from llama.checkpoint.reader import load
 from llama.checkpoint.verify import LoadCheck, verify
 from llama.cli import main
 from llama.model.layers import Linear, Matrix, RMSNorm
+from llama.ops.adapters import native_updates
 from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import Placement
@@ -125,7 +126,7 @@ def check_products(model: Transformer, file: Path, is_mapped: bool) -> None:
         x = torch.randn(3, k, generator=torch.Generator().manual_seed(k)).bfloat16()
         out, room = torch.empty(3, n), workspace("linear_workspace", 3, k, 2)
         matrix = torch.tensor(weight.native_matrix())
-        native.call("linear_packed", x, matrix, out, room, 3, n, k, True)
+        native.call("linear_packed", x, matrix, out, room, *native_updates(None), 0, 3, n, k, True)
         ids, copy = torch.arange(n), BlockedWeight.pack(weight.plain().clone())
         if isinstance(weight, GroupedWeight):
             blocks = weight.stored_ids(ids[::32]) // 32

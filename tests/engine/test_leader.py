@@ -112,7 +112,7 @@ def test_a_message_carries_every_field() -> None:
         temperature=0.1, top_p=0.9, top_k=5, min_p=1e-9, repetition_penalty=1.5,
         presence_penalty=-0.5, frequency_penalty=0.25, logit_bias=((3, -100.0), (5, 1.5)),
         bad_words=((1,), (2, 3)), min_tokens=4, logprobs=0, prompt_logprobs=1,
-        pooling=Pooling("mean", 3), capture=Capture((0, 2), True),
+        pooling=Pooling("mean", 3), capture=Capture((0, 2), True), adapter=b"\xff",
     )  # fmt: skip
     default = SequenceSpec((), 0)
     same = {f.name for f in fields(spec) if getattr(spec, f.name) == getattr(default, f.name)}

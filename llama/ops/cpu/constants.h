@@ -29,10 +29,14 @@ enum class ChannelState : int64_t { DONE, PENDING, MISMATCH, BROKEN };
 // The element types that ranks can sum; NONE stands for bytes, which are copied.
 enum class SumType : int64_t { BF16, FP16, FP32, NONE };
 
-constexpr int N_BLOCK = 32;         // rows of a weight that are packed together
-constexpr long MIN_GROUP = 16;      // consecutive k of the smallest group; others are multiples
-constexpr long MAX_RANK = 256;      // rank of an adapter
-constexpr long MAX_HEAD_DIM = 256;  // elements of a head; stack buffers have this size
-constexpr int MAX_RANKS = 64;       // ranks that share memory
-constexpr long MATRIX_FIELDS = 16;  // 64-bit fields of Matrix in kernels.h
-constexpr long HALF_FIELDS = 36;    // 64-bit fields of Half in layers.cpp
+constexpr int N_BLOCK = 32;            // rows of a weight that are packed together
+constexpr long MIN_GROUP = 16;         // consecutive k of the smallest group; others are multiples
+constexpr long MAX_RANK = 256;         // rank of an adapter
+constexpr long MAX_HEAD_DIM = 256;     // elements of a head; stack buffers have this size
+constexpr int MAX_RANKS = 64;          // ranks that share memory
+constexpr long RANK_BLOCK = 16;        // rows of an adapter's down matrix packed together
+constexpr long SHRINK_COLUMNS = 2048;  // columns of it that one piece of work multiplies
+constexpr long MATRIX_FIELDS = 16;     // 64-bit fields of Matrix in kernels.h
+constexpr long DELTA_FIELDS = 20;      // 64-bit fields of Delta in kernels.h
+constexpr long SEGMENT_FIELDS = 3;     // 64-bit fields of Segment in kernels.h
+constexpr long HALF_FIELDS = 36;       // 64-bit fields of Half in layers.cpp

@@ -71,7 +71,11 @@ MIN_GROUP = 16  # neighbouring columns that share a scale; other groups are mult
 MAX_RANK = 256  # columns of an adapter
 MAX_HEAD_DIM = 256  # elements of a head
 MAX_RANKS = 64  # ranks that share memory
+RANK_BLOCK = 16  # rows of an adapter's down matrix that are packed together
+SHRINK_COLUMNS = 2048  # columns of it that one piece of work multiplies
 MATRIX_FIELDS = 16  # integers that describe a packed weight, `Matrix` in kernels.h
+DELTA_FIELDS = 20  # integers that describe an adapter's update of a product, `Delta` in kernels.h
+SEGMENT_FIELDS = 3  # integers that describe the rows of an adapter, `Segment` in kernels.h
 HALF_FIELDS = 36  # integers that describe a half layer, `Half` in layers.cpp
 
 _ENUMS = (ElementFormat, ScaleFormat, KvFormat, BodyKind, PackState, ChannelState, SumType)
@@ -82,7 +86,11 @@ ALL: dict[str, int] = {
     "MAX_RANK": MAX_RANK,
     "MAX_HEAD_DIM": MAX_HEAD_DIM,
     "MAX_RANKS": MAX_RANKS,
+    "RANK_BLOCK": RANK_BLOCK,
+    "SHRINK_COLUMNS": SHRINK_COLUMNS,
     "MATRIX_FIELDS": MATRIX_FIELDS,
+    "DELTA_FIELDS": DELTA_FIELDS,
+    "SEGMENT_FIELDS": SEGMENT_FIELDS,
     "HALF_FIELDS": HALF_FIELDS,
 }
 

@@ -106,6 +106,47 @@ struct Rows {
   float eps = 0;
 };
 
+// An adapter's update of one product: scale * up * down for each part of its outputs. Several
+// matrices that are stored as one, such as queries, keys and values, have a part each. Python
+// describes it by these DELTA_FIELDS integers; adapters.h has the layouts.
+struct Delta {
+  const uint16_t*
+      down;       // (ranks, k) bf16 in blocks of RANK_BLOCK rows, the parts one below another
+  int64_t ranks;  // a multiple of RANK_BLOCK; 0 if the adapter leaves the product as it is
+  struct Part {
+    const uint16_t* up;   // (32 * blocks, rank) bf16 in blocks; outputs of other parts have zeros
+    int64_t first_block;  // its first block of 32 outputs
+    int64_t blocks;       // 0 if there is no such part
+    int64_t rank;         // an even number up to MAX_RANK
+    int64_t offset;       // its first row of `down`
+    double scale;
+  } parts[3];
+};
+static_assert(sizeof(Delta) == DELTA_FIELDS * sizeof(int64_t));
+
+// Consecutive rows of a step that belong to one adapter.
+struct Segment {
+  int64_t first_row;
+  int64_t rows;
+  const Delta* deltas;  // one per product
+};
+static_assert(sizeof(Segment) == SEGMENT_FIELDS * sizeof(int64_t));
+
+// The adapters of the rows of a step: segments in ascending order.
+struct Adapters {
+  const Segment* segments;
+  long count;
+  float* middle;     // memory for down * x of all segments, see shrink()
+  uint16_t* normed;  // memory for the rows (m, k) after RMSNorm, for products with a norm
+};
+
+// The updates of one product, whose down * x is in the memory of `adapters`.
+struct Updates {
+  const Adapters* adapters;
+  long product;  // index in the deltas of each segment
+  long k;
+};
+
 // The outputs of a product: (m, n), and the adapter's operands, if there is an adapter.
 struct Outputs {
   // BF16 and FLOAT32 overwrite the outputs. ADDED rounds each sum to bf16 and adds it to the bf16
@@ -116,6 +157,7 @@ struct Outputs {
   const uint16_t* up = nullptr;         // (n, rank) bf16 in blocks, the last one padded
   const float* down_outputs = nullptr;  // (m, rank), x times the down matrix
   long rank = 0;
+  const Updates* updates = nullptr;  // of the adapters that some rows have, if any has one
 };
 
 // Returns the bytes of workspace that linear() needs for m rows of up to k elements.
@@ -123,6 +165,10 @@ long linear_bytes(long m, long k, long threads);
 
 // Computes x times the transposed weight. All workers of a team call it with the same arguments.
 void linear(Worker& worker, Rows x, Weight weight, Outputs out, char* workspace);
+
+// The same with the updates of the adapters of some rows; `product` is their index of this product.
+void linear(Worker& worker, Rows x, Weight weight, Outputs out, char* workspace,
+            const Adapters& adapters, long product);
 
 // --- attention.cpp: attention over the paged KV cache ---
 

@@ -97,7 +97,11 @@ struct Call {
   Attention attention;  // keys and values are set per half layer
   Sizes sizes;
   Scratch scratch;
+  Adapters adapters;
   float eps;
+
+  // Returns the index of the first product of a half layer among those of the table.
+  long product(const Half& half) const { return 2 * (&half - halves); }
 };
 
 // Computes first(norm(x)) + bias of a half layer -> out (T, width). The product is rounded to bf16
@@ -105,7 +109,7 @@ struct Call {
 void run_first(Worker& worker, const Call& call, const Half& half, uint16_t* out, long width) {
   const long rows = call.sizes.rows;
   linear(worker, {call.x, rows, half.norm, call.eps}, {half.first, width, call.sizes.dim},
-         {out, Outputs::BF16}, call.scratch.linear_workspace);
+         {out, Outputs::BF16}, call.scratch.linear_workspace, call.adapters, call.product(half));
   if (!half.bias) return;
   worker.run(rows, [&](long row) {
     uint16_t* sums = out + row * width;
@@ -137,7 +141,7 @@ void run_attention(Worker& worker, const Call& call, const Half& half) {
   });
   attend(worker, attention);
   linear(worker, {scratch.attended, rows}, {half.second, dim, query_width}, call.out,
-         scratch.linear_workspace);
+         scratch.linear_workspace, call.adapters, call.product(half) + 1);
 }
 
 // The body FEED_FORWARD: writes the half layer's result to call.out.
@@ -154,8 +158,8 @@ void run_feed_forward(Worker& worker, const Call& call, const Half& half) {
     const uint16_t* gate = scratch.gate_up + row * 2 * ffn + begin;
     silu_mul(gate, gate + ffn, scratch.gated + row * ffn + begin, std::min(SILU_STEP, ffn - begin));
   });
-  linear(worker, {scratch.gated, rows}, {half.second, dim, ffn}, call.out,
-         scratch.linear_workspace);
+  linear(worker, {scratch.gated, rows}, {half.second, dim, ffn}, call.out, scratch.linear_workspace,
+         call.adapters, call.product(half) + 1);
 }
 
 // The bodies in the order of BodyKind.
@@ -180,12 +184,15 @@ long layers_workspace(const int64_t* query_starts, const int64_t* seq_lens, long
 // Half). x and out are (T, E) bf16. If out is x, each result is added to x; otherwise there is one
 // half layer, whose result is written to out. freqs_cis (T, D / 2, 2), kv_cache (L, 2, P, S, K)
 // rows of kv_row_bytes(), slots (T), table (B, M) page indices, query_starts (B + 1), seq_lens (B).
+// Some rows can have adapters: `segments` (num_segments, SEGMENT_FIELDS), each with a Delta for
+// every product of the table, and memory for the normalized rows (T, E) and for shrink().
 void layers_bf16(const int64_t* halves, uint16_t* x, uint16_t* out, const float* freqs_cis,
                  char* kv_cache, const int64_t* slots, const int64_t* table,
-                 const int64_t* query_starts, const int64_t* seq_lens, char* workspace, long first,
-                 long last, long rows, long num_seqs, long dim, long heads, long kv_heads,
-                 long head_dim, long ffn, long num_pages, long page_size, long pages_per_seq,
-                 long kv_format, float eps, float scale, int threads) {
+                 const int64_t* query_starts, const int64_t* seq_lens, char* workspace,
+                 const int64_t* segments, uint16_t* normed, float* middle, long num_segments,
+                 long first, long last, long rows, long num_seqs, long dim, long heads,
+                 long kv_heads, long head_dim, long ffn, long num_pages, long page_size,
+                 long pages_per_seq, long kv_format, float eps, float scale, int threads) {
   Attention attention =
       attention_shape(query_starts, seq_lens, num_seqs, heads, kv_heads, head_dim);
   attention.table = table;
@@ -202,7 +209,17 @@ void layers_bf16(const int64_t* halves, uint16_t* x, uint16_t* out, const float*
   plan_attention(attention);
   const Outputs outputs = {out, out == x ? Outputs::ADDED : Outputs::BF16};
   const Call call = {
-      (const Half*)halves, x, outputs, freqs_cis, kv_cache, slots, attention, sizes, scratch, eps,
+      (const Half*)halves,
+      x,
+      outputs,
+      freqs_cis,
+      kv_cache,
+      slots,
+      attention,
+      sizes,
+      scratch,
+      {(const Segment*)segments, num_segments, middle, normed},
+      eps,
   };
   run_team(threads, [&](Worker& worker) {
     for (const Half* half = call.halves + first; half < call.halves + last; half++)

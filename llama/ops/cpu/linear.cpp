@@ -445,6 +445,22 @@ void linear(Worker& worker, Rows x, Weight weight, Outputs out, char* workspace)
   RUN[(int64_t)weight.format](worker, x, weight, out, workspace);
 }
 
+// The rows are normalized once, in a phase of their own, as both products read them.
+void linear(Worker& worker, Rows x, Weight weight, Outputs out, char* workspace,
+            const Adapters& adapters, long product) {
+  if (!adapters.count) return linear(worker, x, weight, out, workspace);
+  if (x.norm) {
+    worker.run(x.count, [&](long row) {
+      rms_norm(x.data + row * weight.k, x.norm, adapters.normed + row * weight.k, weight.k, x.eps);
+    });
+    x = {adapters.normed, x.count};
+  }
+  shrink(worker, x.data, weight.k, adapters, product);
+  const Updates updates = {&adapters, product, weight.k};
+  out.updates = &updates;
+  linear(worker, x, weight, out, workspace);
+}
+
 extern "C" {
 
 // Returns the bytes of workspace that linear_packed needs.
@@ -463,12 +479,16 @@ long weight_rows(const int64_t* ids, const int64_t* matrix, uint16_t* out, long 
 }
 
 // Multiplies x (m, k) of bf16 by a weight (n, k), which `matrix` describes in MATRIX_FIELDS
-// integers: out (m, n) of bf16, or of float32 if is_wide. k is a multiple of 2.
-void linear_packed(const uint16_t* x, const int64_t* matrix, void* out, char* workspace, long m,
-                   long n, long k, bool is_wide, int threads) {
+// integers: out (m, n) of bf16, or of float32 if is_wide. k is a multiple of 2. Some rows can have
+// adapters: `segments` (num_segments, SEGMENT_FIELDS), each with one Delta, and `middle` is the
+// memory that shrink() needs.
+void linear_packed(const uint16_t* x, const int64_t* matrix, void* out, char* workspace,
+                   const int64_t* segments, float* middle, long num_segments, long m, long n,
+                   long k, bool is_wide, int threads) {
   const Outputs outputs = {out, is_wide ? Outputs::FLOAT32 : Outputs::BF16};
+  const Adapters adapters = {(const Segment*)segments, num_segments, middle, nullptr};
   run_team(threads, [&](Worker& worker) {
-    linear(worker, {x, m}, {*(const Matrix*)matrix, n, k}, outputs, workspace);
+    linear(worker, {x, m}, {*(const Matrix*)matrix, n, k}, outputs, workspace, adapters, 0);
   });
 }
 }

@@ -274,6 +274,19 @@ _I32 = torch.int32
 _I64 = torch.int64
 _U8 = torch.uint8
 _C64 = torch.complex64
+# The tensors of layers_bf16.
+_OF_LAYERS: tuple[_Kind, ...] = (
+    _I64,
+    _BF16,
+    _BF16,
+    _C64,
+    Tensor,
+    *[_I64] * 4,
+    _U8,
+    _I64,
+    _BF16,
+    _F32,
+)
 # The C functions: what each returns, and the kinds of its arguments. Every tensor is contiguous and
 # on the CPU. Functions that return None also take the number of threads.
 SIGNATURES: dict[str, tuple[type | None, tuple[_Kind, ...]]] = {
@@ -295,13 +308,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[_Kind, ...]]] = {
     "unpack_gguf": (None, (_U8, _U8, _F32, _F32, int, int)),
     "pack_gguf": (None, (Tensor, Tensor, _F32, _I64, *[int] * 11)),
     "linear_workspace": (int, (int, int, int)),
-    "linear_packed": (None, (_BF16, _I64, Tensor, _U8, int, int, int, bool)),
+    "linear_packed": (None, (_BF16, _I64, Tensor, _U8, _I64, _F32, *[int] * 4, bool)),
     "weight_rows": (int, (_I64, _I64, _BF16, int, int, int, int)),
     "layers_workspace": (int, (_I64, _I64, *[int] * 8)),
-    "layers_bf16": (
-        None,
-        (_I64, _BF16, _BF16, _C64, Tensor, *[_I64] * 4, _U8, *[int] * 13, float, float),
-    ),
+    "layers_bf16": (None, (*_OF_LAYERS, *[int] * 14, float, float)),
     "top_tokens": (None, (_F32, _F32, _I64, int, int)),
     "sample_workspace": (int, (int, int, int)),
     "sample_ids": (None, (_F32, _I64, _I64, _U8, int, int)),

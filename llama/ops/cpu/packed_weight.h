@@ -34,6 +34,7 @@
 #pragma once
 #include <type_traits>
 
+#include "adapters.h"
 #include "kernels.h"
 #include "vectors.h"
 
@@ -398,6 +399,7 @@ inline void add_adapter(const Outputs& out, float* sums, long first_row, long en
 inline void write(const Outputs& out, long n, float* sums, long first_row, long end_row,
                   long column) {
   if (out.rank) add_adapter(out, sums, first_row, end_row, column);
+  if (out.updates) expand(*out.updates, sums, first_row, end_row, column);
   const auto run = out.kind == Outputs::BF16      ? write_as<Outputs::BF16>
                    : out.kind == Outputs::FLOAT32 ? write_as<Outputs::FLOAT32>
                                                   : write_as<Outputs::ADDED>;

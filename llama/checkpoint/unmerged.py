@@ -1,0 +1,156 @@
+"""LoRA adapters that stay apart from the weights: a rank's share of one, ready for products.
+
+In: the folder of an adapter, and a model on some rank. Out: an `AdapterWeights`, in the type of the
+model. What only a merge can do is a ValueError that names it: DoRA, weights that were trained
+whole, and updates of the embedding and the lm_head. The weights of the model are not read.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llama.checkpoint import huggingface as hf
+from llama.checkpoint.adapters import open_adapters
+from llama.checkpoint.merging import LowRank, Update
+from llama.checkpoint.table import ROTATED, share
+from llama.checks import errors_in
+from llama.model.kinds import HalfLayer
+from llama.model.layers import Linear
+from llama.model.transformer import Transformer, TransformerBlock
+from llama.ops.adapters import AdapterWeights, Delta, DeltaPart, packed_deltas
+from llama.ops.cpu import native
+from llama.ops.cpu.constants import MAX_RANK
+
+_MERGE = "merge it: build with lora=, or use `llama convert --lora`"
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter that requests can choose.
+
+    Attributes:
+        digest: The SHA-256 of its configuration and tensors, by which requests name it.
+        weights: Its updates on this rank.
+        base_model: The name of the base model in its configuration, for messages.
+        rank: The largest rank of its updates.
+    """
+
+    digest: bytes
+    weights: AdapterWeights
+    base_model: str
+    rank: int
+
+
+def load(path: str | os.PathLike[str], model: Transformer) -> LoadedAdapter:
+    """Read an adapter for a model.
+
+    Args:
+        path: Its folder, or the name of a download.
+        model: The model, as this rank holds it.
+
+    Raises:
+        OSError: A file is missing or cannot be read.
+        ValueError: The adapter is damaged, does not fit the model, or can only be merged.
+    """
+    (adapter,) = open_adapters([path], model.params)
+    with errors_in(str(adapter.folder)):
+        low_ranks = {name: _low_rank(name, x) for name, x in adapter.updates.items()}
+    digest = bytes.fromhex(adapter.digest())
+    products = [linear for block in model.blocks() for linear in _products(block)]
+    parts_of: dict[str, list[DeltaPart]] = {}
+    for linear in products:
+        parts = list(_parts(linear, low_ranks, model))
+        if parts:
+            parts_of[linear.names[0]] = parts
+    weights = AdapterWeights(
+        packed_deltas(parts_of) if _is_packed(model) else _plain_deltas(parts_of, model),
+        [linear.names[0] for linear in products],
+    )
+    rank = max(len(low_rank.down) for low_rank in low_ranks.values())
+    return LoadedAdapter(digest, weights, adapter.config.base_model, rank)
+
+
+def _low_rank(name: str, update: Update) -> LowRank:
+    """Return the low-rank update of a tensor, if that is all that the adapter changes."""
+    if update.replacement is not None:
+        raise ValueError(
+            f"it replaces {name} (modules_to_save), and requests can choose low-rank updates only: "
+            f"{_MERGE}"
+        )
+    low_rank = update.low_rank
+    assert low_rank is not None
+    if low_rank.magnitude is not None:
+        raise ValueError(f"use_dora is true, and DoRA cannot be chosen by request: {_MERGE}")
+    if not name.startswith("layers."):
+        raise ValueError(
+            f"it updates {name}, and requests can choose updates of the layers only: {_MERGE}"
+        )
+    rank = len(low_rank.down)
+    if rank > MAX_RANK:
+        raise ValueError(
+            f"the update of {name} has rank {rank}, and requests can choose adapters of up to "
+            f"{MAX_RANK}: {_MERGE}"
+        )
+    return low_rank
+
+
+def _products(block: TransformerBlock) -> Iterator[Linear]:
+    """Return the products of a layer in the order in which they are computed."""
+    for kind in block.kinds:
+        half: HalfLayer = getattr(block, kind.name)
+        yield from (half.first, half.second)
+
+
+def _parts(
+    linear: Linear, low_ranks: Mapping[str, LowRank], model: Transformer
+) -> Iterator[DeltaPart]:
+    """Return this rank's share of the updates of the matrices that are multiplied as one."""
+    first = 0
+    for name in linear.names:
+        dim, wanted = share(model.params, name, model.parallel.placement)
+        some = slice(wanted.start, wanted.stop)
+        low_rank = low_ranks.get(name)
+        if low_rank is not None:
+            up = low_rank.up
+            down = low_rank.down
+            if dim == 0:
+                up = up[some]
+            else:
+                down = down[:, some]
+            up = _in_metas_order(name, up, model.params.head_dim)
+            yield DeltaPart(first, up, down, low_rank.scale)
+        if dim == 0:
+            first += len(wanted)
+
+
+def _in_metas_order(name: str, rows: Tensor, head_dim: int) -> Tensor:
+    """Return rows of Hugging Face's layout in the order of Meta's, some whole heads."""
+    if not name.endswith(ROTATED):
+        return rows
+    ordered = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    hf.copy_rows(ordered, rows.contiguous(), head_dim, to="meta")
+    return ordered
+
+
+def _is_packed(model: Transformer) -> bool:
+    """Return whether the CPU kernels compute the updates of a model."""
+    like = model.norm.weight
+    is_taken = like.is_cpu and like.dtype is torch.bfloat16 and native.kernels() is not None
+    return is_taken and not any(size % 2 for size in (model.plan.dim, model.plan.ffn_dim))
+
+
+def _plain_deltas(parts_of: Mapping[str, list[DeltaPart]], model: Transformer) -> dict[str, Delta]:
+    """Return copies of the updates in the type and on the device of a model."""
+    like = model.norm.weight
+    deltas = {}
+    for name, parts in parts_of.items():
+        moved = []
+        for part in parts:
+            up = part.up.to(like, copy=True).contiguous()
+            down = part.down.to(like, copy=True).contiguous()
+            moved.append(part._replace(up=up, down=down))
+        deltas[name] = Delta(moved)
+    return deltas
