@@ -101,9 +101,9 @@ class BuildArgs:
         activations: "int8" also rounds the inputs of each layer's matrices on the CPU, with one
             scale for each group of 32, if the elements of these matrices are whole numbers, as they
             are with quantize="int8" or "int4" and in most quantized files: prompts and batches take
-            a third less time. "int8_token" has one scale per token instead, which loses more.
-            Embedding and lm_head are multiplied as before. "bf16" rounds none. Default: as W8A8
-            files ask, which is "int8_token", and otherwise "bf16".
+            a third less time. lm_head is multiplied as before, and "int8_lm_head" rounds its
+            inputs, too. "int8_token" has one scale per token instead, which loses more. "bf16"
+            rounds none. Default: as W8A8 files ask, which is "int8_token", and otherwise "bf16".
         lora: LoRA or DoRA adapters in PEFT's format that are merged into the weights while these
             are loaded: the folder of one, several with commas between them, or a list, which are
             merged in order. The result is a model like any other, so that it takes no longer to
@@ -205,9 +205,10 @@ class BuildArgs:
     activations: str | None = _flag(
         None,
         "NAME",
-        "Round the activations on the CPU: int8, or int8_token with one scale per token",
+        "Round the activations on the CPU: int8, int8_lm_head (also those of lm_head), or "
+        "int8_token with one scale per token",
         "as the files ask, else bf16",
-        choices=("bf16", "int8", "int8_token"),
+        choices=("bf16", "int8", "int8_lm_head", "int8_token"),
     )
     lora: "str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None" = _flag(
         None,

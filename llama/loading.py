@@ -589,8 +589,7 @@ def load_weights(
                 warn_of_plain(_layer_matrices(model), str(checkpoint.file_type))
         _warn_of_damage(model, checkpoint)
     if files.activations is not None:
-        matrices = {"/".join(x.names): x.weight for x in _layer_matrices(model)}
-        weights.round_activations(matrices, files.activations)
+        round_activations(model, files.activations)
     return model
 
 
@@ -608,6 +607,18 @@ def load_head(checkpoint: Checkpoint) -> torch.Tensor | None:
     if not all_finite(head):
         raise ValueError(f"{tensor.file}: {HEAD} holds NaN or infinity: fetch it again")
     return head
+
+
+def round_activations(model: Transformer, name: str) -> None:
+    """Round the inputs of a model's matrices, as a value of `activations=` says.
+
+    Raises:
+        ValueError: The matrices do not fit this value.
+    """
+    matrices = {"/".join(x.names): x.weight for x in _layer_matrices(model)}
+    if weights.ROUNDED_ACTIVATIONS[name].with_lm_head and model.plan.share.has_lm_head:
+        matrices[weights.LM_HEAD] = model.output.weight
+    weights.round_activations(matrices, name)
 
 
 def _matrices(model: Transformer) -> list[Matrix]:

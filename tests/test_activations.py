@@ -32,7 +32,7 @@ def logits_of(llama: Llama) -> torch.Tensor:
 
 @needs_kernels
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("activations", ["int8", "int8_token"])
+@pytest.mark.parametrize("activations", ["int8", "int8_token", "int8_lm_head"])
 def test_inputs_of_the_layers_are_rounded(folder, quantize, activations, capsys):
     llama = build(folder, quantize=quantize, activations=activations)
     assert f"cpu, {quantize}, activations={activations}, model_par" in capsys.readouterr().out
@@ -40,12 +40,12 @@ def test_inputs_of_the_layers_are_rounded(folder, quantize, activations, capsys)
     for layer in model.blocks():
         for linear in (layer.attention.wo, layer.feed_forward.w2):
             k = linear.weight.shape[1]
-            assert linear.weight.activations == (32 if activations == "int8" else k)
-    assert not model.output.weight.activations
+            assert linear.weight.activations == (k if activations == "int8_token" else 32)
+    assert model.output.weight.activations == (32 if activations == "int8_lm_head" else 0)
     rounded, plain = logits_of(llama), logits_of(build(folder, quantize=quantize))
     assert not torch.equal(rounded, plain)
     error = (rounded - plain).square().mean() / plain.square().mean()
-    assert error < (1e-3 if activations == "int8" else 2e-3)
+    assert error < (2e-3 if activations == "int8_token" else 1e-3)
     model.use_modules(True)
     assert torch.equal(logits_of(llama), rounded), "the modules are the definition"
     model.use_modules(False)
@@ -76,7 +76,7 @@ def test_an_answer_is_the_same_in_any_batch_and_with_drafts(folder):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"activations": "int4"}, "activations='int4': give one of bf16, int8, int8_token, or"),
+        ({"activations": "int4"}, "activations='int4': give one of bf16, int8, int8_lm_head,"),
         ({"activations": 8}, "activations=8: give one of"),
         ({"activations": "int8"}, "activations='int8' needs matrices whose elements are whole"),
         ({"activations": "int8", "quantize": "fp8"}, "none: give quantize='int8' or 'int4' too"),
@@ -105,6 +105,14 @@ def test_other_devices_amx_and_ranks_with_broken_groups_are_refused(monkeypatch)
         weight = packed(plain, "int8")
         round_activations({"layers.0.attention.wo": weight}, "int8_token")
         assert weight.activations == 64
+    held = {
+        "layers.0.attention.wo": packed(torch.ones(32, 64).bfloat16(), "int8"),
+        "output.weight": packed(torch.ones(32, 64).bfloat16()),
+    }
+    with pytest.raises(
+        ValueError, match="'int8_lm_head' needs an lm_head whose elements are whole"
+    ):
+        round_activations(held, "int8_lm_head")
     held = {"layers.0.attention.wo": packed(torch.ones(32, 80).bfloat16(), "int8")}
     with pytest.raises(
         ValueError, match=r"attention.wo has 80 columns on a rank, which is no mult"

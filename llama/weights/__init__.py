@@ -27,6 +27,7 @@ from llama.weights.weight import Weight
 
 __all__ = [
     "FORMATS",
+    "LM_HEAD",
     "QUANTIZED",
     "ROUNDED_ACTIVATIONS",
     "ActivationFormat",
@@ -52,10 +53,12 @@ class ActivationFormat(NamedTuple):
         per_token: Whether a row has one scale.
         in_files: The `input_activations` by which compressed-tensors describes it; None if no
             description means exactly this.
+        with_lm_head: Whether the rows that lm_head multiplies are rounded, too.
     """
 
     per_token: bool
     in_files: Mapping[str, object] | None = None
+    with_lm_head: bool = False
 
 
 # The formats by the names that `quantize=` takes.
@@ -74,6 +77,7 @@ FORMATS: dict[str, type[Weight]] = {
 # The values of `activations=` that round.
 ROUNDED_ACTIVATIONS = {
     "int8": ActivationFormat(per_token=False),
+    "int8_lm_head": ActivationFormat(per_token=False, with_lm_head=True),
     "int8_token": ActivationFormat(
         per_token=True,
         in_files={
@@ -85,6 +89,7 @@ ROUNDED_ACTIVATIONS = {
         },
     ),
 }
+LM_HEAD = "output.weight"
 _Matrix = Tensor | Coded | CodedRows
 _CPU = torch.device("cpu")
 _Formats = tuple[type[GroupedWeight], ...]  # the smallest first
@@ -175,12 +180,13 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
     """Round the rows that these matrices multiply, where their elements are whole numbers.
 
     Args:
-        matrices: The matrices of the layers by name, as a rank holds them.
+        matrices: The matrices of the layers by name, as a rank holds them, and lm_head where it
+            is to be rounded.
         name: What `check_activations` returned.
 
     Raises:
-        ValueError: No matrix has such elements; or a rank's part of one has columns that do not
-            fill a group.
+        ValueError: No matrix has such elements, or lm_head does not; or a rank's part of one has
+            columns that do not fill a group.
     """
     per_token = ROUNDED_ACTIVATIONS[name].per_token
     has_amx = _has_amx()
@@ -195,6 +201,11 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
                 f"activations={name!r}: {matrix} has {weight.shape[1]} columns on a rank, which is "
                 f"no multiple of {rounded.PIECE}: use another number of ranks, or give "
                 "activations='bf16'"
+            )
+        elif matrix == LM_HEAD:
+            raise ValueError(
+                f"activations={name!r} needs an lm_head whose elements are whole numbers: give "
+                "quantize='int8' or 'int4' too, or activations='int8'"
             )
     if not is_any and has_amx:
         raise ValueError(
