@@ -32,6 +32,7 @@ from helpers.kernels import KERNELS_RUN
 from helpers.launch import REPO, environment
 from helpers.waiting import wait_until
 from llama import ModelArgs
+from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.engine.pages import PagePool
 from llama.model import cost
@@ -123,13 +124,31 @@ def test_a_gguf_file_is_run_as_it_is(tmp_path):
     asked = run.Bench(model=str(path), vs="ours_bf16")
     with asked.folders("latency") as folders:
         assert folders == {"folder": str(path), "gguf": str(path)}
-    dtypes = {name: asked._dtypes(name)["dtype"] for name in ("ours", "llama_cpp", "ours_bf16")}
-    assert dtypes == {"ours": "auto", "llama_cpp": "auto", "ours_bf16": "bf16"}
+    names = ("ours", "llama_cpp", "ik_llama_cpp", "ours_rounded", "ours_bf16")
+    assert [asked._dtypes(name)["dtype"] for name in names] == ["auto"] * 4 + ["bf16"]
+    assert [asked._dtypes(name)["activations"] for name in names] == [None] * 3 + ["int8", None]
     cache = 20 * 2 * PARAMS["n_layers"] * 2 * 32 * 2  # keys and values of two heads, for 20 tokens
     read = cost.decode_bytes(asked.args, contexts=[10, 10], **asked.storage({"dtype": "auto"}))
     assert read == path.stat().st_size + cache
-    with pytest.raises(ValueError, match="only ours_bf16 and llama_cpp"):
+    with pytest.raises(ValueError, match="only ik_llama_cpp, llama_cpp, ours_bf16, ours_"):
         run.Bench(model=str(path), vs="transformers")
+
+
+def test_a_quantized_folder_is_run_as_it_is(tmp_path):
+    """A W8A8 folder is run by our engine, transformers and vLLM, and its bytes are read."""
+    meta = shapes.write_checkpoint(tmp_path / "meta", SMALL, torch.bfloat16)
+    path = tmp_path / "w8a8"
+    convert(meta, path, quantize="int8", activations="int8_token")
+    asked = run.Bench(model=str(path), vs="vllm")
+    with asked.folders("latency") as folders:
+        assert folders == {"folder": str(path), "hf": str(path)}
+    assert asked._dtypes("ours") == {
+        "dtype": "auto", "torch_dtype": "bfloat16", "activations": None,
+    }  # fmt: skip
+    size = (path / "model.safetensors").stat().st_size
+    assert asked.storage({"dtype": "auto"}) == {"itemsize": 2, "file_bytes": size}
+    with pytest.raises(ValueError, match="only ours_bf16, ours_rounded, transformers, vllm run"):
+        run.Bench(model=str(path), vs="llama_cpp")
 
 
 def test_latency_beside_busy_processes(bench):
@@ -185,14 +204,14 @@ def is_zombie(pid: int) -> bool:
     return process_status(pid)[0] == "Z"
 
 
-@pytest.mark.parametrize("name", ["transformers", "llama_cpp", "vllm"])
+@pytest.mark.parametrize("name", ["transformers", "llama_cpp", "ik_llama_cpp", "vllm"])
 def test_peers_say_the_same_tokens(name, tmp_path, monkeypatch):
     """Peers give the same tokens, in float32 with the same weights, if they are installed."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     meta = shapes.write_checkpoint(tmp_path / "meta", SMALL, torch.float32)
     job = JOB | shapes.layouts(find(meta), tmp_path) | {"measure": "latency", "threads": 1}
-    if name == "llama_cpp":
+    if name.endswith("llama_cpp"):
         from bench.gguf_file import write_gguf
 
         write_gguf(find(meta), tmp_path / "model.gguf", torch.float32)

@@ -27,7 +27,15 @@ import torch
 from bench.engines import ENGINES
 from bench.machine import facts, matrix_flops, read_bandwidth
 from bench.report import Column, table
-from bench.shapes import DTYPES, is_gguf, layouts, once, params_of, write_checkpoint
+from bench.shapes import (
+    DTYPES,
+    is_gguf,
+    is_quantized_folder,
+    layouts,
+    once,
+    params_of,
+    write_checkpoint,
+)
 from llama import ModelArgs
 from llama.checkpoint.convert import pack
 from llama.checkpoint.find import find
@@ -45,7 +53,7 @@ class Bench:
     `flags.FLAGS` describes the flags.
 
     The dtypes int8, fp8 and int4 concern our weights only; `--vs ours_bf16` runs our own engine in
-    bf16 beside them.
+    bf16 beside them, and `--vs ours_rounded` in the same dtype with activations in int8.
     """
 
     model: str = "demo"
@@ -57,6 +65,7 @@ class Bench:
     limit_s: int = 900
     out: str | None = None
     seed: int = 0
+    is_run_as_it_is: bool = field(default=False, init=False)  # in the formats of its files
     skipped: dict[str, str] = field(default_factory=dict, init=False)
     failed: dict[str, str] = field(default_factory=dict, init=False)
 
@@ -71,8 +80,16 @@ class Bench:
         if self.threads is not None:
             torch.set_num_threads(whole("threads", self.threads))
         self.pythons = {"ours": sys.executable} | _pythons(self.vs)
-        if is_gguf(self.model) and self.pythons.keys() - {"ours", "ours_bf16", "llama_cpp"}:
-            raise ValueError(f"vs={self.vs!r}: of {self.model} only ours_bf16 and llama_cpp run")
+        readers: set[str] = set()  # the peers that read files in their own formats
+        if is_gguf(self.model):
+            readers = {"llama_cpp", "ik_llama_cpp"}
+        elif is_quantized_folder(self.model):
+            readers = {"transformers", "vllm"}
+        self.is_run_as_it_is = bool(readers)
+        readers |= {"ours_bf16", "ours_rounded"}
+        if self.is_run_as_it_is and self.pythons.keys() - {"ours", *readers}:
+            names = ", ".join(sorted(readers))
+            raise ValueError(f"vs={self.vs!r}: of {self.model} only {names} run")
 
     @property
     def stored(self) -> str:
@@ -82,7 +99,9 @@ class Bench:
     def storage(self, job: Row) -> Row:
         """Return how an engine stores its weights, as arguments of `decode_bytes`."""
         if job["dtype"] == "auto":
-            return {"itemsize": 2, "file_bytes": Path(self.model).stat().st_size}
+            model = Path(self.model)
+            files = [*model.glob("*.safetensors")] if model.is_dir() else [model]
+            return {"itemsize": 2, "file_bytes": sum(file.stat().st_size for file in files)}
         quantize = job["dtype"] if job["dtype"] in QUANTIZED else None
         stored = DTYPES["bf16" if quantize else job["dtype"]]
         return {"itemsize": stored.itemsize, "quantize": quantize}
@@ -181,12 +200,17 @@ class Bench:
             self.failed["interrupted"] = "rows are missing"
 
     def _dtypes(self, engine: str) -> Row:
-        """Return the dtype of an engine, and torch's name of the dtype in the files."""
-        of_ours = {"ours": self.dtype, "ours_packed": self.dtype, "ours_bf16": "bf16"}
-        dtype = of_ours.get(engine, self.stored)
-        if is_gguf(self.model) and engine != "ours_bf16":
+        """Return what an engine computes with, and torch's name of the dtype in the files."""
+        dtype = "bf16" if engine == "ours_bf16" else self.stored
+        if engine in ("ours", "ours_packed", "ours_rounded"):
+            dtype = self.dtype
+        if self.is_run_as_it_is and engine != "ours_bf16":
             dtype = "auto"  # the formats of the file
-        return {"dtype": dtype, "torch_dtype": str(DTYPES[self.stored]).removeprefix("torch.")}
+        return {
+            "dtype": dtype,
+            "torch_dtype": str(DTYPES[self.stored]).removeprefix("torch."),
+            "activations": "int8" if engine == "ours_rounded" else None,  # None: as the files ask
+        }
 
     def _job(self, measure: str) -> Row:
         return {
@@ -206,9 +230,12 @@ class Bench:
         if is_gguf(self.model):
             yield {"folder": self.model, "gguf": self.model}
             return
+        if self.is_run_as_it_is:
+            yield {"folder": self.model, "hf": self.model}
+            return
         given = Path(self.model) if Path(self.model).is_dir() else None
         on_disk = given is not None or measure in ("load", "startup")
-        peers = self.pythons.keys() - {"ours", "ours_bf16", "ours_packed"}
+        peers = {name for name in self.pythons if not name.startswith("ours")}
         is_packed = "ours_packed" in self.pythons
         if not on_disk and not peers and not is_packed:
             yield {"folder": None}
@@ -223,7 +250,7 @@ class Bench:
                 write = functools.partial(pack, quantize=quantize)
                 out = once(work / f"packed-{self.dtype}", write, find(folder).folder)
                 others["packed"] = str(out)
-            if "llama_cpp" in peers:
+            if peers & {"llama_cpp", "ik_llama_cpp"}:
                 from bench.gguf_file import write_gguf  # imports the package gguf
 
                 others["gguf"] = str(once(work / "model.gguf", write_gguf, find(folder), dtype))

@@ -56,6 +56,14 @@ def is_gguf(model: str) -> bool:
     return Path(model).suffix == ".gguf" and Path(model).is_file()
 
 
+def is_quantized_folder(model: str) -> bool:
+    """Return whether `model` is a folder of Hugging Face's layout with quantized matrices."""
+    if not Path(model).is_dir():
+        return False
+    found = find(model)
+    return found.layout == "hf" and found.is_quantized
+
+
 def random_model(params: dict[str, Any], dtype: torch.dtype, device: str) -> Transformer:
     """Return a Transformer with random weights, the same ones for the same shape."""
     model = Transformer(ModelArgs(**params), dtype=dtype, device=device)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from bench.engines.ik_llama_cpp import IkLlamaCpp
 from bench.engines.llama_cpp import LlamaCpp
 from bench.engines.llama_models import LlamaModels
 from bench.engines.ours import Ours
@@ -59,6 +60,7 @@ ENGINES = {
     "ours": _OURS,
     "ours_bf16": _OURS,  # the comparison where --dtype is another
     "ours_packed": _OURS,  # reads a folder of packed weights
+    "ours_rounded": _OURS,  # rounds activations to int8
     "transformers": Peer(
         Transformers, ("torch", "transformers", "transformers.models.llama.modeling_llama")
     ),
@@ -67,4 +69,5 @@ ENGINES = {
     ),
     "vllm": Peer(Vllm, ("torch", "vllm", "vllm.v1.engine.llm_engine"), vllm_environment),
     "llama_cpp": Peer(LlamaCpp, ("numpy", "llama_cpp")),
+    "ik_llama_cpp": Peer(IkLlamaCpp, ("numpy", "ik_llama_cpp._ctypes_api")),
 }

@@ -10,33 +10,43 @@ from pathlib import Path
 from typing import Any
 
 _REPACK = "BENCH_LLAMA_CPP_REPACK"  # 0: quantized weights stay in the file's order
-_UBATCH = 512  # tokens that go through the model at once: llama.cpp's own default
+UBATCH = 512  # tokens that go through the model at once: llama.cpp's own default
 
 
 class LlamaCpp:
     """llama.cpp with one slot per sequence."""
 
+    name = "llama.cpp"
+
     def __init__(self, job: dict[str, Any]) -> None:
-        import llama_cpp
         import numpy
 
-        self.api = llama_cpp
+        self.api = self._import()
         self.numpy = numpy
         self.vocab_size = job["params"]["vocab_size"]
-        llama_cpp.llama_backend_init()
+        self.api.llama_backend_init()
         path = str(Path(job["gguf"])).encode()
-        params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = os.environ.get(_REPACK) != "0"
-        self.model = llama_cpp.llama_model_load_from_file(path, params)
-        self.context = self.model and llama_cpp.llama_init_from_model(
+        self.model = self.api.llama_model_load_from_file(path, self._model_settings())
+        self.context = self.model and self.api.llama_init_from_model(
             self.model, self._settings(job)
         )
         if not self.context:
-            raise RuntimeError(f"llama.cpp cannot load {job['gguf']}")
-        self.memory = llama_cpp.llama_get_memory(self.context)
-        self.batch = llama_cpp.llama_batch_init(self.num_batch, 0, 1)
+            raise RuntimeError(f"{self.name} cannot load {job['gguf']}")
+        self.batch = self.api.llama_batch_init(self.num_batch, 0, 1)
         self.lengths = [0] * job["batch"]  # tokens that each slot holds
         self.latest: dict[int, int] = {}  # slot -> its newest id, which is not yet computed
+
+    def _import(self) -> Any:
+        """Return the module of the C functions."""
+        import llama_cpp
+
+        return llama_cpp
+
+    def _model_settings(self) -> Any:
+        """Return the parameters of the model."""
+        params = self.api.llama_model_default_params()
+        params.use_extra_bufts = os.environ.get(_REPACK) != "0"
+        return params
 
     def _settings(self, job: dict[str, Any]) -> Any:
         """Return the parameters of the context.
@@ -48,7 +58,7 @@ class LlamaCpp:
         padded = -(-job["longest"] // 256) * 256  # llama.cpp pads the cache to this anyway
         self.num_batch = job["batch"] * padded
         settings.n_ctx = settings.n_batch = self.num_batch
-        settings.n_ubatch = min(_UBATCH, self.num_batch)
+        settings.n_ubatch = min(UBATCH, self.num_batch)
         settings.n_seq_max = settings.n_outputs_max = job["batch"]
         settings.n_threads = settings.n_threads_batch = job["threads"]
         settings.kv_unified = False
@@ -101,14 +111,22 @@ class LlamaCpp:
         batch.n_tokens = count
         if error := self.api.llama_decode(self.context, batch):
             raise RuntimeError(f"llama_decode returned {error}")
-        logits = self.api.llama_get_logits(self.context)  # waits until all is computed
+        logits = self._logits()  # waits until all is computed
         shape = (len(rows), self.vocab_size)
         best = self.numpy.ctypeslib.as_array(
             ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), shape
         ).argmax(-1)
         self.latest |= dict(zip(rows, best.tolist(), strict=True))
 
+    def _logits(self) -> Any:
+        """Return the address of the logits of all rows that asked for them."""
+        return self.api.llama_get_logits(self.context)
+
     def _free(self, slot: int) -> None:
-        self.api.llama_memory_seq_rm(self.memory, slot, -1, -1)
+        self._forget(slot)
         self.lengths[slot] = 0
         del self.latest[slot]
+
+    def _forget(self, slot: int) -> None:
+        """Remove the keys and values of a slot."""
+        self.api.llama_memory_seq_rm(self.api.llama_get_memory(self.context), slot, -1, -1)

@@ -125,14 +125,21 @@ def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
     """Return a Llama for a folder of weights, or for random weights that were never in a file."""
     from bench.shapes import DTYPES, random_model, write_tokenizer
     from llama import Llama, Tokenizer
+    from llama.loading import round_activations
     from llama.weights import QUANTIZED
 
+    activations = job.get("activations")
     if job["folder"]:
-        return Llama.build(job["folder"], None, **sizes, device=job["device"], dtype=job["dtype"])
+        return Llama.build(
+            job["folder"], None, **sizes, device=job["device"], dtype=job["dtype"],
+            activations=activations,
+        )  # fmt: skip
     quantize = job["dtype"] if job["dtype"] in QUANTIZED else None
     dtype = DTYPES["bf16" if quantize else job["dtype"]]
     model = random_model(job["params"] | sizes, dtype, job["device"])
     model.pack(quantize=quantize)
+    if activations is not None:
+        round_activations(model, activations)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")
         write_tokenizer(path, job["params"]["vocab_size"])
