@@ -66,7 +66,7 @@ def serve(options: argparse.Namespace) -> int:
                 url = _url_of(options, server.port, inherited)
                 say(f"{LISTENING}{url}; loading {name}")
             llama = load(options)
-            remedy = "and start a server for each replica"
+            remedy = "or start one for each group with --ranks and --replicas"
             check_one_group(llama.model.parallel.data_size, "one server leads one group", remedy)
             SIGNALS.has_begun = True  # Every rank sets this.
 
