@@ -47,6 +47,10 @@ SYSTEM = {"role": "system", "content": "Answer briefly."}
 CHAT = "/v1/chat/completions"
 
 
+# A stream whose chunks divide characters and events.
+CHUNKS = (b": \r\n\r\ndata: \xe2\x82", b"\xac\n\n", b"d", b"ata: \x00\xff" + 20_000 * b"y", b"\n\n")
+
+
 # --- HAProxy with its real configuration, before replicas of a few lines ---
 
 
@@ -61,6 +65,7 @@ class _Replica(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self.paths: list[str] = []
         self.status = 200
         self.num_left = 0  # clients that left before their answer
+        self.has_arrived = threading.Event()  # whether the client of a stream has its beginning
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -79,6 +84,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.server.paths.append(self.path)
         self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/stream":
+            self._stream()
+            return
         if self.path == "/die":
             self.close_connection = True
             return
@@ -86,6 +94,19 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.num_left += 1
             return
         self._answer(self.server.status)
+
+    def _stream(self) -> None:
+        self.send_response(200)
+        for name in ("X-Request-Id", "X-Own"):
+            self.send_header(name, self.headers[name])
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for chunk in CHUNKS:
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+            if chunk == CHUNKS[1]:  # It is on its way before there is another one.
+                self.server.has_arrived.wait(30)
+        self.wfile.write(b"0\r\n\r\n")
 
     def _answer(self, status: int) -> None:
         body = json.dumps({"replica": self.server.name, "path": self.path}).encode()
@@ -259,6 +280,24 @@ def test_each_replica_has_a_path_of_its_own(routed):
         assert "/replicas/0 to /replicas/1" in response.json()["error"]["message"]
     names = [routed.client.get(f"{routed.url}/v1/models").json()["replica"] for _ in range(40)]
     assert min(Counter(names)[x] for x in "01") > 5, "without a text they take turns"
+
+
+@needs_haproxy
+def test_streams_pass_byte_for_byte(routed):
+    """A stream keeps its bytes and headers, and does not wait for its next event."""
+    headers = {"X-Request-Id": "mine", "X-Own": "kept"}
+    url = f"{routed.url}/stream"
+    with routed.client.stream("POST", url, json={}, headers=headers) as response:
+        parts = response.iter_raw()
+        received = next(parts)
+        while len(received) < len(CHUNKS[0] + CHUNKS[1]):
+            received += next(parts)
+        for replica in routed.replicas:
+            replica.has_arrived.set()
+        received += b"".join(parts)
+    assert received == b"".join(CHUNKS)
+    assert {name: response.headers[name] for name in headers} == headers
+    assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
 
 
 @needs_haproxy
