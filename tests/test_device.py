@@ -123,6 +123,11 @@ def test_without_a_limit_the_machine_counts(cgroup, monkeypatch):
     assert free_bytes(torch.device("cpu")) == 12345
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
     assert free_bytes(torch.device("cpu")) == 12345 // 5
+    monkeypatch.setenv("LLAMA_LOCAL_SERVERS", "2")
+    assert free_bytes(torch.device("cpu")) == 12345 // 10
+    monkeypatch.setenv("LLAMA_LOCAL_SERVERS", "two")
+    with pytest.raises(ValueError, match="LLAMA_LOCAL_SERVERS"):
+        free_bytes(torch.device("cpu"))
 
 
 def test_blocks_that_torch_keeps_are_free(monkeypatch):
@@ -164,6 +169,8 @@ TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
         ("max 100000", 1, TORCHRUN | {"LOCAL_WORLD_SIZE": "16"}, 1),
         ("max 100000", 3, TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, 3),
         ("max 100000", 1, {"OMP_NUM_THREADS": "1"}, 1),
+        ("600000 100000", 8, {"LLAMA_LOCAL_SERVERS": "2"}, 3),  # the quota of two servers
+        ("max 100000", 8, {"LLAMA_LOCAL_SERVERS": "2"}, 8),  # each has its own CPU affinity
         ("max 100000", 2, TORCHRUN | {"OMP_NUM_THREADS": "2", "LOCAL_WORLD_SIZE": "2"}, 2),
     ],
 )

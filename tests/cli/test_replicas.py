@@ -486,6 +486,8 @@ def test_two_replicas_of_the_demo_model():
         assert ends["streams_of_1"] == ends["complete_of_1"] > 0
         wait_until(lambda: any("replica 0 is ready again" in line for line in server.log))
         pids = [process_of(server, i) for i in range(2)]
+        if len(os.sched_getaffinity(0)) > 1:
+            assert not os.sched_getaffinity(pids[0]) & os.sched_getaffinity(pids[1])
         body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
             lines = stream.iter_lines()
@@ -601,7 +603,7 @@ def test_cores_are_divided_by_node_and_core(monkeypatch, tmp_path):
 
     assert cores(2) == [{0, 4, 1, 5}, {2, 6, 3, 7}]
     assert cores(4) == [{0, 4}, {1, 5}, {2, 6}, {3, 7}]
-    assert cores(9) == [None] * 9
+    assert cores(9) == [{0}, {4}, {1}, {5}, {2}, {6}, {3}, {7}, {0}]
     assert {share.variables[NUM_SERVERS] for share in shares.shares(4, 1, "cpu")} == {"4"}
     assert parse_cpus("0-3,8\n") == [0, 1, 2, 3, 8]
 

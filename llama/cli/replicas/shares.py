@@ -95,7 +95,7 @@ def _divide_cores(num_replicas: int) -> Sequence[frozenset[int] | None]:
         return [None] * num_replicas
     cores = sorted(os.sched_getaffinity(0), key=_position)
     if num_replicas > len(cores):
-        return [None] * num_replicas
+        return [frozenset([cores[i % len(cores)]]) for i in range(num_replicas)]
     ends = [i * len(cores) // num_replicas for i in range(num_replicas + 1)]
     return [frozenset(cores[ends[i] : ends[i + 1]]) for i in range(num_replicas)]
 
