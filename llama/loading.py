@@ -171,6 +171,7 @@ class Loaded:
         plural = "" if sequences == 1 else "s"
         shares = ",".join(map(str, self.files.placement.shares))
         graphs = ", CUDA graphs" if runner.has_graphs else ""
+        purpose = self.files.checkpoint.purpose
         stages = self.model.parallel.placement.stages
         pipeline = f", pipeline_parallel_size={stages}" if stages > 1 else ""
         return (
@@ -180,6 +181,7 @@ class Loaded:
             f"model context {params.longest_context:,} tokens, "
             f"KV cache {tokens}, {sequences} sequence{plural} of full length at once"
             f"{selection.describe(self.model)}{graphs}"
+            f"{f'; {purpose}' if purpose else ''}"
         )
 
     def warn_not_finite(self) -> None:

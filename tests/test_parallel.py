@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from helpers import warm
 from helpers.checkpoints import write_byte_tokenizer, write_meta
+from helpers.embedders import write_model
 from helpers.kernels import HAS_KERNELS
 from helpers.launch import PROGRAMS, REPO, environment, torchrun, torchrun_groups
 from helpers.prompts import prompts_of
@@ -77,7 +79,16 @@ TEXTS = ["Once", "x", "The end"]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
+def reranker(tmp_path_factory) -> Path:
+    """A bidirectional model with a head of one label."""
+    folder = tmp_path_factory.mktemp("reranker") / "model"
+    model_class = transformers.LlamaForSequenceClassification
+    write_model(folder, model_class, num_labels=1, is_causal=False, changes={"pooling": "avg"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(sharded, reranker, tmp_path_factory) -> dict[str, list[list[dict]]]:
     """The results of two ranks for the jobs of all tests that need no launch of their own."""
     kv2, kv4, wide = (str(sharded[name]) for name in ("kv2", "kv4", "wide"))
     damaged = tmp_path_factory.mktemp("damaged") / "model"
@@ -104,6 +115,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "beams", "folder": kv4, "prompts": TEXTS},
             {"do": "second_thread", "folder": kv4},
             {"do": "embed", "folder": kv4, "prompts": PROMPTS},
+            {"do": "score", "folder": str(reranker), "texts": TEXTS},
         ],
         "vllm": [
             {"do": "vllm_client", "folder": kv4, "prompts": TEXTS, "size": 2},
@@ -131,7 +143,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_shard_count_on_every_world(world, sharded, request, tmp_path):
+def test_every_shard_count_on_every_world(world, sharded, reranker, request, tmp_path):
     """Every shard count works on every world size.
 
     1, 2 and 4 shards, and kv heads fewer than ranks, give the ids of one process on every rank,
@@ -152,7 +164,10 @@ def test_every_shard_count_on_every_world(world, sharded, request, tmp_path):
         drafts = {"do": "speculated", "folder": kv4, "prompts": REPEATED, "draft": "lookup"}
         wide = {"do": "drafted", "folder": str(sharded["wide"]), "quantize": None}
         embeds = {"do": "embed", "folder": kv4, "prompts": PROMPTS}
-        ranks = torchrun(world, [*jobs, embeds, wide | {"kinds": ["some"]}, drafts], tmp_path)
+        scores = {"do": "score", "folder": str(reranker), "texts": TEXTS}
+        ranks = torchrun(
+            world, [*jobs, scores, embeds, wide | {"kinds": ["some"]}, drafts], tmp_path
+        )
         alone_without = Llama.build(kv4, None, 256, 4, dtype="fp32", device="cpu")
         wanted = alone_without.generate(REPEATED, 60, 0.0)[0]
         (called, led, drafted), *others = [rank.pop()["result"] for rank in ranks]
@@ -161,6 +176,7 @@ def test_every_shard_count_on_every_world(world, sharded, request, tmp_path):
         assert [rank.pop()["result"] for rank in ranks[1:]] == [[[], drafted]] * 3
         assert changed == [] and drafted > 500
         check_embeddings(sharded, [rank.pop()["result"] for rank in ranks])
+        check_scores(reranker, [rank.pop()["result"] for rank in ranks])
     assert all(rank == ranks[0] for rank in ranks), "ranks differ"
     for job, found in zip(jobs, ranks[0], strict=True):
         settings = SAMPLED if job["temperature"] else GREEDY
@@ -186,8 +202,18 @@ def check_embeddings(sharded: dict[str, Path], ranks: list[Any]) -> None:
             assert ours[str(name)][0] == pytest.approx(tensor[0].tolist(), abs=1e-4)
 
 
-def test_two_ranks_embed(sharded, two_ranks):
+def check_scores(folder: Path, ranks: list[Any]) -> None:
+    """Compare the results of the job "score" with those of one process."""
+    llama = Llama.build(str(folder), None, 128, 4, dtype="fp32", device="cpu")
+    assert all(rank == ranks[0] for rank in ranks)
+    *scores, logits = ranks[0]
+    assert scores == pytest.approx(llama.score(TEXTS[0], TEXTS[1:]), abs=1e-5)
+    assert logits == pytest.approx(llama.classify(TEXTS)[0].logits, abs=1e-4)
+
+
+def test_two_ranks_embed(sharded, reranker, two_ranks):
     """Vectors and hidden states are those of one process on every rank, called and led."""
+    check_scores(reranker, [rank[7]["result"] for rank in two_ranks["requests"]])
     check_embeddings(sharded, [rank[6]["result"] for rank in two_ranks["requests"]])
 
 
@@ -262,7 +288,7 @@ def test_requests_streams_and_beams_on_two_ranks(sharded, two_ranks):
     llama = Llama.build(str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu")
     texts = [r["generation"] for r in llama.text_completion(TEXTS, 1.0, 1.0, 16, seed=3)]
     beams = [[b["generation"] for b in found] for found in llama.beam_search(TEXTS, 3, 8)]
-    for _, listening, differ, streamed, searched, threaded, _ in two_ranks["requests"]:
+    for _, listening, differ, streamed, searched, threaded, *_ in two_ranks["requests"]:
         assert listening["result"] == [], "ranks of one machine talk over loopback alone"
         assert "the prompts or parameters differ between rank 0 and rank 1" in differ["error"]
         assert "RuntimeError: another thread of this rank has" in threaded["result"]

@@ -16,6 +16,7 @@ from helpers.kernels import KERNELS_RUN
 from helpers.prompts import prompts_of
 from llama import Llama
 from llama.checkpoint.convert import convert, pack
+from llama.cli import doctor
 
 IDS = prompts_of([9, 1, 33, 18], seed=4)
 TEXTS = ["the cat sleeps", "where is the ball?", "a"]
@@ -84,6 +85,20 @@ def test_a_bidirectional_model_embeds_as_its_files_say(bidirectional):
         llama.generate([[1, 2]], 4)
     with pytest.raises(ValueError, match="no classification head"):
         llama.classify(["x"])
+
+
+def test_doctor_and_the_first_line_say_what_a_model_is_for(bidirectional, classifier, capsys):
+    for (folder, _), purpose in {
+        bidirectional: "embeds texts by the mean of all tokens with the prompts query, passage; "
+        "generates nothing, as its attention is bidirectional",
+        classifier: "labels texts (bad, good, none) by the last token; generates nothing, as its "
+        "files (LlamaForSequenceClassification) have no lm_head",
+    }.items():
+        facts = {x.name: x for x in doctor._checkpoint(str(folder), torch.device("cpu"))}
+        assert facts["purpose"].text == purpose and "chat" not in facts
+        assert not any(fact.problem for fact in facts.values())
+        build(folder, verbose=True)
+        assert capsys.readouterr().out.endswith(f"; {purpose}\n")
 
 
 def test_a_bidirectional_prompt_is_one_step(bidirectional):

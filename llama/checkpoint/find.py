@@ -122,6 +122,14 @@ class Checkpoint:
         return f"its files ({self.pooling.architecture}) have no lm_head"
 
     @property
+    def purpose(self) -> str:
+        """The use of the model beside generating, or instead; empty if its files say nothing."""
+        parts = [self.pooling.describe()]
+        if self.why_silent:
+            parts.append(f"generates nothing, as {self.why_silent}")
+        return "; ".join(part for part in parts if part)
+
+    @property
     def params_of_files(self) -> ModelArgs:
         """The sizes of the model in the files, before adapters are merged."""
         return replace(self.params, tied_output=True) if self.is_untied else self.params

@@ -37,6 +37,8 @@ _CLASSIFIER = "ForSequenceClassification"
 _HEADLESS = ("LlamaModel", "LlamaBidirectionalModel")
 _MODULES = ("Transformer", "Pooling", "Normalize")  # modules of sentence-transformers
 _IDENTITY = "Identity"
+_MAX_NAMED = 8  # labels and prompts that a description names
+_MEANINGS = {"mean": "the mean of all tokens", "last": "the last token", "first": "the first token"}
 # The prompt of NVIDIA's rerankers, which is in their model cards alone.
 _NVIDIA_PAIR = "question:{query} \n \n passage:{document}"
 
@@ -86,6 +88,20 @@ class PoolingSettings:
     text: TokenTemplate | None = None
     pair: TokenTemplate | None = None
     pair_template: str | None = None
+
+    def describe(self) -> str:
+        """Return what the model does with whole prompts; empty if its files say nothing of it."""
+        parts = []
+        if self.head is not None:
+            names = ", ".join(self.head.labels[:_MAX_NAMED])
+            parts.append(f"labels texts ({names})" if names else "labels texts")
+        elif self.kind is not None:
+            parts.append("embeds texts")
+        if self.kind is not None:
+            parts.append(f"by {_MEANINGS[self.kind]}")
+        if self.prompts:
+            parts.append(f"with the prompts {', '.join(list(self.prompts)[:_MAX_NAMED])}")
+        return " ".join(parts)
 
 
 GENERATES = PoolingSettings()  # a checkpoint whose files say nothing of embeddings

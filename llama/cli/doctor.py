@@ -231,6 +231,8 @@ def _checkpoint(
     )
     if checkpoint.vision is not None:
         yield Fact("vision", checkpoint.vision.describe())
+    if checkpoint.purpose:
+        yield Fact("purpose", checkpoint.purpose)
     yield from _tokenizer(checkpoint)
     try:
         args.check_ranks(placement.size)
@@ -259,7 +261,7 @@ def _shares(args: ModelArgs, placement: Placement) -> Iterator[Fact]:
 
 def _plan(checkpoint: Checkpoint, device: torch.device, placement: Placement) -> Iterator[Fact]:
     """Yield the speed that the cost model expects, if it knows the device and shares are equal."""
-    if placement.is_even:
+    if placement.is_even and not checkpoint.why_silent:
         free = llama.device.free_bytes(device)
         text = summary(checkpoint, device, free, placement.size)
         if text is not None:
@@ -274,6 +276,8 @@ def _tokenizer(checkpoint: Checkpoint) -> Iterator[Fact]:
         yield problem("tokenizer", str(e))
         return
     yield Fact("tokenizer", f"{checkpoint.tokenizer_path()}: {tokenizer.n_words} tokens")
+    if checkpoint.why_silent and not find_chat_templates(checkpoint):
+        return  # It answers no chats.
     # A base model in these layouts has no chat template, which is no fault of its files.
     may_lack_template = checkpoint.source_layout in ("hf", "gguf")
     try:

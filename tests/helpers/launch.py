@@ -64,6 +64,9 @@ def torchrun(
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
 
 
+_BUILDING = ("generate", "place", "score", "vllm_client")  # jobs that may load a model
+
+
 def _num_builds(jobs: list[dict]) -> int:
     """Return how many models the jobs load: one per folder, until they are forgotten."""
     builds = 0
@@ -71,7 +74,7 @@ def _num_builds(jobs: list[dict]) -> int:
     for job in jobs:
         if job["do"] == "forget":
             loaded.clear()
-        elif job["do"] in ("generate", "place", "vllm_client") and job["folder"] not in loaded:
+        elif job["do"] in _BUILDING and job["folder"] not in loaded:
             loaded.add(job["folder"])
             builds += 1
     return builds

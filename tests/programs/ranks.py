@@ -82,6 +82,16 @@ def embed(folder: str, prompts: list) -> list:
     return [vectors(), llama.lead(vectors)]
 
 
+def score(folder: str, texts: list[str]) -> list:
+    """Return scores of a reranker, and its refusal of other arguments on rank 1 alone."""
+    llama = build(folder)
+    found = llama.score(texts[0], texts[1:])
+    with contextlib.suppress(ValueError):
+        llama.score(texts[0] if RANK else "", texts[1:])
+        found.append(-1.0)
+    return [*found, llama.classify(texts)[0].logits]
+
+
 def place(folder: str, size: int | None = None) -> list[int]:
     parallel = build(folder, size).model.parallel
     return [parallel.rank, parallel.size, parallel.data_rank, parallel.data_size]
