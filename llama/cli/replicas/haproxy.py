@@ -10,6 +10,7 @@ import importlib.util
 import json
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -33,8 +34,8 @@ _PROMPT_BYTES = 1024  # The beginning of a prompt is its key, because continuati
 _LONG_BYTES = 1 << 16  # the same of a body whose first messages exceed the buffer
 _RESERVED_CONNECTIONS = 64  # connections beyond the limit that are answered with 503
 _RESERVED_DESCRIPTORS = 128
-# Paths that concern one replica, so that its index must be named.
-_OWN_PATHS = ("/metrics", "/load")
+# Paths that show or change one replica, so that its index must be named.
+_OWN_PATHS = ("/metrics", "/load", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _CHAT_PATHS = ("/v1/chat/completions", "/api/chat", "/v1/messages")
 _MESSAGES_PATHS = ("/v1/messages",)
 _RESPONSES_PATHS = ("/v1/responses",)
@@ -147,7 +148,7 @@ class Config:
             f"  maxconn {max(1, num_sockets // 2)}",
             f"  tune.bufsize {_BUFFER_BYTES}",
             f"  hard-stop-after {int(self.drain_s) + 10}s",
-            f"  stats socket {self.admin} mode 600 level admin",
+            f"  stats socket {_quoted(self.admin)} mode 600 level admin",
             "",
             "defaults",
             "  mode http",
@@ -178,7 +179,6 @@ class Config:
         per_address = f"{self.max_per_address} connections are open from one address, the limit"
         own_paths = [f"/{BACKEND}/{i}" for i in range(len(self.sockets))]
         own = f"each replica has this path: put {own_paths[0]} to {own_paths[-1]} before it"
-        is_own = " or ".join(f"{{ path {path} }}" for path in _OWN_PATHS)
         return [
             "frontend clients",
             f"  bind fd@{self.listener}",
@@ -189,7 +189,7 @@ class Config:
             f" if {{ fe_conn gt {self.max_connections} }}",
             f"  http-request return {_refusal(503, per_address)}"
             f" if {{ sc0_conn_cur gt {self.max_per_address} }}",
-            f"  http-request return {_refusal(404, own)} if {is_own}",
+            f"  http-request return {_refusal(404, own)} if {{ path {' '.join(_OWN_PATHS)} }}",
             *(
                 f"  use_backend replica-{i} if {{ path {own_path} }} or {{ path_beg {own_path}/ }}"
                 for i, own_path in enumerate(own_paths)
@@ -211,7 +211,7 @@ class Config:
             *key_rules(),
             "  http-response set-header X-Replica %s",
             "  default-server check inter 1s fall 3 rise 1",
-            *(f"  server {i} unix@{path}" for i, path in enumerate(self.sockets)),
+            *(f"  server {i} unix@{_quoted(path)}" for i, path in enumerate(self.sockets)),
         ]
 
     def _single(self) -> Iterator[list[str]]:
@@ -221,7 +221,7 @@ class Config:
                 f"backend replica-{i}",
                 f"  http-request replace-path /{BACKEND}/{i}/?(.*) /\\1",
                 "  http-response set-header X-Replica %s",
-                f"  server {i} unix@{path} track {BACKEND}/{i}",
+                f"  server {i} unix@{_quoted(path)} track {BACKEND}/{i}",
             ]
 
 
@@ -293,6 +293,11 @@ _MESSAGES = {
     503: "no replica takes requests now: they load, drain or have ended; try again",
     504: "the replica did not answer in time",
 }
+
+
+def _quoted(path: Path) -> str:
+    """Return a path as HAProxy reads it, which may have blanks and quotes as in a shell."""
+    return shlex.quote(str(path))
 
 
 def _refusal(status: int, message: str) -> str:
