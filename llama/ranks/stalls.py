@@ -76,10 +76,13 @@ def find_stalled_rank(
 def _find_behind(states: list[tuple[PeerInfo, dict[str, Any]]]) -> str | None:
     """Return the lowest rank whose state is behind those of the others."""
     states = sorted(states, key=lambda entry: entry[0].rank)
-    for peer, state in states:
-        if not state["activity"]:
-            return f"{peer.name} is not in a step, but runs other code"
     max_steps = max(state["steps"] for _, state in states)
+    for peer, state in states:
+        # A stage of a pipeline can have finished its step while others are still in theirs.
+        is_early = peer.stages > 1 and state["steps"] == max_steps
+        if not state["activity"] and not is_early:
+            return f"{peer.name} is not in a step, but runs other code"
+    states = [(peer, state) for peer, state in states if state["activity"]]
     for peer, state in states:
         if state["steps"] < max_steps:
             return f"{peer.name} is behind the others, in step {state['steps']} of {max_steps}"

@@ -253,11 +253,11 @@ def test_the_report(capsys):
     """The report has the same figures as text and as JSON, and a command that is understood."""
     report, text = report_of("70b --gpu h100 --gpus 8 --context 1024", capsys)
     assert report["fastest"] == "TP4 x PP1 x 2"
-    flags = "--ranks 4 --max_seq_len 1024 --max_batch_size 256"
+    flags = "--ranks 4 --replicas 2 --max_seq_len 1024 --max_batch_size 256"
     assert report["command"] == f"llama serve DIR {flags}"
-    assert report["command"] in text and "2 such servers" in text
+    assert report["command"] in text and "in all" not in text
     values = read("llama", COMMANDS["serve"], shlex.split(report["command"])[2:], {})
-    assert (values.ranks, values.max_seq_len) == (4, 1024)
+    assert (values.ranks, values.replicas, values.max_seq_len) == (4, 2, 1024)
     best = report["layouts"][0]
     assert f"{best['tokens_per_s']:,.0f}" in text and f"{best['kv_tokens_per_replica']:,}" in text
     assert report["steps"][-1]["tokens_per_s"] == pytest.approx(best["tokens_per_s"], abs=0.1)
@@ -276,6 +276,9 @@ def test_the_report(capsys):
     )
     assert report["command"].endswith("--dtype fp16 --kv_cache_dtype int8")
     assert report["kv_bytes_per_token"] == 32 * 2 * 8 * (128 + 2)
+    report, text = report_of("8b --gpu h100 --gpus 8 --machines 2", capsys)
+    assert report["fastest"] == "TP4 x PP1 x 4" and " --ranks 4 --replicas 2 " in report["command"]
+    assert "4 in all: give this command on each machine" in text
     report, text = report_of("8b --gpu 4090 --memory_gb 14 --machines 2", capsys)
     assert report["fastest"] == "TP2 x PP1 x 1"
     assert report["command"].startswith("torchrun --nnodes 2 --nproc_per_node 1 ")

@@ -48,16 +48,20 @@ requests = st.tuples(prompts, st.integers(0, 12), st.integers(0, 10), st.integer
     st.booleans(),
     st.sets(st.integers(0, VOCAB - 1), max_size=1),
     st.one_of(st.none(), st.randoms(use_true_random=False)),
+    st.integers(1, 3),
 )
-def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse, ahead, stops, rng):
+def test_no_token_is_lost_or_repeated(
+    arrivals, num_pages, batch, budget, reuse, ahead, stops, rng, stages
+):
     """No token is lost or repeated.
 
     Arrivals, lengths, budgets and page counts are random, with preemption: each sequence produces
     exactly what it would alone, and the pool ends as it began. The same holds with async
-    scheduling, where a step is scheduled before the tokens of the last one are known, and with
-    random drafts.
+    scheduling, where a step is scheduled before the tokens of the last one are known, in a
+    pipeline, and with random drafts.
     """
-    tried = engine(num_pages, 4, batch, max(budget, batch), reuse, ahead and rng is None)
+    ahead = ahead and rng is None and stages == 1
+    tried = engine(num_pages, 4, batch, max(budget, batch), reuse, ahead, stages)
     tried.drafter = rng and RandomDrafts(rng)
     stop_ids = frozenset(stops)
     pending = sorted(
@@ -86,11 +90,14 @@ def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse,
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(requests, min_size=1, max_size=12), st.booleans(), st.randoms(use_true_random=False)
+    st.lists(requests, min_size=1, max_size=12),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+    st.integers(1, 3),
 )
-def test_aborts_leave_the_pool_as_it_was(arrivals, ahead: bool, rng: random.Random):
+def test_aborts_leave_the_pool_as_it_was(arrivals, ahead: bool, rng: random.Random, stages: int):
     """Sequences aborted at random moments, waiting or running, return every page."""
-    tried = engine(num_pages=9, async_scheduling=ahead)
+    tried = engine(num_pages=9, async_scheduling=ahead and stages == 1, stages=stages)
     sequences = [sequence(prompt, count) for prompt, count, *_ in arrivals]
     for seq in sequences:
         tried.add(seq)
@@ -104,6 +111,43 @@ def test_aborts_leave_the_pool_as_it_was(arrivals, ahead: bool, rng: random.Rand
         assert seq.finish_reason in ("abort", "length")
         assert seq.tokens == alone(seq.tokens[: seq.num_prompt], seq.num_output, frozenset())
     assert tried.scheduler.pool.num_free == 9
+
+
+def test_steps_of_a_pipeline_are_equally_full():
+    """Steps of a pipeline are equally full, and chunks of a prompt follow one another at once.
+
+    Eight sequences generate while a prompt of four chunks arrives: each of the three steps in
+    flight has three, three and two of them, beside a chunk.
+    """
+    tried = engine(num_pages=99, max_batch_size=9, budget=9, stages=3)
+    sequences = [sequence([i], 12) for i in range(8)]
+    for seq in sequences:
+        tried.add(seq)
+    steps: list[Step] = []
+    for _ in range(3):
+        tried.step(before_run=steps.append)
+    long = sequence([i % VOCAB for i in range(26)], 2)
+    tried.step([long], before_run=steps.append)
+    while tried.has_unfinished():
+        tried.step(before_run=steps.append)
+    with_chunks = [i for i, step in enumerate(steps) if any(x.count > 1 for x in step.items)]
+    first = with_chunks[0]
+    assert with_chunks == [*range(first, first + len(with_chunks))] and len(with_chunks) >= 4
+    decodes = [sum(x.count == 1 for x in step.items) for step in steps[first : first + 6]]
+    assert all(sum(decodes[i : i + 3]) == 8 and max(decodes) == 3 for i in range(4)), decodes
+    assert [s.tokens for s in sequences] == [alone([i], 12, frozenset()) for i in range(8)]
+    assert long.tokens == alone(long.tokens[:26], 2, frozenset())
+
+
+def test_a_sequence_whose_results_are_in_flight_is_not_admitted_again():
+    """A preempted sequence waits for its results in flight, also where pages are free."""
+    scheduler = engine(stages=3).scheduler
+    seq = sequence([1, 2], 3)
+    scheduler.waiting.add(seq)
+    seq.awaits_results = True
+    assert not scheduler.schedule().items and not scheduler.running
+    seq.awaits_results = False
+    assert [item.sequence for item in scheduler.schedule().items] == [seq]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from llama.engine.rows import Reader, Scheduled, Step, StepResults, Tokens
 from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, DraftState
+from llama.engine.stages import Pipeline
 from llama.ranks.collectives import ModelParallel
 
 VOCAB = 7  # small, so that prefixes often coincide
@@ -112,6 +114,31 @@ class RandomDrafts(Drafter):
         return tokens[known:]
 
 
+class FakePipeline(Pipeline):
+    """The steps in flight on the first stage, which runs each step when it is started."""
+
+    def __init__(self, runner: FakeRunner, stages: int) -> None:
+        self.runner, self._max_steps = runner, stages
+        self.steps: deque[tuple[Step, FakeStep]] = deque()
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def start(self, step: Step) -> None:
+        scheduled = {item.sequence for item in step.items}
+        for other, _ in self.steps:
+            awaited = {item.sequence for rows in other.rows.values() for item in rows.items}
+            assert not awaited & scheduled, "a sequence runs before its results are read"
+        self.steps.append((step, self.runner.start(step)))
+
+    def settle(self) -> tuple[Step, StepResults]:
+        step, running = self.steps.popleft()
+        return step, running.read()
+
+    def clear(self) -> None:
+        self.steps.clear()
+
+
 class FakeEngine(EngineCore):
     runner: Any  # a FakeRunner
 
@@ -122,14 +149,25 @@ def never_found(pool: PagePool) -> None:
 
 
 def engine(
-    num_pages=8, page_size=4, max_batch_size=4, budget=8, reuse=True, async_scheduling=False
+    num_pages=8,
+    page_size=4,
+    max_batch_size=4,
+    budget=8,
+    reuse=True,
+    async_scheduling=False,
+    stages=1,
 ) -> FakeEngine:
     pool = PagePool(num_pages, page_size)
     if not reuse:
         never_found(pool)
-    scheduler = Scheduler(pool, max_batch_size=max_batch_size, token_budget=budget)
+    scheduler = Scheduler(
+        pool, max_batch_size=max_batch_size, token_budget=budget, num_stages=stages
+    )
     runner: Any = FakeRunner(page_size, async_scheduling=async_scheduling)
-    return FakeEngine([runner], scheduler)
+    made = FakeEngine([runner], scheduler)
+    if stages > 1:
+        made._pipeline = FakePipeline(runner, stages)
+    return made
 
 
 def sequence(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from helpers.ports import reserved_port
 from helpers.waiting import wait_until
-from llama import Llama
+from llama import Llama, loading
 from llama.cli.batch.job import run_batch
 from llama.cli.chat.engine_session import chat_on_engine as chat
 from llama.cli.model import sampling_params
@@ -130,11 +130,22 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
         os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": str(rank)}
     if when in MEETING:
         meet_and_fail(case, rank, mark)
+    if when == "load" and is_faulty:
+        load_weights = loading.load_weights
+
+        def load_and_fail(*args: Any, **kwargs: Any) -> Any:
+            fail(case["fault"], mark)
+            return load_weights(*args, **kwargs)
+
+        loading.load_weights = load_and_fail
+    stages = case.get("stages", 1)
     llama = Llama.build(
-        folder, None, 128, 4, dtype="fp32", device="cpu", timeout_s=case["timeout_s"]
-    )
+        folder, None, 128, 4, dtype="fp32", device="cpu", timeout_s=case["timeout_s"],
+        pipeline_parallel_size=stages,
+    )  # fmt: skip
     runner, steps = llama.engine.runner, llama.engine.stats
-    start = runner.start
+    name = "start_stage" if stages > 1 else "start"
+    start = getattr(runner, name)
     at = {"prefill": 0, "decode": 3}.get(when)
 
     def start_and_fail(scheduled):
@@ -142,7 +153,7 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
             fail(case["fault"], mark)
         return start(scheduled)
 
-    runner.start = start_and_fail  # type: ignore[method-assign]
+    setattr(runner, name, start_and_fail)
     prompts = [[256, 65 + i] for i in range(2)]
     if when == "script" and is_faulty:
         fail(case["fault"], mark)

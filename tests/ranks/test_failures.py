@@ -54,6 +54,12 @@ CASES = {
     "kill-groups": (2, "SIGKILL", 1, "groups", 60, KILLED),
     "stop-groups": (2, "SIGSTOP", 1, "groups", 2, "is stopped (by SIGSTOP or a debugger)"),
 }  # fmt: skip
+STAGED = {  # the same for two pipeline stages; rank 0 is the last one
+    "stage-kill-load": (2, "SIGKILL", 1, "load", 60, KILLED),
+    "stage-kill-decode": (2, "SIGKILL", 0, "decode", 60, KILLED),
+    "stage-stop-prefill": (2, "SIGSTOP", 1, "prefill", 60, "was stopped (by SIGSTOP"),
+    "stage-stop-idle": (2, "SIGSTOP", 0, "idle", 60, "was stopped (by SIGSTOP or Ctrl-Z) for 3 s"),
+}  # fmt: skip
 MEETINGS = {  # name: as above; the message of one of the ranks that wait for another
     "never": (3, "SIGKILL", 1, "never", 2, "of 3 did not arrive at 127.0.0.1:"),
     "never-0": (2, "SIGKILL", 0, "never", 2, ""),  # it would have made the store
@@ -80,6 +86,8 @@ def ended(folder, tmp_path_factory) -> dict[str, Any]:
     """
     keys = ("world", "fault", "rank", "when", "timeout_s")
     cases = {name: dict(zip(keys, case, strict=False)) for name, case in (CASES | MEETINGS).items()}
+    for name, case in STAGED.items():
+        cases[name] = {**dict(zip(keys, case, strict=False)), "stages": 2}
     cases["pause"] = PAUSE
     for name, (fault, drain_s) in DRAINS.items():
         cases[name] = {**PAUSE, "fault": fault, "when": "decode", "drain_s": drain_s}
@@ -128,6 +136,17 @@ def test_a_rank_that_fails_ends_the_job_with_one_message(name, ended):
     elif fault in ("SIGSTOP", "sleep"):
         assert said.count("--- rank ") == world - (fault == "SIGSTOP"), "a stack of each that can"
         assert LIMIT in said
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_rank_of_a_stage_that_fails_is_named_with_its_stage(name, ended):
+    """One message names stage, rank, host and cause, and no rank is left."""
+    _, _, rank, _, _, cause = STAGED[name]
+    statuses, said = ended[name]["statuses"], ended[name]["said"]
+    assert None not in statuses and all(statuses), f"{statuses}\n{said}"
+    assert said.count("error: ") == 1, said
+    assert f"error: rank {rank} (stage {1 - rank} of 2) on {HOST} {cause}" in said
+    assert ended[name]["seconds"] < 5 + SLACK_S
 
 
 @pytest.mark.parametrize("name", MEETINGS)
@@ -210,6 +229,17 @@ def test_a_stall_on_another_machine_is_named():
         assert name is not None and name.startswith(told)
         assert find_stalled_rank(peers, range(1), own, 9.0, 11.0) is None
         assert find_stalled_rank(peers, range(2), own, 10.5, 11.0) is None
+
+
+def test_a_stage_that_has_finished_its_step_is_not_the_one_that_stalls():
+    """The first stage waits for the next step, and the last one for the stage between them."""
+    own = {"activity": "a step", "in_collective": True, "steps": 4}
+    peers = Peers(0, stages=3)
+    for rank, change in ((1, {"in_collective": False}), (2, {"activity": ""})):
+        state = {**own, **change}
+        peers.all[rank] = PeerInfo(rank, "b", 1, "b", 1, stages=3, heard=10.0, state=state)
+    found = find_stalled_rank(peers, range(3), own, 9.0, 11.0)
+    assert found is not None and found.startswith("rank 1 (stage 1 of 3) on b is in the step, but")
 
 
 def test_a_rank_that_is_stopped_alone_on_its_machine_is_killed_there(ended):

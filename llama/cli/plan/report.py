@@ -49,6 +49,7 @@ def as_json(asked: Plan, options: list[Option]) -> dict[str, Any]:
         "fastest": str(best.layout),
         "steps": [_step_report(asked, best, count) for count in _counts(best.sequences)],
         "command": _command(asked, best),
+        "replicas_by_command": _replicas_by_command(best.layout),
     }
 
 
@@ -85,8 +86,16 @@ def _step_report(asked: Plan, option: Option, sequences: int) -> dict[str, Any]:
     }
 
 
+def _replicas_by_command(layout: Layout) -> int:
+    """Return the number of replicas that one command starts, which are those of a machine."""
+    by_machine = ranks_by_machine(layout)
+    if len(by_machine) > 1:
+        return 1
+    return min(layout.replicas, layout.per_machine // by_machine[0])
+
+
 def _command(asked: Plan, option: Option) -> str:
-    """Return the command that starts one replica."""
+    """Return the command that starts the replicas of a machine, or one on several machines."""
     layout = option.layout
     flags = [f"--max_seq_len {asked.context}", f"--max_batch_size {option.sequences}"]
     if asked.dtype is not torch.bfloat16:
@@ -99,6 +108,7 @@ def _command(asked: Plan, option: Option) -> str:
         flags.append("--device cpu")
     folder = asked.model.name if asked.model.has_files else "DIR"
     num_ranks = layout.tensor * layout.pipeline
+    num_replicas = _replicas_by_command(layout)
     by_machine = ranks_by_machine(layout)
     if layout.pipeline > 1:
         flags.insert(0, f"--pipeline_parallel_size {layout.pipeline}")
@@ -108,6 +118,8 @@ def _command(asked: Plan, option: Option) -> str:
             "--node_rank N --master_addr host-0 --master_port 29500 -m llama"
         )
         return " ".join([launcher, "serve", folder, *flags])
+    if num_replicas > 1:
+        flags.insert(0, f"--replicas {num_replicas}")
     if num_ranks > 1:
         flags.insert(0, f"--ranks {num_ranks}")
     return " ".join(["llama serve", folder, *flags])
@@ -176,10 +188,11 @@ def _advice(report: dict[str, Any]) -> Iterator[str]:
     num_last = used["ranks_by_machine"][-1]
     if num_last != used["ranks_by_machine"][0]:
         yield f"machines   the last ones start {num_last} ranks each: --nproc_per_node {num_last}"
-    if used["replicas"] > 1:
+    if used["replicas"] > report["replicas_by_command"]:
+        where = "for each" if len(used["ranks_by_machine"]) > 1 else "on each machine"
         yield (
-            f"replicas   {used['replicas']} such servers, each with devices (CUDA_VISIBLE_DEVICES) "
-            "and a --port of its own, behind a router"
+            f"replicas   {used['replicas']} in all: give this command {where}, with --host and a "
+            "key, and put HAProxy before them (torchrun_examples/haproxy_machines.cfg)"
         )
 
 
