@@ -101,7 +101,7 @@ def test_each_rank_of_each_layout_holds_its_share_of_the_merged_weights(
     folder = write_adapter(tmp_path / "adapter", tensors, use_dora=dora)
     merged = find(bases[base]).merged_with(folder)
     state = merged_state(model, tensors)
-    for size in (1, 2, 4):
+    for size in (1, 2, 3, 4):
         for rank in range(size):
             dtype = torch.float32 if size == 1 else torch.bfloat16
             expect_merged(loaded(merged, rank, size, dtype), state, PARAMS)

@@ -299,19 +299,19 @@ def test_each_rank_holds_its_slices_of_what_the_files_stand_for(tmp_path, case):
     """Each rank loads its slices of the matrices: exactly in float32, and as codes on the CPU."""
     state = write(tmp_path, case)
     found = find(tmp_path)
-    for rank, size in ((0, 1), (1, 2), (3, 4)):
+    for rank, size in ((0, 1), (1, 2), (3, 4), (2, 3)):
         expect_shards(loaded(found, rank, size), state, PARAMS)
     assert verify(tmp_path)
     if not HAS_KERNELS:
         return
     found = replace(found, in_codes=True)
-    for rank, size in ((0, 1), (1, 2)):
+    for rank, size in ((0, 1), (1, 2), (2, 3)):
         parallel = ModelParallel(Placement(rank=rank, size=size))
         model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
         load(found, model, filled=model.pack)
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         assert held == bytes_of(
-            found, Placement(size=size), torch.bfloat16, None, torch.device("cpu")
+            found, parallel.placement, torch.bfloat16, None, torch.device("cpu")
         )
         kinds = set()
         for layer in model.blocks():

@@ -70,7 +70,7 @@ def test_each_rank_holds_its_slices(tmp_path, load_fp8, is_column):
     state = write_fp8(tmp_path, load_fp8, is_column=is_column)
     found = find(tmp_path)
     assert found.is_quantized and found.file_type == "fp8"
-    for rank, size in ((0, 1), (1, 2), (2, 4), (5, 8)):
+    for rank, size in ((0, 1), (1, 2), (2, 4), (5, 8), (0, 3), (2, 3)):
         expect_shards(loaded(found, rank, size), state, PARAMS)
         if not HAS_KERNELS:
             continue
@@ -80,7 +80,7 @@ def test_each_rank_holds_its_slices(tmp_path, load_fp8, is_column):
         load(in_codes, model, filled=model.pack)
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         assert held == bytes_of(
-            in_codes, Placement(size=size), torch.bfloat16, None, torch.device("cpu")
+            in_codes, parallel.placement, torch.bfloat16, None, torch.device("cpu")
         )
         modules = model.get_submodule("layers.1.feed_forward").modules()
         matrices = [x for x in modules if isinstance(x, Matrix)]

@@ -37,7 +37,7 @@ def test_any_number_of_shards_loads_on_any_number_of_ranks(tmp_path, num_shards)
     """
     found = find(write_meta(tmp_path, PARAMS, STATE, num_shards))
     assert len(found.shards) == num_shards and found.layout == "meta"
-    for size in SIZES:
+    for size in (*SIZES, 3, 7):
         for rank in sorted({0, size // 3, size - 1}):
             expect_shards(loaded(found, rank, size), STATE, PARAMS)
 

@@ -50,14 +50,37 @@ def random_state(params: dict, seed: int = 0) -> dict[str, Tensor]:
 
 
 def shard_of(name: str, whole: Tensor, params: dict, index: int, count: int) -> Tensor:
-    """Return the part of a tensor in shard `index` of `count`, in memory of its own."""
+    """Return the part of a tensor in shard or on rank `index` of `count`, in memory of its own.
+
+    Ranks whose number does not divide a dimension hold whole groups of heads, and blocks of 32 rows
+    or columns or of smaller ones; the first ranks hold one more than the others.
+    """
     if whole.dim() == 1:
         return whole.clone()
-    kv_heads = params.get("n_kv_heads") or params["n_heads"]
-    if ("wk" in name or "wv" in name) and count > kv_heads:  # each head on several shards, in order
-        return whole.chunk(kv_heads)[index * kv_heads // count].clone()
     dim = 1 if "wo" in name or "w2" in name else 0
-    return whole.chunk(count, dim)[index].clone()
+    if "attention" in name:
+        heads = torch.arange(params["n_heads"])
+        kv_heads = params.get("n_kv_heads") or params["n_heads"]
+        if count <= kv_heads:  # every group of heads, (group, heads of it)
+            parts = list(heads.view(kv_heads, -1).tensor_split(count))
+        else:  # each group on several ranks, which divide its query heads
+            ranks = [len(x) for x in torch.arange(count).tensor_split(kv_heads)]
+            groups = zip(heads.view(kv_heads, -1), ranks, strict=True)
+            parts = [part for group, n in groups for part in group.tensor_split(n)]
+        own = parts[index].flatten()
+        if "wk" in name or "wv" in name:
+            own = (own // (len(heads) // kv_heads)).unique()
+        head_dim = params["dim"] // len(heads)
+        indices = (own[:, None] * head_dim + torch.arange(head_dim)).flatten()
+        return whole.index_select(dim, indices)
+    size = whole.shape[dim]
+    if size % count == 0:
+        return whole.chunk(count, dim)[index].clone()
+    step = 32
+    while size // step < count or size % step:
+        step //= 2
+    blocks = torch.arange(size).view(-1, step).tensor_split(count)
+    return whole.index_select(dim, blocks[index].flatten())
 
 
 def write_meta(

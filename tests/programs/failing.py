@@ -108,6 +108,24 @@ def fail_once_all_came(case: dict[str, Any], rank: int, mark: Path) -> None:
     Rendezvous._beat = beat_and_fail  # type: ignore[method-assign]
 
 
+def fail_while_loading(fault: str, mark: Path) -> None:
+    """Let this rank fail once two parts of its model are filled."""
+    load = loading.reader.load
+
+    def load_and_fail(checkpoint: Any, model: Any, *, filled: Any, **options: Any) -> None:
+        parts: list[Any] = []
+
+        def filled_or_failed(part: Any, coded: Any) -> None:
+            filled(part, coded)
+            parts.append(part)
+            if len(parts) == 2:
+                fail(fault, mark)
+
+        load(checkpoint, model, filled=filled_or_failed, **options)
+
+    loading.reader.load = load_and_fail  # type: ignore
+
+
 def chat_in_a_pipe(llama: Llama, rank: int, out: Path) -> None:
     """Ask one question through a pipe that stays open; rank 0 writes the answers to a file."""
     reads, writes = os.pipe()
@@ -131,17 +149,11 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     if when in MEETING:
         meet_and_fail(case, rank, mark)
     if when == "load" and is_faulty:
-        load_weights = loading.load_weights
-
-        def load_and_fail(*args: Any, **kwargs: Any) -> Any:
-            fail(case["fault"], mark)
-            return load_weights(*args, **kwargs)
-
-        loading.load_weights = load_and_fail
+        fail_while_loading(case["fault"], mark)
     stages = case.get("stages", 1)
     llama = Llama.build(
         folder, None, 128, 4, dtype="fp32", device="cpu", timeout_s=case["timeout_s"],
-        pipeline_parallel_size=stages,
+        pipeline_parallel_size=stages, shares=case.get("shares"),
     )  # fmt: skip
     runner, steps = llama.engine.runner, llama.engine.stats
     name = "start_stage" if stages > 1 else "start"

@@ -34,9 +34,10 @@ LIMIT = " (the limit is timeout_s)"
 
 # name: world, fault, rank, when, limit of a step in seconds, the message after "rank R on HOST"
 CASES = {
-    "kill-prefill": (2, "SIGKILL", 1, "prefill", 60, KILLED),
-    "kill-decode": (2, "SIGKILL", 0, "decode", 60, KILLED),
-    "kill-idle": (2, "SIGKILL", 1, "idle", 60, KILLED),
+    "kill-load": (3, "SIGKILL", 2, "load", 60, KILLED),
+    "kill-prefill": (3, "SIGKILL", 1, "prefill", 60, KILLED),
+    "kill-decode": (3, "SIGKILL", 0, "decode", 60, KILLED),
+    "kill-idle": (3, "SIGKILL", 2, "idle", 60, KILLED),
     "kill-idle-0": (2, "SIGKILL", 0, "idle", 60, KILLED),
     "kill-decode-4": (4, "SIGKILL", 2, "decode", 60, KILLED),
     "exception-prefill": (2, "exception", 0, "prefill", 60, "failed in a step: IndexError: made "),
@@ -60,6 +61,8 @@ STAGED = {  # the same for two pipeline stages; rank 0 is the last one
     "stage-stop-prefill": (2, "SIGSTOP", 1, "prefill", 60, "was stopped (by SIGSTOP"),
     "stage-stop-idle": (2, "SIGSTOP", 0, "idle", 60, "was stopped (by SIGSTOP or Ctrl-Z) for 3 s"),
 }  # fmt: skip
+# The shares of the ranks of some cases; three ranks without shares hold unequal parts as well.
+SHARES = {"kill-load": [1, 2, 1], "kill-decode": [3, 1, 1], "kill-decode-4": [1, 1, 2, 1]}
 MEETINGS = {  # name: as above; the message of one of the ranks that wait for another
     "never": (3, "SIGKILL", 1, "never", 2, "of 3 did not arrive at 127.0.0.1:"),
     "never-0": (2, "SIGKILL", 0, "never", 2, ""),  # it would have made the store
@@ -88,6 +91,8 @@ def ended(folder, tmp_path_factory) -> dict[str, Any]:
     cases = {name: dict(zip(keys, case, strict=False)) for name, case in (CASES | MEETINGS).items()}
     for name, case in STAGED.items():
         cases[name] = {**dict(zip(keys, case, strict=False)), "stages": 2}
+    for name, shares in SHARES.items():
+        cases[name]["shares"] = shares
     cases["pause"] = PAUSE
     for name, (fault, drain_s) in DRAINS.items():
         cases[name] = {**PAUSE, "fault": fault, "when": "decode", "drain_s": drain_s}
@@ -131,7 +136,7 @@ def test_a_rank_that_fails_ends_the_job_with_one_message(name, ended):
     assert f"rank {rank} on {HOST} {cause}" in said
     if name != "no-memory":  # a lack of memory may suppress the message
         assert said.count("Traceback") == (fault in ("exception", "memory") or name == "exit"), said
-    if name in ("stop-idle", "no-memory"):
+    if name in ("stop-idle", "no-memory") or fault == "SIGKILL":
         assert ended[name]["seconds"] < 5 + SLACK_S
     elif fault in ("SIGSTOP", "sleep"):
         assert said.count("--- rank ") == world - (fault == "SIGSTOP"), "a stack of each that can"
