@@ -151,8 +151,8 @@ def test_what_fits(make_checkpoint, monkeypatch):
         assert all("KV cache" in row for row in rows)
     facts = list(_checkpoint(str(folder), CPU, Placement(size=3)))
     shares = [fact.text for fact in facts if fact.name == "share"]
-    assert [text.partition(" key")[0] for text in shares] == [
-        "rank 0: 1 heads over 1", "rank 1: 1 heads over 1", "rank 2: 2 heads over 1",
+    assert [text.partition(", key")[0] for text in shares] == [
+        "rank 0: heads 1", "rank 1: heads 1", "rank 2: heads 2",
     ]  # fmt: skip
     refused = problems(*_checkpoint(str(folder), CPU, Placement(size=8)))
     assert "8 is more than n_heads=4" in refused["fits"]

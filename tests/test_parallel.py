@@ -137,6 +137,7 @@ def two_ranks(sharded, reranker, tmp_path_factory) -> dict[str, list[list[dict]]
             {"do": "drafted", "folder": wide, "quantize": None, "kinds": ["stop_ids", "too_long"]},
             {"do": "drafted", "folder": wide, "quantize": "int8", "kinds": ["some"]},
             {"do": "rounded", "folder": wide, "odd": kv4, "prompts": PROMPTS},
+            {"do": "gathered_unequal", "folder": kv4},
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -416,6 +417,12 @@ def test_a_build_takes_the_place_of_one_that_is_gone(two_ranks):
 def test_greedy_rows_exchange_their_top_tokens_and_not_their_logits(two_ranks):
     """Greedy rows exchange their top tokens and not their logits: a value and an id per row."""
     assert [rank[4]["result"] for rank in two_ranks["samples"]] == [[[2, 2]]] * 2
+
+
+def test_tensors_of_unequal_widths_are_gathered(two_ranks):
+    """Tensors of unequal widths are gathered row by row, in shared memory and by gloo."""
+    wanted = [0, 1, 2, 10, 11, 3, 4, 5, 12, 13]
+    assert [rank[14]["result"] for rank in two_ranks["samples"]] == [[wanted, wanted]] * 2
 
 
 def test_ranks_of_one_machine_talk_through_shared_memory(sharded, two_ranks):

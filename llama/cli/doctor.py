@@ -253,8 +253,8 @@ def _shares(args: ModelArgs, placement: Placement) -> Iterator[Fact]:
         share = RankShare.of(args, peer)
         yield Fact(
             "share",
-            f"rank {rank}: {len(share.heads)} heads over {len(share.kv_heads)} key-value heads, "
-            f"{len(share.ffn)} ffn columns, {len(share.vocab)} rows of the vocabulary; "
+            f"rank {rank}: heads {len(share.heads)}, key-value heads {len(share.kv_heads)}, "
+            f"ffn columns {len(share.ffn):,}, vocabulary rows {len(share.vocab):,}; "
             f"{part_of(args, peer):.1%} of the weights",
         )
 

@@ -7,6 +7,7 @@ error that it raised.
 import asyncio
 import atexit
 import contextlib
+import dataclasses
 import functools
 import gc
 import io
@@ -356,6 +357,15 @@ def gathered(folder: str) -> list[list[int]]:
     with mock.patch.object(ModelParallel, "all_gather", noting):
         llama.generate([[256, 65, 66], [256, 67]], 1, 0.0)
     return shapes
+
+
+def gathered_unequal(folder: str) -> list[list[float]]:
+    """Return tensors of 3 and 2 columns that are gathered in shared memory, and by gloo."""
+    parallel = build(folder).model.parallel
+    widths = [3, 2]
+    x = torch.arange(2.0 * widths[RANK]).view(2, -1) + 10 * RANK
+    ways = (parallel, dataclasses.replace(parallel, shared=None))
+    return [way.all_gather(x, widths).flatten().tolist() for way in ways]
 
 
 def samples(folder: str, prompts: list) -> list:

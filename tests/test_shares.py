@@ -1,0 +1,164 @@
+"""The shares of ranks: as arguments, as measured, and what they make of memory and cores."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llama.build_args import BuildArgs, read_shares
+from llama.checkpoint.column_blocks import columns_per_block
+from llama.checkpoint.find import Checkpoint
+from llama.checks import FieldError
+from llama.device import available_cores, free_bytes, part_of_machine
+from llama.model.args import ModelArgs
+from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
+from llama.shares import check_shares, column_step, resolve_shares, tightest_memory
+from llama.sizes import Memory
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+class Ranks(ModelParallel):
+    """One of many ranks; `others` has what all of them send."""
+
+    def __init__(self, placement: Placement, others: list[list[int]]) -> None:
+        super().__init__(placement)
+        self.__dict__["others"] = others
+
+    def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        return self.__dict__["others"]
+
+
+@pytest.mark.parametrize(
+    ("given", "shares"),
+    [
+        (None, None),
+        ("3,2,2", (3, 2, 2)),
+        (" 3, 2", (3, 2)),
+        ([np.int64(3), 1], (3, 1)),
+        ((7,), (7,)),
+        ("memory", "memory"),
+        ("speed", "speed"),
+    ],
+)
+def test_shares_are_numbers_or_what_is_measured(given, shares):
+    assert BuildArgs("folder", shares=given).checked().shares == shares
+
+
+@pytest.mark.parametrize(
+    "given", ["", "3,,2", "3,0", "3,-1", "2.5,1", "fast", [], [True, 1], 3, [1e3], "1," * 9 + "x"]
+)
+def test_other_shares_are_refused(given):
+    with pytest.raises(FieldError, match=r"shares=.*such as 3,2,2, or one of memory, speed"):
+        read_shares(given)
+
+
+def test_each_rank_needs_a_share():
+    check_shares((3, 1), 2)
+    check_shares("memory", 2)
+    with pytest.raises(FieldError, match=r"shares=3,1 has 2 numbers, .* among 3 ranks"):
+        check_shares((3, 1), 3)
+
+
+def test_measured_shares_are_those_of_the_slowest_copy_of_each_rank(monkeypatch):
+    """Two groups of two ranks: the values of a rank's copies are 90 and 80, and 31 and 40."""
+    monkeypatch.setattr("llama.shares.free_bytes", lambda _: 1)
+    parallel = Ranks(Placement(size=2), [[90], [31], [80], [40]])
+    assert resolve_shares("memory", parallel, CPU) == (16, 6)
+    assert resolve_shares("memory", Ranks(Placement(size=2), [[90], [89]]), CPU) == ()
+    assert resolve_shares((2, 2), parallel, CPU) == ()
+    assert resolve_shares((2, 1), parallel, CPU) == (2, 1)
+    assert resolve_shares("speed", ModelParallel(), CPU) == ()
+
+
+def test_the_speed_of_a_device_is_measured():
+    sent: list[Sequence[int]] = []
+
+    class Measured(Ranks):
+        def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+            sent.append(values)
+            return super().gather_integers(values)
+
+    assert resolve_shares("speed", Measured(Placement(size=2), [[200], [100]]), CPU) == (16, 8)
+    assert sent[0][0] > 1 << 20, "bytes per second"
+
+
+def test_the_rank_with_the_smallest_cache_decides_for_all():
+    """Ranks with fewer free bytes, or with more keys and values of a token, have fewer tokens."""
+    memory = Memory(free=1 << 30, weights=1 << 28, reserve=1 << 26, per_token=1 << 10)
+    more_heads = replace(memory, per_token=3 << 9)
+    ranks = [x.as_integers() for x in (memory, more_heads, replace(memory, max_tokens=10**9))]
+    chosen = tightest_memory(memory, Ranks(Placement(size=3), ranks), None)
+    assert chosen == replace(more_heads, rank=1)
+    less = replace(memory, free=1 << 29)
+    chosen = tightest_memory(memory, Ranks(Placement(size=2), [less.as_integers()] * 2), None)
+    assert chosen == less, "no rank is named where all hold as much"
+    full = replace(memory, weights=1 << 29, per_token=1 << 9)
+    ranks = [x.as_integers() for x in (more_heads, full)]
+    chosen = tightest_memory(memory, Ranks(Placement(size=2), ranks), 1 << 29)
+    assert chosen.rank == 1, "so many bytes are not free on it, though its tokens are smaller"
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "cores"), [(0, 0, 6), (1, 1, 2), (2, 0, 6), (3, 1, 2)]
+)
+def test_ranks_of_a_machine_divide_it_by_their_shares(monkeypatch, rank, local_rank, cores):
+    """Four ranks on two machines of eight cores, in groups of two with shares of 3 and 1."""
+    monkeypatch.setattr("llama.device.machine_cores", lambda: 8)
+    monkeypatch.setattr("llama.device._available_memory", lambda: 800)
+    monkeypatch.setattr("llama.device._cgroup_headroom", lambda: 1 << 60)
+    variables = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    assert available_cores((3, 1)) == cores and available_cores() == 4
+    assert free_bytes(CPU, (3, 1)) == 100 * cores and free_bytes(CPU) == 400
+    assert part_of_machine((3, 1)) * 8 == cores
+
+
+def _checkpoint(**changes: Any) -> Checkpoint:
+    return Checkpoint(Path("model"), ModelArgs(), [], **{"layout": "hf", **changes})
+
+
+@pytest.mark.parametrize(
+    ("quantization", "columns"),
+    [
+        (None, 1),
+        ({"quant_method": "awq", "group_size": 128}, 128),
+        ({"quant_method": "gptq", "group_size": -1}, 1),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 64),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 1),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"group_size": 64}}},
+            },
+            64,
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"block_structure": [128, 128]}}},
+            },
+            128,
+        ),
+    ],
+)
+def test_columns_of_a_group_stay_together(quantization, columns):
+    """The steps suit the groups of a file whose codes are kept, and a GPU's products."""
+    found = _checkpoint(quantization=quantization)
+    assert columns_per_block(found) == columns
+    assert column_step(replace(found, in_codes=True), CPU) == max(columns, 32)
+    assert column_step(replace(found, in_codes=True), GPU) == 128
+    assert column_step(found, CPU) == 32, "dequantized"
+
+
+@pytest.mark.parametrize(("quantize", "columns"), [("", 1), ("int4", 1), ("Q4_K_M", 256)])
+def test_columns_of_packed_weights_stay_together(quantize, columns):
+    packed = {"quantize": quantize, "is_guard": "False", "source": "model"}
+    assert columns_per_block(_checkpoint(layout="packed", packed=packed)) == columns
