@@ -142,6 +142,15 @@ def test_a_chat_model_becomes_bidirectional_by_a_flag(tmp_path):
         build(tmp_path, bidirectional=True, speculate="lookup")
 
 
+def test_the_first_token_of_a_bidirectional_model(tmp_path):
+    model = write_model(
+        tmp_path, transformers.LlamaModel, is_causal=False, changes={"pooling": "cls"}
+    )
+    llama = build(tmp_path)
+    for ids, vector in zip(IDS, llama.embed(IDS), strict=True):
+        assert close(vector, normalize(last_states(model, ids)[0], dim=0))
+
+
 def test_a_headless_model_reads_its_special_tokens(tmp_path):
     """Its tokenizer ends texts with a token, whose state is the vector."""
     files = pooling_files("lasttoken", include_prompt=True)
