@@ -66,6 +66,11 @@ def test_a_mac_gives_the_ids_of_the_cpu(mac, checkpoint_dir):
         assert ours[0] == theirs[0], settings
         for a, b in zip(ours[1] or [], theirs[1] or [], strict=True):
             assert a == pytest.approx(b, abs=1e-4)
+    for kind in ("mean", "last"):
+        for x, y in zip(*(llama.embed(PROMPTS, pooling=kind) for llama in (gpu, cpu)), strict=True):
+            assert x.tolist() == pytest.approx(y.tolist(), abs=1e-4)
+    (states,) = gpu.hidden_states(PROMPTS[:1], [1], "last")
+    assert states[1].device.type == "cpu"
 
 
 def test_a_mac_merges_adapters_without_float64(mac, tmp_path):
