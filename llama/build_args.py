@@ -102,8 +102,10 @@ class BuildArgs:
             scale for each group of 32, if the elements of these matrices are whole numbers, as they
             are with quantize="int8" or "int4" and in most quantized files: prompts and batches take
             a third less time. lm_head is multiplied as before, and "int8_lm_head" rounds its
-            inputs, too. "int8_token" has one scale per token instead, which loses more. "bf16"
-            rounds none. Default: as W8A8 files ask, which is "int8_token", and otherwise "bf16".
+            inputs, too. "int8_token" has one scale per token instead, which loses more. "fp8" is
+            for quantize="fp8" on NVIDIA GPUs of compute capability 8.9 and up: in steps of more
+            than 256 tokens the inputs are rounded to e4m3, with one scale per token. "bf16" rounds
+            none. Default: as W8A8 files ask, which is "int8_token", and otherwise "bf16".
         lora: LoRA or DoRA adapters in PEFT's format that are merged into the weights while these
             are loaded: the folder of one, several with commas between them, or a list, which are
             merged in order. The result is a model like any other, so that it takes no longer to
@@ -205,10 +207,10 @@ class BuildArgs:
     activations: str | None = _flag(
         None,
         "NAME",
-        "Round the activations on the CPU: int8, int8_lm_head (also those of lm_head), or "
-        "int8_token with one scale per token",
+        "Round the activations: on the CPU int8, int8_lm_head (also those of lm_head), or "
+        "int8_token with one scale per token; on a GPU fp8",
         "as the files ask, else bf16",
-        choices=("bf16", "int8", "int8_lm_head", "int8_token"),
+        choices=("bf16", "fp8", "int8", "int8_lm_head", "int8_token"),
     )
     lora: "str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None" = _flag(
         None,

@@ -504,6 +504,7 @@ def choose_kernels(
         allowed,
         formats,
         kv_format,
+        files.activations,
     )
     files = replace(files, kernels=kernels)
     is_plain = files.quantize is None and not files.checkpoint.in_codes
@@ -515,7 +516,8 @@ def choose_kernels(
             "need the GPU's kernel linear, which is not in use",
             stacklevel=3,
         )
-    return replace(files, quantize=None, checkpoint=replace(files.checkpoint, in_codes=False))
+    checkpoint = replace(files.checkpoint, in_codes=False)
+    return replace(files, quantize=None, activations=None, checkpoint=checkpoint)
 
 
 def estimate_memory(

@@ -76,7 +76,7 @@ def test_an_answer_is_the_same_in_any_batch_and_with_drafts(folder):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"activations": "int4"}, "activations='int4': give one of bf16, int8, int8_lm_head,"),
+        ({"activations": "int4"}, "activations='int4': give one of bf16, fp8, int8, int8_lm_head,"),
         ({"activations": 8}, "activations=8: give one of"),
         ({"activations": "int8"}, "activations='int8' needs matrices whose elements are whole"),
         ({"activations": "int8", "quantize": "fp8"}, "none: give quantize='int8' or 'int4' too"),

@@ -125,6 +125,23 @@ def test_quantized_weights_and_a_cache_in_8_bits_say_nearly_what_a_cpu_says(wide
     assert found[0] == pytest.approx(found[1], abs=0.15)
 
 
+def test_activations_in_e4m3_change_a_long_prompt_a_little(wide):
+    """Rows in e4m3 change the log-probabilities of a prompt that is longer than 256 tokens."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU does not multiply e4m3")
+    prompt = [256, *(65 + i * 7 % 60 for i in range(300))]
+    found = []
+    for activations in (None, "fp8"):
+        llama = Llama.build(
+            wide, None, 512, 8, device="cuda", quantize="fp8", activations=activations
+        )
+        scored = llama.generate([prompt], 1, 0.0, logprobs=True, echo=True)[1]
+        assert scored is not None and "linear" in llama.model.kernels.names
+        found.append(scored[0][1:])
+        llama.close()
+    assert found[0] != found[1] and found[1] == pytest.approx(found[0], abs=1)
+
+
 def test_prompts_that_come_among_answers_change_none(wide):
     """Prompts that arrive among answers change none.
 

@@ -3,6 +3,9 @@
 In: a `Job`. Out: for each kernel its cases, and for products the tiles that they may use. A large
 cache is allocated only where half of the GPU's free memory suffices for it.
 
+The file has over 400 lines because the cases of all kernels share the sizes of a job, and its
+inputs.
+
 Shapes: E model dim, H query heads, K KV heads, D head dim, F FFN dim, V vocabulary, P pages, S
 slots per page, W elements of a row of the cache; N outputs and K inputs of a weight, M rows. H, K
 and F are those of one rank.
@@ -30,6 +33,7 @@ from llama.ops.sample import SamplingRow, choose_ids, top_tokens
 from llama.ops.swiglu import silu_mul
 from llama.ops.triton.kernels import KernelSet, Sizes, Tile
 from llama.weights import PlainWeight, QuantKey, Weight, packed, random_weight
+from llama.weights.bytes import MAX_EXACT_ROWS
 from llama.weights.groups import GroupedWeight
 
 Results = tuple[Tensor, ...]
@@ -37,6 +41,9 @@ Op = Callable[..., Tensor | Results]  # it also takes `kernels=`, and returns al
 
 _PACKED_ROWS = 33 * 32  # an odd number of blocks: no power of two leads to an equal block
 _PADDING_ROWS = 2
+# For products of e4m3: Hopper's matrix units add them in about 14 bits, and the result is in
+# bf16. Both sides multiply the same codes.
+_E4M3_TOLERANCE = 2**-5
 _ROPE_PAGES = 9  # pages of the cache that keys and values are stored in
 _PLANE = 2**31  # elements of the keys of a layer's cache from which on offsets need 64 bits
 # Rows of sampling with few tokens kept, where one too many shows, and with many.
@@ -67,6 +74,7 @@ class Case(NamedTuple):
         inputs: Its inputs, beside `kernels=`.
         small: Other inputs with the same results. Where they are given, only the kernel runs, on
             both, as the torch body would take too much memory for `inputs`.
+        tolerance: The largest error of a row relative to its norm; None for that of the type.
         is_optional: Whether the kernel can be used although it does not fit the GPU here, as other
             tiles may.
     """
@@ -76,6 +84,7 @@ class Case(NamedTuple):
     inputs: Sequence[Any]
     small: Sequence[Any] | None = None
     is_optional: bool = False
+    tolerance: float | None = None
 
 
 class LargeCache(NamedTuple):
@@ -246,6 +255,19 @@ class Cases:
                 op = partial(_multiply, weight, tile, self.out_dtype(n))
                 x = self.normal(m, k)
                 yield Case(name, op, (x,), is_optional=tile is not None)
+        if self.job.activations == "fp8":
+            yield from self._products_in_e4m3()
+
+    def _products_in_e4m3(self) -> Iterator[Case]:
+        """Yield products of rows that are rounded to e4m3."""
+        for n, k in self._weight_shapes():
+            weight = self._weight("fp8", n, k)
+            if not weight.round_to_e4m3():
+                continue
+            m = MAX_EXACT_ROWS + 44
+            name = f"{m} rows in e4m3 times {n} x {k}"
+            op = partial(_multiply, weight, None, self.dtype)
+            yield Case(name, op, (self.normal(m, k),), tolerance=_E4M3_TOLERANCE)
 
     def out_dtype(self, n: int) -> torch.dtype:
         """Return the dtype of a product with N outputs: logits are float32."""

@@ -28,6 +28,7 @@ class Job:
         in_use: Kernels that run while something else is checked.
         formats: The formats of weights that products are checked with.
         kv_format: The format of the KV cache.
+        activations: How products round their inputs, None where they do not.
     """
 
     device: str
@@ -45,6 +46,7 @@ class Job:
     in_use: tuple[str, ...] = ()
     formats: Formats = (None,)
     kv_format: str | None = None
+    activations: str | None = None
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ def kernels_for(
     allowed: frozenset[str],
     formats: Formats = (None,),
     kv_format: KVFormat = AS_COMPUTED,
+    activations: str | None = None,
 ) -> KernelSet:
     """Return the kernels that pass their check on all ranks, now or earlier on this machine.
 
@@ -69,11 +70,12 @@ def kernels_for(
         allowed: What `allowed_kernels` returned.
         formats: The formats of the model's weights.
         kv_format: The format of its KV cache.
+        activations: How its products round their inputs, None where they do not.
     """
     if device.type != "cuda":
         return TORCH_ONLY
     plan = LayerPlan.of(params, parallel.placement, kv_format)
-    job = job_for(params, plan, device, dtype, formats)
+    job = replace(job_for(params, plan, device, dtype, formats), activations=activations)
     result = CheckResult()
     if allowed and selfcheck_cache.unsupported_reason(device) is None:
         result = selfcheck_cache.load_or_check(job)

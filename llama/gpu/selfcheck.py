@@ -113,7 +113,7 @@ def _check_case(case: Case, kernels: KernelSet, dtype: torch.dtype) -> None:
         results = _results(case.op, case.inputs, kernels)
     finally:
         torch.set_deterministic_debug_mode("default")
-    tolerance = _TOLERANCES[dtype]
+    tolerance = case.tolerance or _TOLERANCES[dtype]
     tensors = [x for x in case.inputs if isinstance(x, Tensor)]
     if any(format_of(x).name for x in tensors):
         tolerance += _CACHE_TOLERANCE

@@ -47,16 +47,19 @@ __all__ = [
 
 
 class ActivationFormat(NamedTuple):
-    """A way to round the rows that matrices of whole numbers multiply.
+    """A way to round the rows that matrices multiply.
 
     Attributes:
         per_token: Whether a row has one scale.
+        device: The type of the devices that compute it. On "cpu" it rounds to whole numbers, and on
+            "cuda" to e4m3.
         in_files: The `input_activations` by which compressed-tensors describes it; None if no
             description means exactly this.
         with_lm_head: Whether the rows that lm_head multiplies are rounded, too.
     """
 
     per_token: bool
+    device: str = "cpu"
     in_files: Mapping[str, object] | None = None
     with_lm_head: bool = False
 
@@ -76,6 +79,7 @@ FORMATS: dict[str, type[Weight]] = {
 }
 # The values of `activations=` that round.
 ROUNDED_ACTIVATIONS = {
+    "fp8": ActivationFormat(per_token=True, device="cuda"),
     "int8": ActivationFormat(per_token=False),
     "int8_lm_head": ActivationFormat(per_token=False, with_lm_head=True),
     "int8_token": ActivationFormat(
@@ -145,10 +149,20 @@ def check_activations(name: object, device: torch.device, *, is_plain: bool) -> 
     if not isinstance(name, str) or name not in ROUNDED_ACTIVATIONS:
         names = ", ".join(["bf16", *ROUNDED_ACTIVATIONS])
         raise FieldError.of("activations", f"={name!r}: give one of {names}, or None")
-    if device.type != "cpu":
+    needed = ROUNDED_ACTIVATIONS[name].device
+    if device.type != needed:
+        allowed = "the CPU" if needed == "cpu" else "NVIDIA GPUs"
         raise ValueError(
-            f"activations={name!r} is for the CPU, not for {device.type}: leave activations out"
+            f"activations={name!r} is for {allowed}, not for {device.type}: leave activations out"
         )
+    if needed == "cuda":
+        if (reason := _missing_e4m3(device)) is not None:
+            raise ValueError(
+                f"activations={name!r} needs products in e4m3, but {reason}: leave activations out"
+            )
+        if is_plain:
+            raise _no_e4m3(name)
+        return name
     if _has_amx() and not ROUNDED_ACTIVATIONS[name].per_token:
         raise ValueError(
             f"activations={name!r} is slower than bf16 on this CPU, which has AMX: leave "
@@ -170,6 +184,16 @@ def default_activations(name: str | None, device: torch.device) -> str | None:
     return name if device.type == "cpu" else None
 
 
+def _missing_e4m3(device: torch.device) -> str | None:
+    """Return why a GPU cannot multiply e4m3 by e4m3; None where it can."""
+    if torch.version.hip is not None:
+        return "AMD's GPUs are not supported"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        return f"this GPU has none (compute capability {major}.{minor})"
+    return None
+
+
 def _has_amx() -> bool:
     """Return whether the kernels run in AMX tiles."""
     allowed = native.allowed_instruction_sets()
@@ -177,7 +201,7 @@ def _has_amx() -> bool:
 
 
 def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
-    """Round the rows that these matrices multiply, where their elements are whole numbers.
+    """Round the rows that these matrices multiply, where their elements are of the same kind.
 
     Args:
         matrices: The matrices of the layers by name, as a rank holds them, and lm_head where it
@@ -188,6 +212,11 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
         ValueError: No matrix has such elements, or lm_head does not; or a rank's part of one has
             columns that do not fill a group.
     """
+    if ROUNDED_ACTIVATIONS[name].device == "cuda":
+        results = [weight.round_to_e4m3() for weight in matrices.values()]
+        if not any(results):
+            raise _no_e4m3(name)
+        return
     per_token = ROUNDED_ACTIVATIONS[name].per_token
     has_amx = _has_amx()
     is_any = False
@@ -225,6 +254,13 @@ def _no_integers(name: str) -> ValueError:
     return ValueError(
         f"activations={name!r} needs matrices whose elements are whole numbers, and this model has "
         "none: give quantize='int8' or 'int4' too, or leave activations out"
+    )
+
+
+def _no_e4m3(name: str) -> ValueError:
+    return ValueError(
+        f"activations={name!r} needs matrices in e4m3 with one scale per row, and this model has "
+        "none: give quantize='fp8' too, or leave activations out"
     )
 
 

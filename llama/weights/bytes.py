@@ -10,18 +10,22 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from llama.ops import scaled
+from llama.ops.batch import ForwardContext
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import N_BLOCK, ElementFormat, num_blocks
 from llama.weights.blocks import Layout, in_blocks, in_whole_blocks, workspace
 from llama.weights.coded import Coded
 from llama.weights.fragments import bytes_in_fragments, rows_of_bytes
 from llama.weights.groups import GroupedWeight, pack_extras
-from llama.weights.scales import pack_scales
+from llama.weights.scales import pack_scales, unpack_scales
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 _MAX_INT8 = 127
 _MAX_E4M3 = 448
 _CHUNK_ROWS = 4096  # rows quantized per chunk
+_CHUNK_ELEMENTS = 1 << 27  # elements whose order is undone at a time, for a product in e4m3
+MAX_EXACT_ROWS = 256  # rows of x up to which they are not rounded to e4m3
 
 
 class BytesWeight(GroupedWeight):
@@ -127,6 +131,10 @@ class Fp8Weight(BytesWeight):
 
     The kernels convert an element to 2^-8 times its value, so the stored scales are 2^8 times as
     large.
+
+    Attributes:
+        rounds_to_e4m3: Whether the rows of x are rounded to e4m3 where there are more than
+            `MAX_EXACT_ROWS`.
     """
 
     kind = ElementFormat.FP8.value
@@ -137,6 +145,7 @@ class Fp8Weight(BytesWeight):
     )
     in_files = ("float", 8)
     element_factor = 2**-8
+    rounds_to_e4m3: bool = False
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
@@ -160,6 +169,42 @@ class Fp8Weight(BytesWeight):
             table=E4M3.float(),
             scale=scale,
         )
+
+    def round_to_e4m3(self) -> bool:
+        """Round the rows of x to e4m3 in large products from now on."""
+        n, k = self.shape
+        if self.groups > 1 or self.per_group > 1 or self.is_extended:
+            return False
+        if n % scaled.STEP or k % scaled.STEP:
+            return False
+        self.rounds_to_e4m3 = True
+        return True
+
+    def _linear(self, x: Tensor, dtype: torch.dtype | None, context: ForwardContext) -> Tensor:
+        """Return the product of rows and this weight where the CPU kernels do not compute it."""
+        n, k = self.shape
+        m = x.numel() // k
+        if not self.rounds_to_e4m3 or m <= MAX_EXACT_ROWS:
+            return super()._linear(x, dtype, context)
+        dtype = dtype or x.dtype
+        rows = scaled.round_rows(x.reshape(m, k))
+        scales = unpack_scales(self.scales).view(-1, 1)[:n] * self.element_factor
+        blocks = self.blocks() if context.kernels.has("linear", x) else None
+        if blocks is None:
+            ids = torch.arange(n, device=self.values.device)
+            elements = self.elements(ids) / self.element_factor
+            out = scaled.multiply_exactly(rows, elements, scales, dtype)
+            return out.view(*x.shape[:-1], n)
+        from llama.ops.triton import quantized
+
+        chunk_rows = max(_CHUNK_ELEMENTS // k // N_BLOCK, 1) * N_BLOCK
+        products = []
+        for begin in range(0, n, chunk_rows):
+            end = min(begin + chunk_rows, n)
+            codes = quantized.codes(blocks, begin, end).view(E4M3.dtype)
+            weight = scaled.ScaledRows(codes, scales[begin:end])
+            products.append(scaled.multiply(rows, weight, dtype))
+        return torch.cat(products, -1).view(*x.shape[:-1], n)
 
     def has_integers(self) -> bool:
         """Return False: elements of e4m3 may be fractions."""

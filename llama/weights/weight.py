@@ -105,6 +105,14 @@ class Weight(nn.Module):
         """
         return False
 
+    def round_to_e4m3(self) -> bool:
+        """Round the rows of x to e4m3 in large products from now on; see `llama.ops.scaled`.
+
+        Returns:
+            Whether it does; False where the elements are not in e4m3 with one scale per row.
+        """
+        return False
+
     def part(self, rows: list[slice], columns: slice) -> "Weight | None":
         """Return a part of the matrix in the same memory; None where the format cannot be cut so.
 

@@ -28,7 +28,8 @@ _CACHES = {f"kv_{name}": name for name in KV_FORMATS if name}  # the model is in
 _ACTIVATIONS = {
     f"{weights}+{name}": (weights, name)
     for weights in ("int8", "int4")
-    for name in ROUNDED_ACTIVATIONS
+    for name, rounding in ROUNDED_ACTIVATIONS.items()
+    if rounding.device == "cpu"
 }
 _DEFAULT = (*QUANTIZED, *_CACHES)
 _KNOWN = (*_DEFAULT, *_ACTIVATIONS)

@@ -34,6 +34,7 @@ from llama.gpu.cases import Case, Cases, LargeCache
 from llama.gpu.job import JOB, Job
 from llama.gpu.program import PARENT, run
 from llama.gpu.selfcheck import check_kernel
+from llama.ops import scaled
 from llama.ops.cpu import native
 from llama.ops.sample import choose_ids
 from llama.ops.triton import attention, quantized
@@ -188,6 +189,29 @@ def test_quantized_products_are_checked(launches, monkeypatch, fault, format):
     else:
         assert check_kernel(asked, "linear") == []
         assert set(launches) == {"few_rows_kernel", "many_rows_kernel", "plain_kernel"}
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_products_of_rows_in_e4m3_are_checked(launches, monkeypatch, fault):
+    """Where activations are rounded to e4m3, products of many rows are compared as well."""
+    monkeypatch.setattr(cases, "packed", lambda x, name, on: weights.on_gpu(x.bfloat16(), name, on))
+    monkeypatch.setattr(Cases, "products", lambda self: iter([]))
+    sizes: dict[str, Any] = {
+        "dim": 128,
+        "head_dim": 32,
+        "ffn_dim": 128,
+        "vocab_rows": 32,
+        "vocab_size": 32,
+    }
+    asked = replace(job("linear"), activations="fp8", **sizes)
+    if fault:
+        multiply = scaled.multiply
+        monkeypatch.setattr(scaled, "multiply", lambda x, w, t: multiply(x, w, t) * 1.05)
+        with pytest.raises(ArithmeticError, match="300 rows in e4m3 times 32 x 128: result 0 is"):
+            check_kernel(asked, "linear")
+    else:
+        assert check_kernel(asked, "linear") == []
+        assert set(launches) == {"codes_kernel"}
 
 
 def test_decode_is_checked_with_each_number_of_parts(launches, monkeypatch):
