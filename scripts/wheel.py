@@ -8,6 +8,7 @@ gets neither: a checkout compiles the kernels at first use, and has the demo in 
 import importlib.util
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,8 +34,10 @@ BUILD = kernel_build()
 COMPILER = BUILD.find_compiler() if BUILD.is_supported_system() else None
 
 
-def put_library(instruction_set: Any, path: Path) -> None:
+def put_library(instruction_set: Any, path: Path, objects: Path) -> None:
     """Compile a library to `path`, or copy it from the folder LLAMA_BUILT_KERNELS.
+
+    The folder `objects` keeps object files, which several libraries share.
 
     That folder is a cache as native.py has it: a name contains a hash of all that the library
     depends on.
@@ -44,7 +47,7 @@ def put_library(instruction_set: Any, path: Path) -> None:
     if folder and BUILD.is_whole(kept):
         shutil.copyfile(kept, path)
     else:
-        BUILD.build(COMPILER, instruction_set, path)
+        BUILD.build(COMPILER, instruction_set, path, objects)
 
 
 class BuildWithData(build_py):
@@ -58,10 +61,11 @@ class BuildWithData(build_py):
         shutil.copytree(
             ROOT / "checkpoints" / "demo", package / "data" / "demo", dirs_exist_ok=True
         )
-        for instruction_set in BUILD.INSTRUCTION_SETS if COMPILER else ():
-            if BUILD.accepts(COMPILER, instruction_set):
-                path = package / "ops" / "cpu" / BUILD.library_name(instruction_set)
-                put_library(instruction_set, path)
+        with tempfile.TemporaryDirectory(dir=self.build_lib, prefix="objects-") as objects:
+            for instruction_set in BUILD.INSTRUCTION_SETS if COMPILER else ():
+                if BUILD.accepts(COMPILER, instruction_set):
+                    path = package / "ops" / "cpu" / BUILD.library_name(instruction_set)
+                    put_library(instruction_set, path, Path(objects))
 
 
 class PlatformWheel(bdist_wheel):

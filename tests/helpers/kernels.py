@@ -8,6 +8,7 @@ import functools
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,47 +23,75 @@ HAS_KERNELS = bool(SUPPORTED) and build.find_compiler() is not None
 # the environment does not disable them
 KERNELS_RUN = HAS_KERNELS and os.environ.get(native.VARIABLE) != "none"
 
-_HEADER = Path(__file__).resolve().parent / "amx_emulated.h"  # a replacement for AMX's tiles
-_VNNI_HEADER = _HEADER.parent / "avx_vnni_emulated.h"
-# g++ searches this path for the header. As a compiler flag, the path would be part of the cache's
-# key, and every checkout would compile for half a minute.
+_COMPILE_S = 600.0  # the time that a process waits for another to compile
+_FOLDER = Path(__file__).resolve().parent
+# g++ searches this path for the headers that replace instructions. As a compiler flag, the path
+# would be part of the cache's key, and every checkout would compile for half a minute.
 _USERS = [os.environ["CPATH"]] if os.environ.get("CPATH") else []
-os.environ["CPATH"] = os.pathsep.join([str(_HEADER.parent), *_USERS])
-_AVX512_BF16 = next(x for x in INSTRUCTION_SETS if x.name == "avx512_bf16")
-EMULATED_AMX = InstructionSet(  # a copy, so that libraries share no variable of it
-    "amx_emulated",
-    (*_AVX512_BF16.flags, "-fno-gnu-unique", "-include", _HEADER.name),
-    _AVX512_BF16.needs,
-)  # fmt: skip
-_AVX2 = INSTRUCTION_SETS[-1]
-# AVX_VNNI by the same instruction of AVX-512, in 256 bits
-EMULATED_AVX_VNNI = InstructionSet(
-    "avx_vnni_emulated",
-    (*_AVX2.flags, "-D__AVXVNNI__", "-include", _VNNI_HEADER.name),
-    _AVX2.needs | {"avx512vl", "avx512_vnni"},
+os.environ["CPATH"] = os.pathsep.join([str(_FOLDER), *_USERS])
+
+
+def _emulated(like: InstructionSet, name: str, *flags: str, **changes: Any) -> InstructionSet:
+    """Return an instruction set whose instructions a header of this folder replaces.
+
+    A macro that nothing reads makes the header's contents part of the cache's key.
+    """
+    header = f"{name}.h"
+    digest = hashlib.sha256((_FOLDER / header).read_bytes()).hexdigest()[:16]
+    own = (*flags, "-include", header, f"-DHEADER_{digest}")
+    return like._replace(name=name, flags=(*like.flags, *own), **changes)
+
+
+_AMX, _AVX512_BF16, _, _, _AVX_VNNI, _AVX2 = INSTRUCTION_SETS
+EMULATED_AMX = _emulated(  # a copy, so that libraries share no variable of it
+    _AVX512_BF16, "amx_emulated", "-fno-gnu-unique", base=_AVX512_BF16, sources=_AMX.sources
 )
-_EMULATED = {EMULATED_AMX.name: _HEADER, EMULATED_AVX_VNNI.name: _VNNI_HEADER}
+# AVX_VNNI by the same instruction of AVX-512, in 256 bits
+EMULATED_AVX_VNNI = _emulated(
+    _AVX2, "avx_vnni_emulated", "-D__AVXVNNI__",
+    needs=_AVX2.needs | {"avx512vl", "avx512_vnni"}, base=_AVX2, sources=_AVX_VNNI.sources,
+)  # fmt: skip
 # They differ from others in the products of activations in int8 alone.
 _VNNI = ("avx512_vnni", "avx_vnni", EMULATED_AVX_VNNI.name)
 INTEGER_BODIES = {x.name: x for x in (*INSTRUCTION_SETS, EMULATED_AMX, EMULATED_AVX_VNNI)}
 BODIES = {name: x for name, x in INTEGER_BODIES.items() if name not in _VNNI}
 
 
-def folder_of(body: InstructionSet) -> Path:
-    """Return the folder of the compiled library: normally the user's cache.
-
-    Where a header replaces instructions, it is a folder named after the contents of that header,
-    because the contents are not part of the cache's key.
-    """
-    header = _EMULATED.get(body.name)
-    if header is None:
-        return native.cache_folder()
-    return (
-        native.cache_folder() / f"emulated-{hashlib.sha256(header.read_bytes()).hexdigest()[:16]}"
-    )
+def can_run(body: InstructionSet) -> bool:
+    """Return whether this CPU has the instructions, and the compiler knows them."""
+    compiler = build.find_compiler()
+    has_instructions = native.cpu_flags() >= body.needs
+    return has_instructions and compiler is not None and build.accepts(compiler, body)
 
 
 @functools.cache
 def library(name: str) -> ctypes.CDLL:
-    """Return the library of an instruction set, compiled once."""
-    return native.load(folder_of(INTEGER_BODIES[name]), INTEGER_BODIES[name])
+    """Return the library of an instruction set, compiled once.
+
+    The libraries of the tests share object files, which are stored beside them.
+    """
+    body = INTEGER_BODIES[name]
+    path = path_of(body)
+    if not build.is_whole(path):
+        compiler = build.find_compiler()
+        assert compiler is not None
+        objects = objects_folder()
+        with native.locked(path.parent / "lock", _COMPILE_S):  # as native.load does
+            if not build.is_whole(path):
+                build.build(compiler, body, path, objects)
+                path.chmod(0o600)
+    return native.load(path.parent, body)
+
+
+def path_of(body: InstructionSet) -> Path:
+    """Return the path of a compiled library in the user's cache."""
+    compiler = build.find_compiler()
+    assert compiler is not None
+    return native.cache_folder() / f"{build.fingerprint(compiler, body)}.so"
+
+
+def objects_folder() -> Path:
+    """Return the folder of the object files that the libraries of the tests share."""
+    for folder in (native.cache_folder(), native.cache_folder() / "objects"):
+        native.make_private(folder)
+    return folder

@@ -5,11 +5,12 @@ It reports each slow step and its progress on stderr; nothing is compiled a seco
 """
 
 import os
+import resource
 import subprocess
 import sys
 from importlib.util import find_spec
 
-from helpers.kernels import BODIES, HAS_KERNELS, folder_of, library
+from helpers.kernels import HAS_KERNELS, INTEGER_BODIES, can_run, library, path_of
 from helpers.launch import PROGRAMS, REPO
 from llama.ops.cpu import build
 
@@ -19,14 +20,10 @@ def say(text: str) -> None:
 
 
 def compile_for_the_cpu() -> None:
-    """Compile each variant of the CPU kernels that the compiler supports."""
-    compiler = build.find_compiler()
-    assert compiler is not None
-    known = [body for body in BODIES.values() if build.accepts(compiler, body)]
-    paths = {x: folder_of(x) / f"{build.fingerprint(compiler, x)}.so" for x in known}
-    todo = [body for body, path in paths.items() if not path.exists()]
+    """Compile each variant of the CPU kernels that can run here."""
+    todo = [x for x in INTEGER_BODIES.values() if can_run(x) and not build.is_whole(path_of(x))]
     for number, body in enumerate(todo, 1):
-        say(f"compiling the CPU kernels, {number} of {len(todo)} (half a minute each)")
+        say(f"compiling the CPU kernels, {number} of {len(todo)} (up to half a minute each)")
         library(body.name)
 
 
@@ -45,9 +42,16 @@ def compile_for_gpus() -> None:
     subprocess.run(command, env=clean, stdout=subprocess.DEVNULL, check=False)
 
 
+def processor_seconds() -> float:
+    """Return the processor time of this process and of those that it started."""
+    used = [resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(x.ru_utime + x.ru_stime for x in used)
+
+
 if __name__ == "__main__":
     if HAS_KERNELS:
         compile_for_the_cpu()
     cache = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
     if find_spec("triton") and not os.path.isdir(cache):
         compile_for_gpus()
+    say(f"prepared in {processor_seconds():.0f} s of processor time")

@@ -97,6 +97,33 @@ def test_a_library_of_the_package_is_used_without_a_compiler(stub, fresh, monkey
 
 
 @needs_kernels
+def test_libraries_share_objects_of_sources_that_do_not_use_what_a_set_adds(tmp_path, monkeypatch):
+    """A source is compiled for the base, unless the set names it, and once for equal flags."""
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    for name in ("shared", "own"):
+        (tmp_path / f"{name}.cpp").write_text(f'extern "C" int {name}() {{ return WHICH; }}\n')
+    base = build.InstructionSet("base", ("-DWHICH=1",), frozenset())
+    larger = build.InstructionSet("larger", ("-DWHICH=2",), frozenset(), frozenset(), base)
+    objects, compiler = tmp_path / "objects", build.find_compiler()
+    assert compiler is not None
+    objects.mkdir()
+    values = []
+    for body in (base, larger._replace(sources=frozenset({"own"})), larger):
+        path = tmp_path / f"{build.fingerprint(compiler, body)}.so"
+        assert not path.exists()  # the sources that a set names are part of the name
+        build.build(compiler, body, path, objects)
+        library = ctypes.CDLL(str(path))
+        values.append((library.shared(), library.own()))
+    assert values == [(1, 1), (1, 2), (1, 1)]
+    assert sorted(x.name.split("-")[0] for x in objects.iterdir()) == ["own", "own", "shared"]
+    (tmp_path / "own.cpp").write_text('extern "C" int own() { return 3; }\n')
+    build.build(compiler, base, tmp_path / "changed.so", objects)
+    library = ctypes.CDLL(str(tmp_path / "changed.so"))
+    assert (library.shared(), library.own()) == (1, 3)
+    assert len(list(objects.iterdir())) == 4
+
+
+@needs_kernels
 def test_the_variable_names_one_body_or_none(fresh, monkeypatch):
     monkeypatch.setenv(native.VARIABLE, AVX2.name)
     library = native.kernels()

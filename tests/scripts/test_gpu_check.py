@@ -31,12 +31,15 @@ from llama.ops.cpu import native
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory) -> tuple[list[str], Path, subprocess.CompletedProcess]:
-    """A dry run: its command, its folder and its result. Its cache is separate, except the CPU
-    kernels.
+    """A dry run: its command, its folder and its result.
+
+    Its cache is separate; it gets a copy of the CPU kernels.
     """
     out: Path = tmp_path_factory.mktemp("gpu_check")
-    if native.kernels() is not None:
-        shutil.copytree(native.cache_folder(), out / "cache" / "llama")
+    if (library := native.kernels()) is not None:
+        cache = out / "cache" / "llama"
+        native.make_private(cache)
+        shutil.copy(library._name, cache)
     command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--dry", "--minutes", "9"]
     command += ["--out", str(out), "--only", ",".join([*LIMITS, "tests", "probes"])]
     return command, out, warm.run(command, env=environment(WARM_CHILDREN="1"), timeout=400)

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent  # the folder of the sources
-_SUFFIXES = (".cpp", ".h")
 _HASH_BYTES = 32
 # Fused multiply-add everywhere: a row's result must not depend on the batch that it is in.
 _COMPILE = "-O3 -std=c++17 -ffp-contract=fast -fno-exceptions -fPIC -fopenmp".split()
@@ -36,13 +36,29 @@ class InstructionSet(NamedTuple):
         flags: The compiler's flags.
         needs: The flags of /proc/cpuinfo that a CPU must have.
         slow_on: The flags of CPUs on which the other sets are faster.
+        base: A smaller set, for which all sources but `sources` are compiled; None for all.
+        sources: The stems of the sources that use what this set adds to `base`. The object code of
+            the others is the same with the flags of either set. A source that is missing here
+            is correct, but uses slower instructions.
     """
 
     name: str
     flags: tuple[str, ...]
     needs: frozenset[str]
     slow_on: frozenset[str] = frozenset()
+    base: "InstructionSet | None" = None
+    sources: frozenset[str] = frozenset()
 
+    def flags_of(self, stem: str) -> tuple[str, ...]:
+        """Return the compiler's flags for the source of that stem."""
+        if self.base is None or stem in self.sources:
+            return self.flags
+        return self.base.flags_of(stem)
+
+
+# The sources that use VNNI, and those that use pairs of bf16 or their tiles.
+_INTEGER_PRODUCTS = frozenset({"integer_product", "linear"})
+_PAIR_PRODUCTS = frozenset({"attention", "linear"})
 
 _AVX2 = InstructionSet(
     "avx2",
@@ -53,6 +69,8 @@ _AVX_VNNI = InstructionSet(
     "avx_vnni",
     (*_AVX2.flags, "-mavxvnni"),
     _AVX2.needs | {"avx_vnni"},
+    base=_AVX2,
+    sources=_INTEGER_PRODUCTS,
 )
 _AVX512 = InstructionSet(
     "avx512",
@@ -63,6 +81,8 @@ _AVX512_VNNI = InstructionSet(
     "avx512_vnni",
     (*_AVX512.flags, "-mavx512vnni"),
     _AVX512.needs | {"avx512_vnni"},
+    base=_AVX512,
+    sources=_INTEGER_PRODUCTS,
 )
 _AVX512_BF16 = InstructionSet(
     "avx512_bf16",
@@ -71,11 +91,15 @@ _AVX512_BF16 = InstructionSet(
     # Sapphire Rapids and later Intels, where a virtual machine hides their tiles: a product of bf16
     # pairs takes as long as four of floats. (AMD's CPUs have no arch_capabilities.)
     frozenset({"avx512_fp16", "arch_capabilities"}),
+    base=_AVX512_VNNI,
+    sources=_PAIR_PRODUCTS,
 )
 _AMX = InstructionSet(
     "amx",
     (*_AVX512_BF16.flags, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     _AVX512_BF16.needs | {"amx_tile", "amx_bf16", "amx_int8"},
+    base=_AVX512_BF16,
+    sources=_PAIR_PRODUCTS,
 )
 INSTRUCTION_SETS = (  # the fastest first
     _AMX,
@@ -113,19 +137,26 @@ def accepts(compiler: str, instruction_set: InstructionSet) -> bool:
 
 def fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
     """Return a name that is made of all that a library depends on."""
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, timeout=60, check=True
-    ).stdout
-    sources = [path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in _SUFFIXES]
-    parts = (*sources, version, *_COMPILE, *_LINK, *instruction_set.flags)
-    return f"{instruction_set.name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"
+    flags = [(path.name, instruction_set.flags_of(path.stem)) for path in _sources()]
+    sources = [path.read_bytes() for path in (*_sources(), *_headers())]
+    digest = _digest(*sources, _version(compiler), *_COMPILE, *_LINK, *flags)
+    return f"{instruction_set.name}-{digest}"
 
 
-def build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
+def build(
+    compiler: str, instruction_set: InstructionSet, path: Path, objects: Path | None = None
+) -> None:
     """Compile and link to `path`, which appears whole or not at all.
 
     The library ends in its SHA-256, see `is_whole`. Temporary files are beside `path`, in a folder
     named build-*.
+
+    Args:
+        compiler: The C++ compiler.
+        instruction_set: The instruction set of the library.
+        path: The file to write.
+        objects: A folder that keeps object files, so that libraries of several instruction sets
+            share those that would be the same; by default each source is compiled.
 
     Raises:
         OSError: The compiler or the folder cannot be used.
@@ -133,15 +164,66 @@ def build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
     """
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as temporary:
         library = Path(temporary) / path.name
-        objects = {str(source): f"{temporary}/{source.stem}.o" for source in FOLDER.glob("*.cpp")}
-        compile_one = functools.partial(_run, compiler, *_COMPILE, *instruction_set.flags)
+        compile_one = functools.partial(
+            _object_of, compiler, instruction_set, temporary=Path(temporary), objects=objects
+        )
         with ThreadPoolExecutor() as pool:
-            commands = [("-c", source, "-o", made) for source, made in objects.items()]
-            list(pool.map(lambda arguments: compile_one(*arguments), commands))
-        _run(compiler, *objects.values(), *_LINK, "-o", str(library))
+            made = list(pool.map(compile_one, _sources()))
+        _run(compiler, *map(str, made), *_LINK, "-o", str(library))
         content = library.read_bytes()
         library.write_bytes(content + hashlib.sha256(content).digest())  # the loader ignores it
         os.replace(library, path)
+
+
+def _object_of(
+    compiler: str,
+    instruction_set: InstructionSet,
+    source: Path,
+    *,
+    temporary: Path,
+    objects: Path | None,
+) -> Path:
+    """Return the object file of a source, from `objects` or compiled."""
+    flags = instruction_set.flags_of(source.stem)
+    made = temporary / f"{source.stem}.o"
+    if objects is not None:
+        contents = [path.read_bytes() for path in _read_by(source)]
+        key = _digest(*contents, _version(compiler), *_COMPILE, *flags)
+        kept = objects / f"{source.stem}-{key}.o"
+        if kept.exists():
+            return kept
+    _run(compiler, *_COMPILE, *flags, "-c", str(source), "-o", str(made))
+    if objects is not None:
+        os.replace(made, kept)
+        return kept
+    return made
+
+
+def _sources() -> list[Path]:
+    return sorted(FOLDER.glob("*.cpp"))
+
+
+def _headers() -> list[Path]:
+    return sorted(FOLDER.glob("*.h"))
+
+
+def _read_by(source: Path) -> list[Path]:
+    """Return a source and the headers of its folder that it includes, directly or not."""
+    found = [source]
+    for path in found:  # grows while it is read
+        names = re.findall(r'^ *# *include "(.+)"', path.read_text(), re.MULTILINE)
+        headers = [FOLDER / name for name in names]
+        found += [header for header in headers if header not in found]
+    return found
+
+
+def _version(compiler: str) -> bytes:
+    command = [compiler, "--version"]
+    return subprocess.run(command, capture_output=True, timeout=60, check=True).stdout
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def is_whole(path: Path) -> bool:
