@@ -1,5 +1,9 @@
 """LoRA adapters are merged into the weights of every layout, and bad ones are refused by name."""
 
+from __future__ import (
+    annotations,
+)  # transformers imports its models lazily, when these names are first used
+
 import json
 import math
 import pickle

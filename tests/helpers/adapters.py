@@ -4,6 +4,10 @@ The expectations are computed in float64 by the formulas of the papers, on whole
 Face's row order, and import nothing from `llama`.
 """
 
+from __future__ import (
+    annotations,
+)  # transformers imports its models lazily, when these names are first used
+
 import json
 from pathlib import Path
 from typing import Any
