@@ -47,7 +47,8 @@ def test_a_row_of_a_chunk_has_the_bits_of_a_single_step(
 ):
     """A row of a chunk has the bits of a single decode step.
 
-    The contexts lie around the edge of a chunk of 256 keys, and drafts have every length.
+    The contexts lie around the edge of a chunk of 256 keys, and drafts have every length. A
+    vocabulary that does not fill its blocks concerns lm_head, whose rows depend on no context.
     """
     sizes = {"dim": 256, "n_layers": 2, "n_heads": 8, "n_kv_heads": num_kv_heads}
     args = ModelArgs(**sizes, vocab_size=vocab_size, multiple_of=32, max_seq_len=320)
@@ -74,7 +75,7 @@ def test_a_row_of_a_chunk_has_the_bits_of_a_single_step(
 
     logits(0, 255)
     alone = torch.cat([logits(i, 1) for i in range(255, 272)])
-    for context in range(255, 259):
+    for context in range(255, 259 if vocab_size == 128 else 256):
         for drafts in range(1, 14):
             first = context - 255
             found = logits(context, 1 + drafts)

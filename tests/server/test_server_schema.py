@@ -39,7 +39,7 @@ def test_no_request_is_an_error_of_the_server(server: RunningServer, document, m
             continue
 
         @settings(
-            max_examples=10, deadline=None, database=None, derandomize=True,
+            max_examples=6, deadline=None, database=None, derandomize=True,
             suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         def check(case):

@@ -101,15 +101,14 @@ def calls(monkeypatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", FLAT)
 @pytest.mark.parametrize(
-    ("row", "most"),
+    ("name", "row", "most"),
     [
-        (SamplingRow(top_p=0.95), 1.5),
-        (SamplingRow(top_p=0.1), 5),
-        (SamplingRow(top_k=300, top_p=0.5), 4),
-        (SamplingRow(top_k=2000), 1.5),
-        (SamplingRow(min_p=0.2, top_p=0.9), 1.5),
+        ("normal", SamplingRow(top_p=0.95), 1.5),
+        ("normal", SamplingRow(top_k=300, top_p=0.5), 4),
+        ("normal", SamplingRow(min_p=0.2, top_p=0.9), 1.5),
+        ("ties everywhere", SamplingRow(top_p=0.1), 5),
+        ("ties everywhere", SamplingRow(top_k=2000), 1.5),
     ],
 )
 def test_where_all_tokens_are_likely_few_are_weighed(monkeypatch, calls, name, row, most):
