@@ -139,6 +139,6 @@ def test_the_python_of_a_page_runs(path, tmp_path):
         return
     (tmp_path / "page.py").write_text("\n".join(PYTHON[path]))
     program = [sys.executable, str(tmp_path / "page.py")]
-    done = warm.run(program, cwd=REPO, env=environment(), timeout=120)
+    done = warm.run(program, cwd=REPO, env=environment(), timeout=280)
     assert done.returncode == 0, done.stderr
     assert SHOWN[path.stem] in done.stdout

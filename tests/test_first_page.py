@@ -23,7 +23,7 @@ from helpers.ports import reserved_port
 pytestmark = pytest.mark.slow
 _INSTALLS = re.compile(r"pip install|python3 -m venv|\. \.venv/|\./scripts/(demo|test)\b")
 _STARTS_SERVER = re.compile(r"llama serve\s*(#.*)?$")
-_LIMIT_S = 120
+_LIMIT_S = 280
 
 
 def without_installing(block: str) -> str:

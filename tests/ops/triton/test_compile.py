@@ -12,6 +12,7 @@ from helpers import warm
 from helpers.launch import PROGRAMS, REPO
 
 _PRODUCTS = ("product_kernel", "few_rows_kernel", "many_rows_kernel")
+pytestmark = pytest.mark.timeout(900)  # without a cache, more than a minute of processor time
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,7 @@ def compiled() -> list[dict[str, Any]]:
     """One line for each kernel, shape and capability; Triton caches the compiled code."""
     clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(PROGRAMS / "compiled_kernels.py")]
-    done = warm.run(command, env={**clean, "PYTHONPATH": str(REPO)}, timeout=400)
+    done = warm.run(command, env={**clean, "PYTHONPATH": str(REPO)}, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
