@@ -122,6 +122,9 @@ COMMANDS = {
         defaults={
             **NETWORK_FLAGS,
             "served_model_name": None,
+            "lora_modules": None,
+            "lora_folder": None,
+            "max_loras": 16,
             "max_queue": 1024,
             "max_wait_s": 600.0,
             "max_answer_mb": 512,

@@ -232,6 +232,18 @@ FLAGS = {
     "served_model_name": Flag(
         str, "NAME", "Name of the model in requests and answers", "the name of the folder"
     ),
+    "lora_modules": Flag(
+        str,
+        "NAME=PATH",
+        "LoRA adapters that requests choose by their names as model; separated by commas",
+        "none",
+    ),
+    "lora_folder": Flag(
+        str, "DIR", "Folder from which clients may load LoRA adapters, by vLLM's routes", "none"
+    ),
+    "max_loras": Flag(
+        within(1, 2**16), "N", "Number of LoRA adapters that are loaded at once, by clients or not"
+    ),
     "max_queue": Flag(
         within(0, 2**31), "N", "Number of sequences that may wait; more are refused with status 503"
     ),

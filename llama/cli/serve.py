@@ -55,6 +55,7 @@ def serve(options: argparse.Namespace) -> int:
     with SIGNALS.taken_alone(signal.SIGTERM, is_server=True):
         name = options.served_model_name or Path(options.ckpt_dir or demo_dir()).resolve().name
         _check_checkpoint(options)
+        adapters = _adapters(options, name)
         server = None if global_rank() else _listen(options, name, inherited)
         signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
         if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -68,6 +69,8 @@ def serve(options: argparse.Namespace) -> int:
             llama = load(options)
             remedy = "or start one for each group with --ranks and --replicas"
             check_one_group(llama.model.parallel.data_size, "one server leads one group", remedy)
+            for adapter, path in adapters.items():
+                llama.load_adapter(adapter, path)
             SIGNALS.has_begun = True  # Every rank sets this.
 
             def work() -> None:
@@ -92,6 +95,31 @@ def _check_checkpoint(options: argparse.Namespace) -> None:
     checkpoint = find(options.ckpt_dir or demo_dir())
     if not options.tokenizer_path:
         checkpoint.tokenizer_path()
+
+
+def _adapters(options: argparse.Namespace, model_name: str) -> dict[str, str]:
+    """Return the paths of the adapters to load, by their names.
+
+    Raises:
+        UsageError: A flag cannot be used.
+    """
+    folder = options.lora_folder
+    if folder is not None and not Path(folder).is_dir():
+        raise UsageError(f"--lora_folder {folder} is no folder")
+    adapters: dict[str, str] = {}
+    for text in options.lora_modules.split(",") if options.lora_modules else ():
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise UsageError(f"--lora_modules {text}: give NAME=PATH for each adapter")
+        if name in adapters or name == model_name:
+            raise UsageError(f"--lora_modules {text}: {name!r} is the name of another model")
+        adapters[name] = path
+    if len(adapters) > options.max_loras:
+        raise UsageError(
+            f"--lora_modules has {len(adapters)} adapters, more than --max_loras "
+            f"{options.max_loras}"
+        )
+    return adapters
 
 
 def _start_in_background(options: argparse.Namespace) -> int:
@@ -130,7 +158,7 @@ def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket |
     limits = Limits(**{x.name: given[x.name] for x in fields(Limits) if x.name in given})
     log_to_stderr()
     return Server(
-        Service(name, limits, tool_format, options.reasoning_field),
+        Service(name, limits, tool_format, options.reasoning_field, _lora_folder(options)),
         host=options.host,
         port=options.port,
         api_keys=_keys(options),
@@ -140,6 +168,11 @@ def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket |
         lenient=options.lenient,
         listener=_listener(options, inherited),
     )
+
+
+def _lora_folder(options: argparse.Namespace) -> Path | None:
+    """Return the folder from which clients can load adapters."""
+    return None if options.lora_folder is None else Path(options.lora_folder)
 
 
 def _listener(

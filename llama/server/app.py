@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 import llama
 from llama.checks import FieldError, brief
-from llama.server import routes, scoring, tokens
+from llama.server import adapters, routes, scoring, tokens
 from llama.server.auth import ApiKeys, AuthAndLimits
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, first_name, log_refusal
@@ -59,7 +59,7 @@ def make_app(
     limits = service.limits
     app.state.bodies = BodyMemory(limits.max_body_bytes, limits.max_bodies_bytes)
     host = host_routes or APIRouter()
-    modules = (routes, tokens, ollama, embeddings, scoring)
+    modules = (routes, tokens, ollama, embeddings, scoring, adapters)
     apis = [module.routes(service) for module in modules]
     for router in (*apis, _server_routes(service), host):
         app.include_router(router)
@@ -114,15 +114,16 @@ def _server_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        """List the one model, with the longest context that it takes."""
-        return JsonResponse({"object": "list", "data": [model_card()]})
+        """List the model and its adapters, with the longest context that they take."""
+        return JsonResponse({"object": "list", "data": [model_card(), *adapters.cards(service)]})
 
     @router.get("/v1/models/{name:path}")  # A name may contain a slash.
     async def model(name: str) -> Response:
-        if name != service.model_name:
-            message = f"there is no model {brief(name)}: this server has {service.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return JsonResponse(model_card())
+        for card in (model_card(), *adapters.cards(service)):
+            if card["id"] == name:
+                return JsonResponse(card)
+        message = f"there is no model {brief(name)}: this server has {service.model_name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     @router.get("/version")
     async def version() -> Response:

@@ -264,4 +264,5 @@ async def prepare_chat(
         tenant=http.state.tenant,
         must_fit=must_fit,
         max_context=chat.max_context,
+        model=chat.model,
     )

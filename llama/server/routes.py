@@ -99,7 +99,9 @@ async def _prepare_prompts(
     prepared = []
     for i, prompt in enumerate(request.prompts):
         tenant = http.state.tenant
-        made = await service.prepare(prompt, request.params, request.fields, tenant=tenant, index=i)
+        made = await service.prepare(
+            prompt, request.params, request.fields, tenant=tenant, index=i, model=request.model
+        )
         prepared.append(made)
         await asyncio.sleep(0)  # Hundreds of prompts would delay the events of other requests.
     return prepared

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, Tag
 from starlette.responses import Response
 
+from llama.checks import brief
 from llama.prompts.fields import Fields, chosen_by
 from llama.prompts.messages import Dialog
 from llama.requests.request import RequestOutput
@@ -124,6 +125,9 @@ def routes(service: Service) -> APIRouter:
         return scorer.scores(outputs), outputs
 
     def head_of(http: Request, kind: str, model: str | None) -> dict[str, Any]:
+        if service.adapter_of(model) is not None:
+            message = f"model={brief(model)} is an adapter, and scores are those of the base model"
+            raise ApiError(400, message, param="model")
         return {
             "id": f"{kind}-{http.state.request_id}",
             "object": "list",

@@ -13,9 +13,10 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from llama.checks import FieldError
+from llama.checks import FieldError, brief
 from llama.generation import Llama
 from llama.prompts import ToolFormat
 from llama.prompts.dialog_format import DialogFormat
@@ -59,6 +60,7 @@ class Limits:
         max_prompts: prompts of one body.
         max_answer_mb: MiB that one answer may take. See `check_answer_size`.
         max_connections: open connections. See `Connections`.
+        max_loras: LoRA adapters that are loaded at once, if clients can load them.
         max_per_address: open connections of one address; None stands for three quarters of all.
     """
 
@@ -69,6 +71,7 @@ class Limits:
     max_prompts: int = 256
     max_answer_mb: int = 512
     max_connections: int = 4096
+    max_loras: int = 16
     max_per_address: int | None = None
 
 
@@ -84,6 +87,7 @@ class Service:
         limits: the limits of the server.
         given_format: format of tool calls; None stands for that of the checkpoint's generation.
         reasoning_field: name of the field of OpenAI's chats that has the reasoning.
+        lora_folder: folder from which clients can load LoRA adapters; None if they cannot.
         state: whether requests are answered.
         created: time of the start, in seconds since 1970.
         metrics: the metrics of the server.
@@ -95,6 +99,7 @@ class Service:
     limits: Limits
     given_format: ToolFormat | None = None
     reasoning_field: str = REASONING_FIELDS[0]
+    lora_folder: Path | None = None
     state: State = State.LOADING
     created: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(default_factory=Metrics)
@@ -170,6 +175,25 @@ class Service:
             return dialog_format
         return dialog_format.with_tool_format(self.given_format)
 
+    def adapter_of(self, model: str | None) -> str | None:
+        """Return the name of the adapter that a body's `model` names; None for the base model.
+
+        Without adapters, any name stands for the base model.
+
+        Raises:
+            ApiError: 404 if the server has adapters, and nothing has this name.
+        """
+        adapters = self.loaded().adapters
+        if model is None or model in adapters:
+            return model
+        has_adapters = bool(adapters) or self.lora_folder is not None
+        base_names = (self.model_name, f"{self.model_name}:latest")  # Ollama's clients add a tag.
+        if not has_adapters or model in base_names:
+            return None
+        known = ", ".join(map(repr, [self.model_name, *adapters]))
+        message = f"there is no model {brief(model)}: this server has {known}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
     async def prepare(
         self,
         prompt: str | list[int],
@@ -180,6 +204,7 @@ class Service:
         index: int = 0,
         must_fit: bool = True,
         max_context: int | None = None,
+        model: str | None = None,
     ) -> Request:
         """Return a checked request for the engine.
 
@@ -191,12 +216,14 @@ class Service:
             index: position of the prompt in the body.
             must_fit: whether `max_tokens` beyond the context is an error.
             max_context: number of tokens of prompt and answer together, if less than the context.
+            model: the body's `model`, which can be the name of an adapter.
 
         Raises:
             ApiError: 400 names the field of the body that is at fault, or that takes too long to
                 prepare; 503 says that the server is busy or shutting down.
         """
         tokenizer = self.loaded().tokenizer
+        adapter = self.adapter_of(model)
         if isinstance(prompt, str):
             # The engine adds begin_of_text; a client may have written its name as well.
             names = {token: name for name, token in tokenizer.special_tokens.items()}
@@ -210,6 +237,7 @@ class Service:
                     index=index,
                     must_fit=must_fit,
                     max_context=max_context,
+                    adapter=adapter,
                 )
         except PoolBusyError:
             self.metrics.refused.inc()
@@ -316,6 +344,8 @@ class Service:
                         yield self._checked(output, active, fields)
             except ApiError:
                 raise
+            except FieldError as error:  # an adapter was unloaded since the request was prepared
+                raise fields.refusal(error) from None
             except Exception:
                 self._note_failure(self.engine)
                 raise broken() from None

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from helpers.adapters import write_demo_adapter
 from helpers.chat_templates import CHATML, R1
 from helpers.fine_tunes import chain_model, make_model
 from helpers.launch import DEMO, PROGRAMS, environment
@@ -33,6 +34,7 @@ from llama.compat.vllm import (
     FlexibleArgumentParser,
     LLMEngine,
     Logprob,
+    LoRARequest,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -44,7 +46,11 @@ from llama.prompts import ToolFormat, encode_chat, parse_tool_call
 
 IDS = prompts_of([9, 12, 5], seed=3)
 NO_EFFECT: dict[str, Any] = {"gpu_memory_utilization": 0.9, "swap_space": 4}
-ASKS_FOR_NOTHING: dict[str, Any] = {"enable_lora": False, "revision": None, "worker_use_ray": False}
+ASKS_FOR_NOTHING: dict[str, Any] = {
+    "enable_prompt_embeds": False,
+    "revision": None,
+    "worker_use_ray": False,
+}
 DEMO_ARGS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "max_model_len": 512, "enforce_eager": True,
     "trust_remote_code": True, "disable_log_stats": True, "pipeline_parallel_size": 1,
@@ -525,10 +531,10 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
         "--model", "m", "--max-model-len", "64", "--dtype", "bfloat16", "--seed", "3",
         "--tensor-parallel-size", "2", "--max-num-seqs", "5", "--tokenizer", str(DEMO),
         "--enforce-eager", "--no-enable-prefix-caching", "--swap-space", "4", "--load-format",
-        "auto", "--pipeline-parallel-size", "2", "--no-enable-lora",
+        "auto", "--pipeline-parallel-size", "2", "--no-enable-prompt-embeds",
     ]))  # fmt: skip
-    with pytest.raises(TypeError, match="does not support enable_lora=True"):
-        AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "m", "--enable-lora"]))
+    with pytest.raises(TypeError, match="does not support enable_prompt_embeds=True"):
+        AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "m", "--enable-prompt-embeds"]))
     assert type(args) is AsyncEngineArgs
     served = AsyncLLMEngine.from_engine_args(args, usage_context="ENGINE_CONTEXT")
     assert (served.model_config.model, served.model_config.max_model_len) == ("m", 128)
@@ -625,8 +631,8 @@ def test_a_bad_parameter_is_an_error_that_names_it(fields, message):
 
 BAD_ARGS: list[tuple[dict[str, Any], str]] = [
     (
-        {"enable_lora": True},
-        "EngineArgs does not support enable_lora=True: leave it out (allowed: False)",
+        {"enable_prompt_embeds": True},
+        "EngineArgs does not support enable_prompt_embeds=True: leave it out (allowed: False)",
     ),
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 does not divide the 1 processes"),
     ({"speculative_config": "{"}, "speculative_config='{': give the model that drafts"),
@@ -658,7 +664,7 @@ def test_a_bad_request_is_an_error_that_names_what_is_wrong(llm, engine):
         with pytest.raises((TypeError, ValueError)) as caught:
             llm.generate(prompt, asked)
         assert message in str(caught.value)
-    with pytest.raises(TypeError, match=r"LLM\.generate does not support lora_request='x'"):
+    with pytest.raises(TypeError, match="lora_request='x' must be a LoRARequest"):
         llm.generate("x", asked, lora_request="x")
     with pytest.raises(TypeError, match=r"LLM\.chat does not support chat_template='x'"):
         llm.chat([user("x")], asked, chat_template="x")
@@ -751,3 +757,26 @@ def test_add_request_takes_inputs_as_in_vllm_0_5(llm):
             served.shutdown()
 
     assert asyncio.run(main()) == wanted.outputs[0].token_ids
+
+
+def test_a_lora_request_chooses_an_adapter(llm, tmp_path):
+    """One for all prompts, or one for each; it is loaded at its first use."""
+    one, two = (write_demo_adapter(tmp_path / str(seed), seed) for seed in (1, 2))
+    asked = SamplingParams(temperature=0.0, max_tokens=8)
+    first, second = LoRARequest("one", 1, str(one)), LoRARequest("two", 2, str(two))
+    prompts = ["Once upon a time"] * 3
+    mixed = llm.generate(prompts, asked, lora_request=[None, first, second])
+    texts = [output.outputs[0].text for output in mixed]
+    assert len({*texts}) == 3
+    for request, text in zip((None, first, second), texts, strict=True):
+        (same,) = llm.generate(prompts[:1], asked, lora_request=request)
+        assert same.outputs[0].text == text
+    assert [*llm.llama.adapters] == ["one", "two"]
+    with pytest.raises(ValueError, match="3 prompts and 2 in lora_request"):
+        llm.generate(prompts, asked, lora_request=[first, second])
+    with pytest.raises(ValueError, match="'one' is loaded from"):
+        llm.generate(prompts, asked, lora_request=LoRARequest("one", 1, str(two)))
+    with pytest.raises(ValueError, match="lora_int_id"):
+        LoRARequest("one", 0, str(one))
+    for name in ("one", "two"):
+        llm.llama.drop_adapter(name)

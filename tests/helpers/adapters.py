@@ -104,3 +104,14 @@ def merged_state(
         if ".lora_" not in name:
             merged.get_parameter(name).data.copy_(tensor)
     return metas_state(merged)
+
+
+def write_demo_adapter(folder: Path, seed: int, scale: float = 1.0) -> Path:
+    """Write an adapter of rank 4 for the demo model: queries and values of its first layer."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for part, rows in (("q", 256), ("v", 128)):
+        name = f"{PREFIX}model.layers.0.self_attn.{part}_proj"
+        tensors[f"{name}.lora_A.weight"] = torch.randn((4, 256), generator=draw) * scale
+        tensors[f"{name}.lora_B.weight"] = torch.randn((rows, 4), generator=draw) * scale
+    return write_adapter(folder, tensors)

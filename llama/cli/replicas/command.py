@@ -29,6 +29,7 @@ _MAX_THREADS = 4
 _REFUSED = {
     "background": "a server in the background is one process: leave it out",
     "uds": "the replicas have sockets of their own: give --host and --port",
+    "lora_folder": "one replica only would load an adapter: give all of them with --lora_modules",
     "fastchat_controller": "FastChat's controller itself routes requests to several servers: start "
     "each of them without --replicas, on a --port of its own",
 }

@@ -7,6 +7,7 @@ An argument that is not supported is an error that names it.
 
 from llama.compat.vllm.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
 from llama.compat.vllm.vllm_engines import LLM, AsyncLLM, AsyncLLMEngine, LLMEngine, random_uuid
+from llama.compat.vllm.vllm_lora import LoRARequest
 from llama.compat.vllm.vllm_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from llama.compat.vllm.vllm_pooling import (
     ClassificationOutput,
@@ -36,6 +37,7 @@ __all__ = [
     "EngineArgs",
     "FlexibleArgumentParser",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "PoolingOutput",
     "PoolingParams",

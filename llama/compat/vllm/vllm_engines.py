@@ -27,6 +27,7 @@ from tqdm import tqdm
 from llama.checks import brief
 from llama.compat.client_tokenizer import ClientTokenizer, template_options
 from llama.compat.vllm.engine_args import EngineArgs
+from llama.compat.vllm.vllm_lora import adapters_of
 from llama.compat.vllm.vllm_params import (
     BeamSearchParams,
     RequestOutputKind,
@@ -102,7 +103,12 @@ class EngineFrontend:
         return SamplingParams() if self._args is None else self._args.default_params()
 
     def make_request(
-        self, name: str, prompt: Any, params: SamplingParams | None, index: int | None = None
+        self,
+        name: str,
+        prompt: Any,
+        params: SamplingParams | None,
+        index: int | None = None,
+        adapter: str | None = None,
     ) -> VllmRequest:
         """Return a checked request, which is not submitted yet.
 
@@ -111,6 +117,7 @@ class EngineFrontend:
             prompt: The prompt in one of vLLM's formats.
             params: The parameters; by default those of the model.
             index: The index of the prompt in a call of `LLM`.
+            adapter: The name of a loaded adapter.
         """
         params = self.get_default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -131,7 +138,9 @@ class EngineFrontend:
         starts_behind = params.structured_outputs is not None and self._names_reasoning()
         if starts_behind and marks is not None:
             params = replace(params, reasoning=marks.rule(None))
-        request = self.llama_engine.prepare(request_id, ids, params, index=index or 0)
+        request = self.llama_engine.prepare(
+            request_id, ids, params, index=index or 0, adapter=adapter
+        )
         if starts_behind:
             for answer in request.answers:
                 answer.reader = None  # vLLM's texts contain the reasoning.
@@ -195,6 +204,7 @@ class LLM(EngineFrontend, PoolingMethods):
         prompts: Any,
         sampling_params: _Params = None,
         use_tqdm: _MakeBar = True,
+        lora_request: Any = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Return the final output of each prompt, in their order.
@@ -205,19 +215,21 @@ class LLM(EngineFrontend, PoolingMethods):
             sampling_params: Parameters for all prompts, or a list with those of each. The default
                 is that of the model's generation_config.json.
             use_tqdm: Whether to show a progress bar, or a function that makes one.
+            lora_request: A `LoRARequest` for all prompts, or a list with one or None for each.
             others: Arguments of vLLM that are not supported.
 
         Raises:
             TypeError, ValueError: An argument cannot be used; the message names it.
         """
         refuse("LLM.generate", others)
-        return self._run(lambda: _as_list(prompts), sampling_params, use_tqdm)
+        return self._run(lambda: _as_list(prompts), sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: _Params = None,
         use_tqdm: _MakeBar = True,
+        lora_request: Any = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -243,7 +255,9 @@ class LLM(EngineFrontend, PoolingMethods):
 
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         dialogs = [messages] if is_one else messages
-        return self._run(lambda: [prompt(x) for x in dialogs], sampling_params, use_tqdm)
+        return self._run(
+            lambda: [prompt(x) for x in dialogs], sampling_params, use_tqdm, lora_request
+        )
 
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, **others: Any
@@ -268,7 +282,11 @@ class LLM(EngineFrontend, PoolingMethods):
         return [request.beam_search_output(beams) for request, beams in pairs]
 
     def _run(
-        self, encode: Callable[[], list[Any]], params: _Params, use_tqdm: _MakeBar
+        self,
+        encode: Callable[[], list[Any]],
+        params: _Params,
+        use_tqdm: _MakeBar,
+        lora_request: Any,
     ) -> list[RequestOutput]:
         """Compute requests to their end.
 
@@ -276,9 +294,12 @@ class LLM(EngineFrontend, PoolingMethods):
             encode: Returns the prompts.
             params: Parameters for all prompts, or a list with those of each.
             use_tqdm: See `generate`.
+            lora_request: See `generate`.
         """
         made: list[VllmRequest] = []
-        stream = self.llama_engine.stream(self._requests(encode, params, made))
+        found = adapters_of(self.llama, lora_request)
+        adapters = found if isinstance(lora_request, list | tuple) else found[0]
+        stream = self.llama_engine.stream(self._requests(encode, params, made, adapters))
         # Outputs of a VllmRequest are vLLM's.
         outputs = cast(Generator[RequestOutput, None, None], stream)
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
@@ -289,7 +310,11 @@ class LLM(EngineFrontend, PoolingMethods):
         return [by_name[request.name] for request in made]
 
     def _requests(
-        self, encode: Callable[[], list[Any]], params: _Params, made: list[VllmRequest]
+        self,
+        encode: Callable[[], list[Any]],
+        params: _Params,
+        made: list[VllmRequest],
+        adapters: str | list[str | None] | None = None,
     ) -> Iterator[VllmRequest]:
         """Yield a request for each prompt, and append it to `made`.
 
@@ -306,8 +331,13 @@ class LLM(EngineFrontend, PoolingMethods):
                 f"{len(prompts)} prompts and {len(all_params)} sampling_params: give one for each "
                 "prompt"
             )
+        names = adapters if isinstance(adapters, list) else [adapters] * len(prompts)
+        if len(names) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts and {len(names)} in lora_request: give one for each prompt"
+            )
         for i, (prompt, own_params) in enumerate(zip(prompts, all_params, strict=True)):
-            made.append(self.make_request(next(self.names), prompt, own_params, i))
+            made.append(self.make_request(next(self.names), prompt, own_params, i, names[i]))
         yield from made
 
 
@@ -321,6 +351,7 @@ class LLMEngine(EngineFrontend):
         params: SamplingParams | None = None,
         *,
         inputs: Any = None,
+        lora_request: Any = None,
         **others: Any,
     ) -> str:
         """Queue a request and return its id.
@@ -330,16 +361,18 @@ class LLMEngine(EngineFrontend):
             prompt: The prompt in one of vLLM's formats.
             params: The parameters; by default those of the model.
             inputs: The prompt under the name that it has in vLLM 0.5.
+            lora_request: A `LoRARequest`; None for the base model.
             others: Arguments of vLLM that are not supported.
         """
         refuse("add_request", others, {"priority": (0,)})
         prompt = _one_prompt(prompt, inputs)
         if request_id == "":
             raise ValueError("request_id is empty: give each request a name")
+        (adapter,) = adapters_of(self.llama, lora_request)
 
         def prepared() -> Iterator[VllmRequest]:
             """Make the request within the engine, so that an error of one rank is one of all."""
-            yield self.make_request(request_id, prompt, params)
+            yield self.make_request(request_id, prompt, params, adapter=adapter)
 
         self.llama_engine.submit(prepared())
         return request_id
@@ -384,6 +417,7 @@ class AsyncLLMEngine(EngineFrontend):
         request_id: str | None = None,
         *,
         inputs: Any = None,
+        lora_request: Any = None,
         **others: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of a request as they come. Leaving the loop aborts it.
@@ -393,6 +427,7 @@ class AsyncLLMEngine(EngineFrontend):
             sampling_params: The parameters; by default those of the model.
             request_id: The name of the request.
             inputs: The prompt under the name that it has in vLLM 0.5.
+            lora_request: A `LoRARequest`; None for the base model.
             others: Arguments of vLLM that are not supported.
 
         Raises:
@@ -400,7 +435,9 @@ class AsyncLLMEngine(EngineFrontend):
                 output is asked for.
         """
         refuse("generate", others, {"priority": (0,)})
-        outputs = await self.add_request(request_id, prompt, sampling_params, inputs=inputs)
+        outputs = await self.add_request(
+            request_id, prompt, sampling_params, inputs=inputs, lora_request=lora_request
+        )
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -412,6 +449,7 @@ class AsyncLLMEngine(EngineFrontend):
         params: SamplingParams | None = None,
         *,
         inputs: Any = None,
+        lora_request: Any = None,
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Check a request and return the iterator of its outputs, as vLLM 0.5 does.
@@ -428,7 +466,10 @@ class AsyncLLMEngine(EngineFrontend):
             raise TypeError(f"request_id={brief(request_id)} must be a string that is not empty")
         await self.check_health()
         # This runs in a thread because a long text or a grammar would block the event loop.
-        request = await asyncio.to_thread(self.make_request, request_id, prompt, params)
+        (adapter,) = await asyncio.to_thread(adapters_of, self.llama, lora_request)
+        request = await asyncio.to_thread(
+            self.make_request, request_id, prompt, params, None, adapter
+        )
         # Outputs of a VllmRequest are vLLM's.
         return cast(AsyncGenerator[RequestOutput, None], self._engine.stream([request]))
 

@@ -140,4 +140,5 @@ async def _prepare(service: Service, http: Request, request: OpenAIRequest) -> E
         tenant=http.state.tenant,
         must_fit=False,
         max_context=request.max_context,
+        model=request.model,
     )

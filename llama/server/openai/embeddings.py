@@ -74,7 +74,8 @@ def routes(service: Service) -> APIRouter:
         fields = ErrorFields("input", {"truncate": "truncate_prompt_tokens"})
         with service.refusals(fields):
             options = pooler.checked(body.options(llama.model.params.max_seq_len))
-        make = functools.partial(pooler.request, options=options)
+        adapter = service.adapter_of(body.model)
+        make = functools.partial(pooler.request, options=options, adapter=adapter)
         outputs = await pooled_outputs(service, http, inputs_of(body.input), make, fields)
         is_encoded = body.encoding_format == "base64"
 
