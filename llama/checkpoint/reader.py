@@ -1,9 +1,9 @@
 """The tensors of a checkpoint, copied into one rank's part of a model.
 
 In: a `Checkpoint`, a `Placement`, and tensors or a Transformer to fill. Out: filled tensors, into
-which the adapters of the checkpoint are merged. A rank reads the bytes that it needs and no others,
-and nothing in a file is run. The file has over 400 lines because plain, quantized, stacked and
-merged tensors share the rule of which shard holds what.
+which the adapters of the checkpoint are merged by merged.py. A rank reads the bytes that it needs
+and no others, and nothing in a file is run. The file has over 400 lines because plain, quantized
+and stacked tensors share the rule of which shard holds what.
 
 Shapes: N outputs (rows), K inputs (columns).
 """
@@ -24,10 +24,11 @@ from llama.checkpoint import huggingface as hf
 from llama.checkpoint.adapters import TIED
 from llama.checkpoint.files import FileReader, MappedTensor
 from llama.checkpoint.find import Checkpoint
-from llama.checkpoint.merging import Merge, Update, work_dtype
+from llama.checkpoint.merged import copy_merged
+from llama.checkpoint.merging import Update
 from llama.checkpoint.quantized_matrix import PackTarget, QuantizedMatrix
 from llama.checkpoint.shards import Shard, open_shards
-from llama.checkpoint.table import ROTATED, name_in, share, whole_shapes
+from llama.checkpoint.table import ROTATED, as_slice, name_in, share, whole_shapes
 from llama.checks import errors_in
 from llama.model.layers import Matrix
 from llama.model.transformer import Transformer
@@ -169,7 +170,7 @@ class CheckpointReader:
             layout: The layout whose order the rows get, "meta" or "hf".
         """
         if name in self.updates:
-            self._copy_merged(name, into, placement, layout)
+            copy_merged(self, name, self.updates[name], into, placement, layout)
             return
         fill = self._fill(name, layout)
         dim, wanted = share(self.params, name, placement)
@@ -185,39 +186,9 @@ class CheckpointReader:
         for coded in self._read_chunks(part, fill, into.device):
             plain = coded.plain(into.dtype)
             if coded.is_rotated:  # all columns were read
-                plain = plain[:, _slice(wanted)]
+                plain = plain[:, as_slice(wanted)]
             into[row : row + len(plain)] = plain
             row += len(plain)
-
-    def _copy_merged(self, name: str, into: Tensor, placement: Placement, layout: str) -> None:
-        """Do what `copy` does for a tensor that adapters change, a chunk of rows at a time."""
-        dim, wanted = share(self.params, name, placement)
-        order = functools.partial(self._adapter_rows, name, layout)
-        merge = Merge(self.updates[name], order)
-        replacement = merge.updates[merge.first].replacement
-        if into.dim() == 1 and replacement is not None:  # a norm, which no rank divides
-            into.copy_(replacement)
-            return
-        n, k = self.shapes[name]
-        rows = range(n) if dim else wanted
-        columns = wanted if dim else range(k)
-        source = _MergedRows(self, name, layout, into.device)
-        for index in merge.indices_with_column_norms():
-            squares = torch.zeros(k, dtype=work_dtype(into.device), device=into.device)
-            for chunk in self._row_chunks(name, range(n)):
-                squares += source.read(merge, chunk, range(k), index).square().sum(0)
-            merge.column_norms[index] = squares.sqrt()
-        for chunk in self._row_chunks(name, rows):
-            begin = chunk.start - rows.start
-            into[begin : begin + len(chunk)] = source.read(merge, chunk, columns)
-
-    def _adapter_rows(self, name: str, layout: str, rows: Tensor) -> Tensor:
-        """Return rows of an adapter, which has Hugging Face's order, in the order of a layout."""
-        if layout == "hf" or not name.endswith(ROTATED):
-            return rows
-        ordered = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        hf.copy_rows(ordered, rows.contiguous(), self.params.head_dim, to=layout)
-        return ordered
 
     def read_base(self, name: str, rows: range, columns: range, layout: str, into: Tensor) -> None:
         """Fill a tensor of a wide float type with rows and columns of a matrix of the files.
@@ -236,13 +207,13 @@ class CheckpointReader:
             stored = range(self.shapes[name][1]) if matrix.is_rotated else columns
             coded = self._read(_Part(name, matrix, rows, stored), into.device)
             plain = (coded if fill is Tensor.copy_ else coded.in_order(fill)).plain(torch.float32)
-            into.copy_(plain[:, _slice(columns)] if matrix.is_rotated else plain)
+            into.copy_(plain[:, as_slice(columns)] if matrix.is_rotated else plain)
             return
         for piece in self._pieces(name, columns if dim else rows):
             size = piece.end - piece.begin
             source = piece.tensor.data.narrow(dim, piece.begin, size)
             if dim:
-                source = source[_slice(rows)]
+                source = source[as_slice(rows)]
             self._copy_piece(piece.tensor, source, into.narrow(dim, piece.position, size), fill)
 
     def coded(self, names: Sequence[str], placement: Placement = WHOLE) -> CodedRows | None:
@@ -348,11 +319,11 @@ class CheckpointReader:
             fill: Copies rows into the order that they get.
             device: Where the chunks lie.
         """
-        for rows in self._row_chunks(part.name, part.rows):
+        for rows in self.row_chunks(part.name, part.rows):
             coded = self._read(part._replace(rows=rows), device)
             yield coded if fill is Tensor.copy_ else coded.in_order(fill)
 
-    def _row_chunks(self, name: str, rows: range) -> Iterator[range]:
+    def row_chunks(self, name: str, rows: range) -> Iterator[range]:
         """Yield rows of a matrix, some whole heads at a time."""
         granularity = math.lcm(N_BLOCK, self.params.head_dim)
         max_rows = _CHUNK_ELEMENTS // self.shapes[name][1]
@@ -364,8 +335,8 @@ class CheckpointReader:
         """Read a part from all shards that hold some of it."""
         name = part.name
         dim, _ = share(self.params, name, WHOLE)
-        rows = _slice(part.rows)
-        columns = _slice(part.columns)
+        rows = as_slice(part.rows)
+        columns = as_slice(part.columns)
         pieces: list[Coded] = []
         for piece in self._pieces(name, part.columns if dim else part.rows):
             file = piece.tensor.file
@@ -385,44 +356,6 @@ class CheckpointReader:
         whole = pieces[0] if len(pieces) == 1 else joined(pieces, dim)
         assert whole is not None, name  # all shards have one format
         return whole
-
-
-class _MergedRows(NamedTuple):
-    """A matrix into which adapters are merged, read in chunks of rows.
-
-    Attributes:
-        reader: Reads the matrix of the base model.
-        name: Meta's name of the matrix.
-        layout: The layout whose order the rows get.
-        device: Where the rows lie.
-    """
-
-    reader: CheckpointReader
-    name: str
-    layout: str
-    device: torch.device
-
-    def read(
-        self, merge: Merge, rows: range, columns: range, unscaled: int | None = None
-    ) -> Tensor:
-        """Return rows and columns of the merged matrix, or as `Merge.apply` leaves them.
-
-        Args:
-            merge: The updates.
-            rows: The rows of a chunk.
-            columns: The columns.
-            unscaled: As for `Merge.apply`.
-        """
-        needed = columns
-        if merge.needs_whole_rows:
-            needed = range(self.reader.shapes[self.name][1])
-        dtype = work_dtype(self.device)
-        work = torch.empty(len(rows), len(needed), dtype=dtype, device=self.device)
-        if merge.needs_base:
-            self.reader.read_base(self.name, rows, needed, self.layout, work)
-        merge.apply(work, _slice(rows), _slice(needed), unscaled)
-        begin = columns.start - needed.start
-        return work[:, begin : begin + len(columns)]
 
 
 class _StackedParts:
@@ -475,7 +408,7 @@ class _StackedParts:
         for part, count in zip(self.parts, self.row_counts, strict=True):
             end = begin + num_blocks(count)
             target = PackTarget(first, weight_kind, values[begin:end], scales[begin:end])
-            if not part.matrix.pack(part.rows, _slice(part.columns), target):
+            if not part.matrix.pack(part.rows, as_slice(part.columns), target):
                 return False
             begin = end
         return True
@@ -497,10 +430,6 @@ def find_not_finite(checkpoint: Checkpoint, names: Iterable[str]) -> dict[Path, 
         if tensor.quantized is None and not all_finite(tensor.data):
             damaged.setdefault(tensor.file, []).append(name_in(checkpoint.layout, name))
     return damaged
-
-
-def _slice(indices: range) -> slice:
-    return slice(indices.start, indices.stop)
 
 
 def load(

@@ -156,3 +156,8 @@ def shard_shapes(params: ModelArgs, count: int) -> dict[str, Size]:
     """
     params.check_shards(count)
     return rank_shapes(params, Placement(size=count))
+
+
+def as_slice(indices: range) -> slice:
+    """Return the slice of a tensor's dimension that consecutive indices are."""
+    return slice(indices.start, indices.stop)
