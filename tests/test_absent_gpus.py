@@ -188,13 +188,13 @@ def test_a_build_runs_the_largest_step_first(checkpoint_dir, monkeypatch):
     """
     monkeypatch.setenv("LLAMA_GPU_KERNELS", "none")
     steps: list[int] = []
-    run = Transformer.hidden_states
+    run = Transformer.run_layers
 
-    def hidden_states(model: Transformer, tokens: Tensor, *rest: Any) -> Tensor:
-        steps.append(len(tokens))
-        return run(model, tokens, *rest)
+    def run_layers(model: Transformer, x: Tensor, *rest: Any) -> Tensor:
+        steps.append(len(x))
+        return run(model, x, *rest)
 
-    monkeypatch.setattr(Transformer, "hidden_states", hidden_states)
+    monkeypatch.setattr(Transformer, "run_layers", run_layers)
     page = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, slots, elements, bytes
     num_pages = {}
     with absent_gpu((9, 0)):
