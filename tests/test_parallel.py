@@ -14,8 +14,10 @@ import torch
 import transformers
 
 from helpers import warm
-from helpers.checkpoints import write_byte_tokenizer, write_meta
+from helpers.adapters import PREFIX, write_adapter
+from helpers.checkpoints import ffn_dim, write_byte_tokenizer, write_meta
 from helpers.embedders import write_model
+from helpers.fixtures import PARAMS as TINY
 from helpers.kernels import HAS_KERNELS
 from helpers.launch import PROGRAMS, REPO, environment, torchrun, torchrun_groups
 from helpers.prompts import prompts_of
@@ -88,7 +90,37 @@ def reranker(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(sharded, reranker, tmp_path_factory) -> dict[str, list[list[dict]]]:
+def adapter_roots(tmp_path_factory) -> list[str]:
+    """A folder of adapters for each of two ranks: "lost" is in one, and "unlike" differs."""
+    roots = [tmp_path_factory.mktemp(f"adapters{rank}") for rank in range(2)]
+    for rank, root in enumerate(roots):
+        for name, seed in {"one": 1, "two": 2, "unlike": 3 + rank}.items():
+            write_tiny_adapter(root / name, seed)
+    write_tiny_adapter(roots[0] / "lost", 9)
+    return [str(root) for root in roots]
+
+
+def write_tiny_adapter(folder: Path, seed: int) -> None:
+    """Write an adapter for the model of these tests: the matrices that ranks divide both ways."""
+    draw = torch.Generator().manual_seed(seed)
+    sizes: dict[str, Any] = dict(TINY)
+    dim = sizes["dim"]
+    shapes = {
+        "self_attn.q_proj": (dim, dim),
+        "self_attn.o_proj": (dim, dim),
+        "mlp.up_proj": (ffn_dim(sizes), dim),
+        "mlp.down_proj": (dim, ffn_dim(sizes)),
+    }
+    tensors = {}
+    for part, (rows, columns) in shapes.items():
+        name = f"model.layers.0.{part}"
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.randn((4, columns), generator=draw)
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.randn((rows, 4), generator=draw)
+    write_adapter(folder, tensors)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(sharded, reranker, adapter_roots, tmp_path_factory) -> dict[str, list[list[dict]]]:
     """The results of two ranks for the jobs of all tests that need no launch of their own."""
     kv2, kv4, wide = (str(sharded[name]) for name in ("kv2", "kv4", "wide"))
     damaged = tmp_path_factory.mktemp("damaged") / "model"
@@ -116,6 +148,9 @@ def two_ranks(sharded, reranker, tmp_path_factory) -> dict[str, list[list[dict]]
             {"do": "second_thread", "folder": kv4},
             {"do": "embed", "folder": kv4, "prompts": PROMPTS},
             {"do": "score", "folder": str(reranker), "texts": TEXTS},
+        ],
+        "adapters": [
+            {"do": "adapters", "folder": kv4, "roots": adapter_roots, "prompts": PROMPTS},
         ],
         "vllm": [
             {"do": "vllm_client", "folder": kv4, "prompts": TEXTS, "size": 2},
@@ -210,6 +245,25 @@ def check_scores(folder: Path, ranks: list[Any]) -> None:
     *scores, logits = ranks[0]
     assert scores == pytest.approx(llama.score(TEXTS[0], TEXTS[1:]), abs=1e-5)
     assert logits == pytest.approx(llama.classify(TEXTS)[0].logits, abs=1e-4)
+
+
+def test_two_ranks_choose_adapters(sharded, adapter_roots, two_ranks):
+    """Called and led; a file that one rank lacks, or that differs, is loaded on none."""
+    expected = []
+    for name in (None, "one", "two"):
+        lora = None if name is None else f"{adapter_roots[0]}/{name}"
+        merged = Llama.build(
+            str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu", lora=lora
+        )
+        expected.append(merged.generate(PROMPTS, 8, 0.0)[0])
+    assert expected[0] != expected[1] != expected[2]
+    first, other = ([job["result"] for job in rank] for rank in two_ranks["adapters"])
+    for (refused, called, _, left), lost in ((first[0], "RankError"), (other[0], "FileNotFound")):
+        assert refused[0].startswith(lost) and "the adapter differ" in refused[1]
+        assert called == expected[1] and left == 1
+    failures, answers = first[0][2]
+    assert failures[0].startswith("RankError") and "the adapter differ" in failures[1]
+    assert answers == expected and other[0][2] is None
 
 
 def test_two_ranks_embed(sharded, reranker, two_ranks):

@@ -64,7 +64,7 @@ def torchrun(
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
 
 
-_BUILDING = ("generate", "place", "score", "vllm_client")  # jobs that may load a model
+_BUILDING = ("adapters", "generate", "place", "score", "vllm_client")  # jobs that may load a model
 
 
 def _num_builds(jobs: list[dict]) -> int:

@@ -129,6 +129,44 @@ def build_unlike(folder: str) -> None:
     Llama.build(folder, None, 64 + RANK, 1, dtype="fp32", device="cpu")
 
 
+def adapters(folder: str, roots: list[str], prompts: list[list[int]]) -> list[Any]:
+    """Answer with adapters that every rank loads, then with some that rank 0 loads while it leads.
+
+    A rank sees the adapters of its own root. "lost" is on rank 0 alone, and "unlike" differs.
+    """
+    llama = build(folder)
+    before = os.getcwd()
+    os.chdir(roots[RANK])
+    try:
+        llama.load_adapter("one", "one")
+        refused = []
+        for name in ("lost", "unlike"):
+            try:
+                llama.load_adapter(name, name)
+            except Exception as e:
+                refused.append(f"{type(e).__name__}: {e}")
+        called = llama.generate(prompts, 8, 0.0, adapter="one")[0]
+
+        def work() -> list[Any]:
+            failures = []
+            for name in ("lost", "unlike"):
+                try:
+                    llama.load_adapter(name, name)
+                except Exception as e:
+                    failures.append(f"{type(e).__name__}: {e}")
+            llama.load_adapter("two", "two")
+            answers = [llama.generate(prompts, 8, 0.0, adapter=x)[0] for x in (None, "one", "two")]
+            llama.drop_adapter("two")
+            return [failures, answers]
+
+        led = llama.lead(work)
+        left = len(llama.engine.runner.adapters._adapters)
+        llama.drop_adapter("one")
+    finally:
+        os.chdir(before)
+    return [refused, called, led, left]
+
+
 def other_torch(folder: str) -> None:
     """Imitate another version of torch on each rank."""
     with mock.patch("torch.__version__", f"2.{10 + RANK}"):
