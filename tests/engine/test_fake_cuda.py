@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.sequences import state_of
 from helpers.tape import TapeRecorder
-from llama.engine import graphs, runner
+from llama.engine import graphs, runner, tables
 from llama.engine.core import EngineCore
 from llama.engine.graphs import DecodeGraphs, DecodeInputs
 from llama.engine.rows import Tokens
@@ -151,8 +151,8 @@ def driver(monkeypatch):
     monkeypatch.setattr(Batch, "pack", pack)
     monkeypatch.setattr(runner, "current", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(runner, "peak_bytes", lambda device, work: work() or 0)
-    monkeypatch.setattr(runner, "_to_host", to_host)
-    monkeypatch.setattr(runner, "_tokens", tokens)
+    monkeypatch.setattr(tables, "to_host", to_host)
+    monkeypatch.setattr(tables, "tokens_of", tokens)
     for module in (sample, graphs):
         monkeypatch.setattr(module, "pinned", pinned)
 
