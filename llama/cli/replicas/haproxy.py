@@ -34,8 +34,8 @@ _PROMPT_BYTES = 1024  # The beginning of a prompt is its key, because continuati
 _LONG_BYTES = 1 << 16  # the same of a body whose first messages exceed the buffer
 _RESERVED_CONNECTIONS = 64  # connections beyond the limit that are answered with 503
 _RESERVED_DESCRIPTORS = 128
-# Paths that show or change one replica, so that its index must be named.
-_OWN_PATHS = ("/metrics", "/load", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+# Paths that concern one replica, so that its index must be named.
+_OWN_PATHS = ("/metrics", "/load")
 _CHAT_PATHS = ("/v1/chat/completions", "/api/chat", "/v1/messages")
 _MESSAGES_PATHS = ("/v1/messages",)
 _RESPONSES_PATHS = ("/v1/responses",)
