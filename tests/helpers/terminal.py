@@ -104,6 +104,7 @@ class Session:
     def close(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
+            self.keys("\r")  # the signal waits for a key if it comes just before the read
             self.process.wait(60)
         os.close(self.main)
         os.close(self.side)
