@@ -125,6 +125,7 @@ SHOWN = {  # part of what the program of a page prints
     "python": "Usage(prompt_tokens=",
     "tools": "tools",
     "from-vllm": " stop\n",
+    "embeddings": "cosine: ",
 }
 
 
