@@ -91,7 +91,10 @@ def reranker(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter_roots(tmp_path_factory) -> list[str]:
-    """A folder of adapters for each of two ranks: "lost" is in one, and "unlike" differs."""
+    """A folder of adapters for even ranks and one for odd ones.
+
+    "lost" is in the first one alone, and "unlike" differs.
+    """
     roots = [tmp_path_factory.mktemp(f"adapters{rank}") for rank in range(2)]
     for rank, root in enumerate(roots):
         for name, seed in {"one": 1, "two": 2, "unlike": 3 + rank}.items():
@@ -179,7 +182,9 @@ def two_ranks(sharded, reranker, adapter_roots, tmp_path_factory) -> dict[str, l
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_shard_count_on_every_world(world, sharded, reranker, request, tmp_path):
+def test_every_shard_count_on_every_world(
+    world, sharded, reranker, adapter_roots, request, tmp_path
+):
     """Every shard count works on every world size.
 
     1, 2 and 4 shards, and kv heads fewer than ranks, give the ids of one process on every rank,
@@ -201,8 +206,9 @@ def test_every_shard_count_on_every_world(world, sharded, reranker, request, tmp
         wide = {"do": "drafted", "folder": str(sharded["wide"]), "quantize": None}
         embeds = {"do": "embed", "folder": kv4, "prompts": PROMPTS}
         scores = {"do": "score", "folder": str(reranker), "texts": TEXTS}
+        chosen = {"do": "adapters", "folder": kv4, "roots": adapter_roots, "prompts": PROMPTS}
         ranks = torchrun(
-            world, [*jobs, scores, embeds, wide | {"kinds": ["some"]}, drafts], tmp_path
+            world, [*jobs, chosen, scores, embeds, wide | {"kinds": ["some"]}, drafts], tmp_path
         )
         alone_without = Llama.build(kv4, None, 256, 4, dtype="fp32", device="cpu")
         wanted = alone_without.generate(REPEATED, 60, 0.0)[0]
@@ -213,6 +219,7 @@ def test_every_shard_count_on_every_world(world, sharded, reranker, request, tmp
         assert changed == [] and drafted > 500
         check_embeddings(sharded, [rank.pop()["result"] for rank in ranks])
         check_scores(reranker, [rank.pop()["result"] for rank in ranks])
+        check_adapters(sharded, adapter_roots, [rank.pop()["result"] for rank in ranks])
     assert all(rank == ranks[0] for rank in ranks), "ranks differ"
     for job, found in zip(jobs, ranks[0], strict=True):
         settings = SAMPLED if job["temperature"] else GREEDY
@@ -249,21 +256,28 @@ def check_scores(folder: Path, ranks: list[Any]) -> None:
 
 def test_two_ranks_choose_adapters(sharded, adapter_roots, two_ranks):
     """Called and led; a file that one rank lacks, or that differs, is loaded on none."""
+    ranks = [rank[0]["result"] for rank in two_ranks["adapters"]]
+    check_adapters(sharded, adapter_roots, ranks)
+
+
+def check_adapters(sharded: dict[str, Path], roots: list[str], ranks: list[Any]) -> None:
+    """Compare the results of the job "adapters" with those of merged models on one process."""
     expected = []
     for name in (None, "one", "two"):
-        lora = None if name is None else f"{adapter_roots[0]}/{name}"
+        lora = None if name is None else f"{roots[0]}/{name}"
         merged = Llama.build(
             str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu", lora=lora
         )
         expected.append(merged.generate(PROMPTS, 8, 0.0)[0])
     assert expected[0] != expected[1] != expected[2]
-    first, other = ([job["result"] for job in rank] for rank in two_ranks["adapters"])
-    for (refused, called, _, left), lost in ((first[0], "RankError"), (other[0], "FileNotFound")):
-        assert refused[0].startswith(lost) and "the adapter differ" in refused[1]
+    for rank, (refused, called, led, left) in enumerate(ranks):
+        assert refused[0].startswith("FileNotFound" if rank % 2 else "RankError")
+        assert "the adapter differ" in refused[1]
         assert called == expected[1] and left == 1
-    failures, answers = first[0][2]
+        assert rank == 0 or led is None
+    failures, answers = ranks[0][2]
     assert failures[0].startswith("RankError") and "the adapter differ" in failures[1]
-    assert answers == expected and other[0][2] is None
+    assert answers == expected
 
 
 def test_two_ranks_embed(sharded, reranker, two_ranks):

@@ -132,11 +132,12 @@ def build_unlike(folder: str) -> None:
 def adapters(folder: str, roots: list[str], prompts: list[list[int]]) -> list[Any]:
     """Answer with adapters that every rank loads, then with some that rank 0 loads while it leads.
 
-    A rank sees the adapters of its own root. "lost" is on rank 0 alone, and "unlike" differs.
+    Even and odd ranks see the adapters of different roots: "lost" is in the first one alone, and
+    "unlike" differs.
     """
     llama = build(folder)
     before = os.getcwd()
-    os.chdir(roots[RANK])
+    os.chdir(roots[RANK % len(roots)])
     try:
         llama.load_adapter("one", "one")
         refused = []
