@@ -68,9 +68,11 @@ def shard_of(name: str, whole: Tensor, params: dict, index: int, count: int) -> 
             groups = zip(heads.view(kv_heads, -1), ranks, strict=True)
             parts = [part for group, n in groups for part in group.tensor_split(n)]
         own = parts[index].flatten()
+        num_heads = len(heads)
         if "wk" in name or "wv" in name:
             own = (own // (len(heads) // kv_heads)).unique()
-        head_dim = params["dim"] // len(heads)
+            num_heads = kv_heads
+        head_dim = whole.shape[dim] // num_heads
         indices = (own[:, None] * head_dim + torch.arange(head_dim)).flatten()
         return whole.index_select(dim, indices)
     size = whole.shape[dim]

@@ -114,9 +114,9 @@ def test_a_dialog_goes_on_with_the_results(server):
         prompts: list[list[int]] = []
         prepare = server.llama.llm_engine.prepare
 
-        def seen(name: str, prompt: Any, params: Any, *, index: int = 0) -> Any:
+        def seen(name: str, prompt: Any, params: Any, **options: Any) -> Any:
             prompts.append(prompt)  # noqa: B023
-            return prepare(name, prompt, params, index=index)  # noqa: B023
+            return prepare(name, prompt, params, **options)  # noqa: B023
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(server.llama.llm_engine, "prepare", seen)
