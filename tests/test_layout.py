@@ -89,6 +89,11 @@ def own_imports(name: str) -> set[str]:
     return found - {name}
 
 
+def test_notes_are_in_the_documentation():
+    """The only page at the top level is the README; all others are in docs/."""
+    assert [path.name for path in REPO.glob("*.md")] == ["README.md"]
+
+
 def test_imports_point_down():
     above = {
         name: {other for other in own_imports(name) if floor_of(other) > floor_of(name)}
