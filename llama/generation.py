@@ -2,7 +2,7 @@
 
 In: texts, dialogs or token ids. Out: answers, the same on every rank. Each call prepares its
 requests, submits them to the one `LLMEngine` and collects the results. Nothing here knows the
-server or the command line. The file has about 500 lines, mostly signatures and docstrings, as
+server or the command line. The file has over 400 lines, mostly signatures and docstrings, as
 Meta's scripts expect the whole API in this one class.
 """
 

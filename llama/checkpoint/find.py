@@ -1,12 +1,10 @@
 """A folder that holds a model: which files are its weights, and what params.json says of it.
 
-The file has over 400 lines because the layouts share the search and its errors.
-
 In: a folder with Meta's consolidated.NN.pth and params.json, in any number of shards, or with
 Hugging Face's *.safetensors and config.json, or with packed weights; or a GGUF file, in any number
 of parts. Out: a `Checkpoint`. The JSON files are read, the header of a GGUF file, and the names of
 the tensors in Meta's files; no tensor is. The file has over 400 lines because all layouts share the
-class `Checkpoint`.
+class `Checkpoint`, the search and its errors.
 """
 
 import hashlib

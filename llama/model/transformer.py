@@ -2,13 +2,13 @@
 
 It must not know of requests, scheduling or sampling. `Transformer.hidden_states` runs the flat
 ragged batch of the engine; `Transformer.forward` has Meta's signature and runs the same modules.
-The file has over 400 lines, as Meta's scripts expect the whole model in this one class.
 
 Shapes: T tokens of the flat batch, B sequences, R rows that want logits, E model dim, H query heads
 and K kv heads of this rank, D head dim, F ffn of this rank, V vocabulary, P pages, S slots per
 page, M pages per sequence, L layers.
 
-The file has over 400 lines because the two ways to run a model share its modules.
+The file has over 400 lines because the two ways to run a model share its modules, and Meta's
+scripts expect the whole model in this one class.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import io
+import ipaddress
 import os
 import socket
 import sys
@@ -310,7 +311,7 @@ def _open_store(rendezvous: Rendezvous, rank: int, limit: timedelta) -> Store:
     is_ours = rank == 0 and not is_agents
     if not is_ours:
         rendezvous.wait_for_listener((host, port), is_agents)
-    fd = os.environ.pop(STORE_FD, "") if is_ours else ""
+    fd = _listener(host, port) if is_ours else None
     store: Store = TCPStore(
         host,
         port,
@@ -318,13 +319,30 @@ def _open_store(rendezvous: Rendezvous, rank: int, limit: timedelta) -> Store:
         timeout=limit,
         wait_for_workers=False,
         multi_tenant=True,
-        master_listen_fd=int(fd) if fd else None,
+        master_listen_fd=fd,
     )
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if count != "0" and on_one_machine:
         store = PrefixStore(f"restart-{count}", store)
     return store
+
+
+def _listener(host: str, port: int) -> int | None:
+    """Return a listening socket for the store of rank 0, or None where torch shall open one.
+
+    torch would listen for IPv6 and IPv4 in one socket. Its store asks for the name of each client
+    before it serves the next request, and the address of a client of IPv4 in such a socket is in no
+    hosts file: a DNS server that is slow or silent would keep all ranks from meeting.
+    """
+    if fd := os.environ.pop(STORE_FD, ""):
+        return int(fd)
+    try:
+        address = ipaddress.IPv4Address(host)
+        listener = socket.create_server((host if address.is_loopback else "", port))
+    except (ValueError, OSError):  # a name; or a port in use, which torch shares or reports
+        return None
+    return listener.detach()
 
 
 class _Lease:

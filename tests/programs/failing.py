@@ -31,7 +31,7 @@ from llama.ranks.launch import launch
 from llama.ranks.rendezvous import Rendezvous, Store
 from llama.ranks.signals import SIGNALS
 
-AT_ONCE = 2  # jobs; with five, ranks on two cores are silent for seconds while they start
+AT_ONCE = 5
 MEETING = ("never", "came", "groups")  # the moments before the groups are complete
 LIMIT_S = 60.0  # generous: distinguishes a hang from a slow end
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 
 from helpers import warm
 from helpers.launch import PROGRAMS, environment
+from helpers.ports import reserved_port
 from llama.ranks.errors import NotMetError
-from llama.ranks.groups import _meet_all, _Sizes
+from llama.ranks.groups import _meet_all, _open_store, _Sizes
 from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.stalls import find_stalled_rank
 
@@ -173,6 +175,25 @@ def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(name, ended)
     others = others if cause else [first]
     assert len(others) == (name != "never"), said
     assert all("the ranks cannot meet at 127.0.0.1:" in line for line in others)
+
+
+def test_the_store_of_rank_0_asks_no_name_server_for_its_clients(monkeypatch):
+    """The store listens for IPv4 alone, whose addresses of this machine are in its hosts file.
+
+    torch's own socket takes clients of IPv4 as addresses of IPv6, looks each up in DNS, and
+    answers nobody meanwhile.
+    """
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    with reserved_port() as port:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        unused: Any = None
+        store = _open_store(unused, 0, timedelta(seconds=20))
+        store.set("a", "b")
+        assert store.get("a") == b"b"
+        with pytest.raises(OSError):
+            socket.create_connection(("::1", port), 5).close()
 
 
 def open_alone(monkeypatch, limit_s: float = 0.5, **variables: str) -> None:
