@@ -239,15 +239,7 @@ def load_model(args: BuildArgs) -> Loaded:
     models = [each.with_shares(shares) for each in models]
     models = [choose_kernels(each, parallel, allowed, kv_format) for each in models]
     batch_size = args.max_batch_size or default_batch_size(device)
-    longest = min(each.checkpoint.params.longest_context for each in models)
-    with parallel.agree("the memory of the ranks", world=True):
-        free = free_bytes(device, shares)
-        needs = [estimate_memory(each, free, batch_size, kv_format) for each in models]
-    memory = tightest_memory(Memory.of_all(needs), parallel, args.kv_cache_memory_bytes)
-    with parallel.agree("the memory of the ranks", world=True):
-        seq_len, num_pages = choose_sizes(
-            memory, args.max_seq_len, batch_size, args.kv_cache_memory_bytes, longest
-        )
+    seq_len, num_pages = _fit_memory(args, models, parallel, kv_format, batch_size)
     with parallel.agree("the checkpoint", world=True):
         load = functools.partial(
             load_weights,
@@ -268,6 +260,25 @@ def load_model(args: BuildArgs) -> Loaded:
         draft_model=draft[0] if draft else None,
         head=head,
     )
+
+
+def _fit_memory(
+    args: BuildArgs,
+    models: list[Files],
+    parallel: ModelParallel,
+    kv_format: KVFormat,
+    batch_size: int,
+) -> tuple[int, int]:
+    """Return the maximum sequence length and the pages that fit into the memory of every rank."""
+    with parallel.agree("the memory of the ranks", world=True):
+        free = free_bytes(models[0].device, models[0].placement.shares)
+        needs = [estimate_memory(each, free, batch_size, kv_format) for each in models]
+    memory = tightest_memory(Memory.of_all(needs), parallel, args.kv_cache_memory_bytes)
+    longest = min(each.checkpoint.params.longest_context for each in models)
+    with parallel.agree("the memory of the ranks", world=True):
+        return choose_sizes(
+            memory, args.max_seq_len, batch_size, args.kv_cache_memory_bytes, longest
+        )
 
 
 def _compared_arguments(args: BuildArgs, models: list[Files]) -> list[str]:

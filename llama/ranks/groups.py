@@ -345,6 +345,17 @@ def _listener(host: str, port: int) -> int | None:
     return listener.detach()
 
 
+def _is_one_machine(control: dist.ProcessGroup, size: int) -> bool:
+    """Return whether the ranks of a group of several are on one machine.
+
+    They may lack shared memory nevertheless, as on a GH200.
+    """
+    if size == 1:
+        return False
+    machines = exchange(control, machine_id().encode(), _INTRODUCTION_BYTES)
+    return len({*machines}) == 1
+
+
 class _Lease:
     """The use of groups by a `ModelParallel` and its copies, which ends with the last of them."""
 
@@ -374,12 +385,8 @@ def _make_groups(
             group_control = _own_of_gloo(sizes.group, sizes.world, limit)
         world = dist.new_group(timeout=limit, backend="gloo")
     one_shot = None
-    is_one_machine = False
     shared = _share_memory(watch, group_control, limit)
-    if sizes.group > 1:
-        # Ranks of one machine may lack shared memory, as on a GH200.
-        machines = exchange(group_control, machine_id().encode(), _INTRODUCTION_BYTES)
-        is_one_machine = len({*machines}) == 1
+    is_one_machine = _is_one_machine(group_control, sizes.group)
     if is_one_machine and gpu and dist.get_backend(group) == "nccl":
         one_shot = OneShot.join(group, group_control, device)
     message_ring = shared

@@ -118,18 +118,11 @@ class Preparer:
         context = min(max_context or self.max_seq_len, self.max_seq_len)
         ids = _token_ids(name, ids, context, self.tokenizer.n_words)
         params.check_vocab(self.tokenizer.n_words)
-        max_len = context
         if reads is not None:
             _check_reads(name, reads, len(ids))
-            max_len = len(ids)
-        elif params.max_tokens is not None:
-            max_len = len(ids) + params.max_tokens
-        if must_fit and max_len > context:
-            message = (
-                f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} are more than the "
-                f"context of {context} tokens: ask for fewer"
-            )
-            raise ContextLengthError("max_tokens", message, max_len, context)
+        max_len = len(ids) if reads is not None else _max_len(len(ids), params, context)
+        if must_fit:
+            _check_fits(len(ids), params, max_len, context)
         root = prefix_root(tenant, params.cache_salt)
         answers = self._answers(ids, params, min(max_len, context), root)
         if isinstance(reads, Pooling):
@@ -224,6 +217,20 @@ class Preparer:
             if len(ids) >= self.max_seq_len:
                 break
         return tuple(ids[: self.max_seq_len])
+
+
+def _max_len(num_ids: int, params: SamplingParams, context: int) -> int:
+    """Return the tokens of prompt and answer together that a request asks for."""
+    return context if params.max_tokens is None else num_ids + params.max_tokens
+
+
+def _check_fits(num_ids: int, params: SamplingParams, max_len: int, context: int) -> None:
+    if max_len > context:
+        message = (
+            f"{num_ids} prompt tokens and max_tokens={params.max_tokens} are more than the "
+            f"context of {context} tokens: ask for fewer"
+        )
+        raise ContextLengthError("max_tokens", message, max_len, context)
 
 
 def _check_reads(name: str, reads: Pooling | Capture, num_tokens: int) -> None:

@@ -107,34 +107,6 @@ def routes(service: Service) -> APIRouter:
     """Return the routes of labels and scores."""
     router = body_router()
 
-    async def scores_of(
-        http: Request,
-        queries: list[str],
-        documents: list[str],
-        body: ScoreBody | RerankBody,
-        fields: ErrorFields,
-    ) -> tuple[list[float], list[RequestOutput]]:
-        llama = service.loaded()
-        reason = llama.classifier.why_unscored()
-        if reason:
-            raise ApiError(404, reason)
-        with service.refusals(fields):
-            truncate = body.truncate(llama.model.params.max_seq_len)
-            scorer = llama.classifier.pair_scorer(queries, documents, truncate)
-        outputs = await pooled_outputs(service, http, scorer.inputs, scorer.request, fields)
-        return scorer.scores(outputs), outputs
-
-    def head_of(http: Request, kind: str, model: str | None) -> dict[str, Any]:
-        if service.adapter_of(model) is not None:
-            message = f"model={brief(model)} is an adapter, and scores are those of the base model"
-            raise ApiError(400, message, param="model")
-        return {
-            "id": f"{kind}-{http.state.request_id}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": model or service.model_name,
-        }
-
     @router.post("/classify")
     async def classify(body: ClassifyBody, http: Request) -> Response:
         """Return the label of each input, with the probability of every label."""
@@ -154,7 +126,11 @@ def routes(service: Service) -> APIRouter:
             probs = found.logits if body.use_activation is False else found.probs
             label = {"index": index, "label": found.label}
             data.append({**label, "probs": probs, "num_classes": head.num_labels})
-        content = {**head_of(http, "classify", body.model), "data": data, "usage": _usage(outputs)}
+        content = {
+            **_head_of(service, http, "classify", body.model),
+            "data": data,
+            "usage": _usage(outputs),
+        }
         return await json_response(content, len(outputs) * head.num_labels)
 
     @router.post("/score")
@@ -164,9 +140,13 @@ def routes(service: Service) -> APIRouter:
         first = _as_list(body.text_1)
         second = _as_list(body.text_2)
         fields = ErrorFields("text_2", _NAMES | {"queries": "text_1", "documents": "text_2"})
-        scores, outputs = await scores_of(http, first, second, body, fields)
+        scores, outputs = await _scores_of(service, http, first, second, body, fields)
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
-        content = {**head_of(http, "score", body.model), "data": data, "usage": _usage(outputs)}
+        content = {
+            **_head_of(service, http, "score", body.model),
+            "data": data,
+            "usage": _usage(outputs),
+        }
         return await json_response(content, len(scores))
 
     @router.post("/rerank")
@@ -176,18 +156,51 @@ def routes(service: Service) -> APIRouter:
         """Return the documents in the order of their relevance, the most relevant first."""
         documents = [each if isinstance(each, str) else each.text for each in body.documents]
         fields = ErrorFields("documents", _NAMES | {"queries": "query"})
-        scores, outputs = await scores_of(http, [body.query], documents, body, fields)
+        scores, outputs = await _scores_of(service, http, [body.query], documents, body, fields)
         results = []
         for index in ranked(scores, body.top_n or None):
             result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
             if body.return_documents is not False:
                 result["document"] = {"text": documents[index]}
             results.append(result)
-        head = head_of(http, "rerank", body.model)
+        head = _head_of(service, http, "rerank", body.model)
         content = {"id": head["id"], "model": head["model"], "results": results}
         return await json_response({**content, "usage": _usage(outputs)}, len(results))
 
     return router
+
+
+async def _scores_of(
+    service: Service,
+    http: Request,
+    queries: list[str],
+    documents: list[str],
+    body: ScoreBody | RerankBody,
+    fields: ErrorFields,
+) -> tuple[list[float], list[RequestOutput]]:
+    """Return the score of each pair of a query and a document, and the outputs that gave them."""
+    llama = service.loaded()
+    reason = llama.classifier.why_unscored()
+    if reason:
+        raise ApiError(404, reason)
+    with service.refusals(fields):
+        truncate = body.truncate(llama.model.params.max_seq_len)
+        scorer = llama.classifier.pair_scorer(queries, documents, truncate)
+    outputs = await pooled_outputs(service, http, scorer.inputs, scorer.request, fields)
+    return scorer.scores(outputs), outputs
+
+
+def _head_of(service: Service, http: Request, kind: str, model: str | None) -> dict[str, Any]:
+    """Return the fields that begin an answer; an adapter cannot be asked for."""
+    if service.adapter_of(model) is not None:
+        message = f"model={brief(model)} is an adapter, and scores are those of the base model"
+        raise ApiError(400, message, param="model")
+    return {
+        "id": f"{kind}-{http.state.request_id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model or service.model_name,
+    }
 
 
 def _as_list(texts: str | list[str]) -> list[str]:
