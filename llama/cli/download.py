@@ -88,8 +88,10 @@ def _stop(folder: Path, number: int, _: object) -> Never:
     The threads of huggingface_hub would otherwise continue until their files are complete. Parts
     are useless afterwards, because their names belong to one process.
     """
-    for part in folder.glob("*.incomplete"):
-        part.unlink(missing_ok=True)
+    # Those threads may begin another file meanwhile.
+    while parts := list(folder.glob("*.incomplete")):
+        for part in parts:
+            part.unlink(missing_ok=True)
     os._exit(128 + number)
 
 
