@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -26,25 +25,23 @@ from xml.etree import ElementTree
 
 import torch
 
-from bench import gpu_probes, machine
+from bench import gpu_formats, gpu_probes, gpu_steps, machine
 from bench.gpu_run import DRY_KERNELS, MODES, Again, Section, read_results
 from bench.machine import NO_TRITON, has_triton
 from bench.shapes import random_lengths, write_checkpoint
 from llama import Llama, ModelArgs, SamplingParams
 from llama.engine.core import PAGE_SIZE
 from llama.gpu import graph_check, selection, selfcheck_cache
-from llama.model.cost import attention_flop, decode_bytes, prefill_flop, step_roofline
+from llama.model.cost import attention_flop, prefill_flop
 from llama.ops.batch import Batch
 from llama.ops.triton.kernels import GRAPH
-from llama.requests.llm_engine import LLMEngine
 
 LIMITS = {  # seconds of each section, in the order in which they run: 9.5 minutes in all
     "facts": 35, "checks": 150, "decode": 110, "profile": 45, "throughput": 110, "load": 40,
     "peers": 40, "sweeps": 30,
 }  # fmt: skip
 # Seconds of sections that run only if --only names them, in a run of their own.
-LIMITS_ALONE = {"tests": 560, **gpu_probes.LIMITS}
-_GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+LIMITS_ALONE = {"tests": 560, "formats": 400, **gpu_probes.LIMITS}
 _SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True, max_tokens=None)
 _COUNTED = ("tests", "failures", "errors", "skipped")
 _GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
@@ -123,11 +120,11 @@ def decode(at: Section) -> None:
     for mode in MODES:
         with at.engine(model, mode, at.size(64, 2) * (context + 2 * steps + 64)) as engine:
             for what, batch, length in sizes:
-                _say_decode(at, what, mode, engine, batch, length, steps)
+                gpu_steps.say_decode(at, what, mode, engine, batch, length, steps)
                 if mode == MODES[0]:
                     what += ", T 0.8, top_p 0.95"
-                    _say_decode(at, what, mode, engine, batch, length, steps, _SAMPLED)
-            seconds = _prefill_seconds(engine, prompt, repeats=at.size(3, 1))
+                    gpu_steps.say_decode(at, what, mode, engine, batch, length, steps, _SAMPLED)
+            seconds = gpu_steps.prefill_seconds(engine, prompt, repeats=at.size(3, 1))
         operations = prefill_flop(model.params, prompt) + attention_flop(model.params, prompt)
         floor = operations / at.found("matrix rate")
         at.say("8b prefill 4096", prompt / seconds, "tokens/s", mode=mode, of_floor=floor / seconds)
@@ -144,7 +141,7 @@ def throughput(at: Section) -> None:
     for what, lengths in (("8b 128 x (32, 2048)", many), ("8b 256 mixed requests", mixed)):
         with at.engine(model, mode, sum(p + n for p, n in lengths) + 4096) as engine:
             began = time.perf_counter()
-            _answer(engine, lengths)
+            gpu_steps.answer(engine, lengths)
             seconds = time.perf_counter() - began
             preempted = engine.core.scheduler.num_preemptions
         out = sum(n for _, n in lengths)
@@ -154,7 +151,7 @@ def throughput(at: Section) -> None:
     small = at.model("1b", 1024, 1)
     for mode in MODES:
         with at.engine(small, mode, 2048) as engine:
-            _say_decode(at, "1b batch 1", mode, engine, 1, at.size(128, 20), steps)
+            gpu_steps.say_decode(at, "1b batch 1", mode, engine, 1, at.size(128, 20), steps)
 
 
 def sweeps(at: Section) -> None:
@@ -262,7 +259,7 @@ def profile(at: Section) -> None:
     for n in (1, batch):
         count = at.size(16, 2)
         with at.engine(model, MODES[0], n * (context + 256)) as engine:
-            _begin(engine, n, context)
+            gpu_steps.begin(engine, n, context)
             with profiler(activities=activities) as seen:
                 for _ in range(count):
                     engine.core.step()
@@ -356,78 +353,18 @@ def peers(at: Section) -> None:
             at.say(f"times transformers, {what[3:]}", ours[-1] / theirs)
 
 
-def _begin(engine: LLMEngine, batch: int, context: int, params: SamplingParams = _GREEDY) -> None:
-    """Start `batch` sequences, and step until all of them decode."""
-    draw = random.Random(batch)
-    ids = range(engine.tokenizer.num_ranks)
-    for i in range(batch):
-        engine.add_request(f"{time.monotonic_ns()}-{i}", draw.choices(ids, k=context), params)
-    core = engine.core
-    while (
-        engine.core.scheduler.waiting
-        or not core.scheduler.running
-        or any(seq.num_output == 0 for seq in core.scheduler.running)
-    ):
-        engine.step()
-
-
-def _say_decode(
-    at: Section, what: str, mode: str, engine: LLMEngine, batch: int, context: int, steps: int,
-    params: SamplingParams = _GREEDY,
-) -> None:  # fmt: skip
-    """Report the tokens per second of steps, and their fraction of the machine's limits."""
-    args = engine.core.runner.model.params
-    _begin(engine, batch, context, params)
-    for _ in range(at.size(2, 1)):
-        engine.step()
-    machine.wait_for(at.device)
-    began = time.perf_counter()
-    for _ in range(steps):
-        engine.step()
-    machine.wait_for(at.device)
-    step = (time.perf_counter() - began) / steps
-    engine.discard_all()
-    contexts = [context + steps // 2] * batch
-    bandwidth = at.found("read bandwidth")
-    flops = at.found("matrix rate")
-    floor = step_roofline(args, at.dtype.itemsize, contexts, bandwidth, flops)
-    read = decode_bytes(args, at.dtype.itemsize, contexts)
-    at.say(
-        what, batch / step, "tokens/s", mode=mode, of_floor=floor / step, step_ms=step * 1e3,
-        gb_per_s=read / step / 1e9,
-    )  # fmt: skip
-
-
-def _prefill_seconds(engine: LLMEngine, tokens: int, repeats: int) -> float:
-    """Return the seconds from a prompt without a cached prefix to its first token.
-
-    The result is the minimum of `repeats`.
-    """
-    times = []
-    for i in range(repeats + 1):
-        draw = random.Random(1000 + i)
-        prompt = draw.choices(range(engine.tokenizer.num_ranks), k=tokens)
-        began = time.perf_counter()
-        request = engine.prepare("", prompt, SamplingParams(temperature=0.0, max_tokens=1))
-        engine.run([request])
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
-
-
-def _answer(engine: LLMEngine, lengths: list[tuple[int, int]]) -> None:
-    draw = random.Random(0)
-    ids = range(engine.tokenizer.num_ranks)
-    requests = [
-        engine.prepare(
-            "", draw.choices(ids, k=prompt),
-            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count),
-        )
-        for prompt, count in lengths
-    ]  # fmt: skip
-    engine.run(requests)
-
-
 _SECTIONS: dict[str, Callable[[Section], None]] = {
     section.__name__: section
-    for section in (facts, checks, decode, profile, throughput, load, peers, sweeps, tests)
+    for section in (
+        facts,
+        checks,
+        decode,
+        profile,
+        throughput,
+        load,
+        peers,
+        sweeps,
+        tests,
+        gpu_formats.formats,
+    )
 } | gpu_probes.PROBES

@@ -41,7 +41,7 @@ def dry_run(tmp_path_factory) -> tuple[list[str], Path, subprocess.CompletedProc
         native.make_private(cache)
         shutil.copy(library._name, cache)
     command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--dry", "--minutes", "9"]
-    command += ["--out", str(out), "--only", ",".join([*LIMITS, "tests", "probes"])]
+    command += ["--out", str(out), "--only", ",".join([*LIMITS, "tests", "formats", "probes"])]
     return command, out, warm.run(command, env=environment(WARM_CHILDREN="1"), timeout=400)
 
 
