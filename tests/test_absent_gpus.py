@@ -25,7 +25,8 @@ from llama.engine.core import EngineCore
 from llama.engine.recorder import Outputs
 from llama.gpu import selection
 from llama.gpu.job import CheckResult
-from llama.loading import Files, estimate_memory
+from llama.loading.files import Files
+from llama.loading.memory import estimate_memory
 from llama.ops.cpu import native
 from llama.ops.triton.kernels import GRAPH
 from llama.ranks.placement import Placement

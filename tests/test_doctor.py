@@ -27,7 +27,8 @@ from llama.cli.doctor import (
     environment_facts,
     thread_facts,
 )
-from llama.loading import Files, estimate_memory
+from llama.loading.files import Files
+from llama.loading.memory import estimate_memory
 from llama.model.plan import LayerPlan
 from llama.ranks.placement import Placement
 from llama.sizes import Memory, choose_sizes, step_bytes

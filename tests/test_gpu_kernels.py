@@ -20,7 +20,8 @@ from llama.cli import doctor
 from llama.gpu import graph_check, selfcheck_cache
 from llama.gpu.job import CheckResult, Job
 from llama.gpu.selection import VARIABLE, allowed_kernels, describe, kernels_for, recorder_for
-from llama.loading import Files, choose_kernels
+from llama.loading.files import Files
+from llama.loading.kernels import choose_kernels
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer

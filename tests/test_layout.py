@@ -42,7 +42,7 @@ FLOORS = [
     "llama/gpu",
     "llama/sizes.py",
     "llama/shares.py",
-    "llama/loading.py",
+    "llama/loading",
     "llama/requests",
     "llama/generation.py",
     "llama/__init__.py",

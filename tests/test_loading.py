@@ -105,11 +105,11 @@ def test_build_says_what_fits(checkpoint_dir, capsys):
 def test_what_does_not_fit_the_memory_is_refused(checkpoint_dir, monkeypatch):
     """A size that exceeds the memory is refused before any allocation; the error says what fits."""
     folder = str(checkpoint_dir[0])
-    monkeypatch.setattr("llama.loading.free_bytes", lambda *_: 14 << 20)
+    monkeypatch.setattr("llama.loading.memory.free_bytes", lambda *_: 14 << 20)
     assert Llama.build(folder, None, 512, 64, device="cpu", dtype="fp32").generate([[256]], 3)[0]
     with pytest.raises(ValueError, match=r"max_seq_len=\d\d\d\d would fit"):
         Llama.build(folder, None, 8192, 1, device="cpu", dtype="fp32")
-    monkeypatch.setattr("llama.loading.free_bytes", lambda *_: 1 << 10)
+    monkeypatch.setattr("llama.loading.memory.free_bytes", lambda *_: 1 << 10)
     with pytest.raises(ValueError, match="use more ranks"):
         Llama.build(folder, device="cpu")
 

@@ -29,12 +29,9 @@ from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.cli.plan.report import summary
 from llama.cli.ranks import global_rank
 from llama.gpu import selfcheck_cache
-from llama.loading import (
-    Files,
-    estimate_memory,
-    find_dialog_format,
-    stays_in_codes,
-)
+from llama.loading.dialog_format import find_dialog_format
+from llama.loading.files import Files, stays_in_codes
+from llama.loading.memory import estimate_memory
 from llama.model.args import ModelArgs
 from llama.model.shares import RankShare, distinct_ranks
 from llama.ops.cpu import native

@@ -19,7 +19,7 @@ from helpers.checkpoints import change_params, random_state, write_byte_tokenize
 from helpers.gguf_files import MIXED, PARAMS, write_gguf
 from helpers.kernels import KERNELS_RUN
 from helpers.weights import tokens_of
-from llama import Llama, Transformer, generation, loading
+from llama import Llama, Transformer, generation
 from llama.checkpoint import packed
 from llama.checkpoint import table as shares
 from llama.checkpoint.convert import convert, pack, reshard
@@ -28,6 +28,7 @@ from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.reader import load
 from llama.checkpoint.verify import LoadCheck, verify
 from llama.cli import main
+from llama.loading import loaded
 from llama.model.layers import Linear, Matrix, RMSNorm
 from llama.ops.adapters import native_updates
 from llama.ops.cpu import native
@@ -265,7 +266,7 @@ def test_the_command_writes_all_or_nothing(made, tmp_path, capsys, monkeypatch):
 def test_a_slow_load_names_the_command(made, tmp_path, caplog, monkeypatch):
     """A slow load of plain weights suggests the packing command; one of packed weights does not."""
     monkeypatch.setattr(generation, "_SLOW_LOAD_S", 0.0)
-    monkeypatch.setattr(loading, "_LARGE", 0)
+    monkeypatch.setattr(loaded, "_LARGE", 0)
     source = tmp_path / "meta"
     Llama.build(str(source), None, 64, 1, device="cpu", quantize="int8").close()
     wanted = f"llama convert {source} OUT --packed --quantize int8"

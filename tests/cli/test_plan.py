@@ -20,7 +20,8 @@ from llama.cli.flags import GPU_NAMES, SHAPE_NAMES, read
 from llama.cli.plan.command import read_options
 from llama.cli.plan.layouts import Option, Plan, find_options, ranks_by_machine
 from llama.cli.plan.report import summary
-from llama.loading import Files, estimate_memory
+from llama.loading.files import Files
+from llama.loading.memory import estimate_memory
 from llama.model.args import ModelArgs
 from llama.model.cost import (
     DEVICES,

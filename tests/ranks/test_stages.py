@@ -19,7 +19,8 @@ from llama import Llama, ModelArgs
 from llama.build_args import BuildArgs
 from llama.checkpoint.convert import pack
 from llama.checks import FieldError
-from llama.loading import _check_drafter, find_files
+from llama.loading.draft import check_drafter
+from llama.loading.files import find_files
 from llama.model.shares import RankShare
 from llama.ranks.groups import _mismatch
 from llama.ranks.peers import PeerInfo
@@ -165,7 +166,7 @@ def test_what_stages_cannot_do_is_refused(folders):
         Llama.build(folders["untied"], device="cpu", pipeline_parallel_size=2)
     args = BuildArgs("m", pipeline_parallel_size=2, speculate="smaller")
     with pytest.raises(FieldError, match="speculate='smaller' is a draft model, which needs"):
-        _check_drafter(args)
+        check_drafter(args)
     model_args = BuildArgs(folders["untied"])
     with pytest.raises(FieldError, match="pipeline_parallel_size=6 is more than the 5 layers"):
         find_files(model_args, Placement(stages=6), torch.device("cpu"))

@@ -125,7 +125,7 @@ def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
     """Return a Llama for a folder of weights, or for random weights that were never in a file."""
     from bench.shapes import DTYPES, random_model, write_tokenizer
     from llama import Llama, Tokenizer
-    from llama.loading import round_activations
+    from llama.loading.weights import round_activations
     from llama.weights import QUANTIZED
 
     activations = job.get("activations")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from helpers.gpu_weights import FILES
 from helpers.kernels import INTERPRETED, KERNELS_RUN
-from llama.loading import warn_of_plain
+from llama.loading.weights import warn_of_plain
 from llama.model.layers import Linear
 from llama.ops.batch import ForwardContext
 from llama.ops.triton import quantized as gpu

@@ -1,0 +1,91 @@
+"""Load a model as the arguments of `Llama.build` ask: device, ranks, memory, weights.
+
+In: what the user asked for. Out: one rank's Transformer, the Tokenizer and the size of the KV
+cache, or one clear error on every rank before any weight is read. Nothing here runs the model.
+
+`load_model` is the sequence of steps, and each file of this package has one of them. Between steps
+the ranks compare what they have.
+"""
+
+import zlib
+
+from llama.build_args import BuildArgs
+from llama.checkpoint.tokenizer_files import load_tokenizer
+from llama.checks import number
+from llama.device import pick_device
+from llama.gpu import selection
+from llama.loading.dialog_format import find_dialog_format
+from llama.loading.draft import check_drafter, check_speculation, find_draft_files
+from llama.loading.files import Files, find_files
+from llama.loading.kernels import choose_kernels
+from llama.loading.loaded import Loaded
+from llama.loading.memory import fit_memory
+from llama.loading.weights import load_head, load_weights
+from llama.ops.cpu import native
+from llama.ops.kv_cache import pick_kv_format
+from llama.ranks.groups import connect
+from llama.shares import check_shares, resolve_shares
+
+
+def load_model(args: BuildArgs) -> Loaded:
+    """Load what the arguments ask for. The sizes that are chosen are in the model's params."""
+    device = pick_device(args.device)
+    number("timeout_s", args.timeout_s, 0, 10**6, above=True)
+    parallel = connect(
+        args.model_parallel_size, device, args.timeout_s, args.pipeline_parallel_size
+    )
+    with parallel.agree("the arguments of Llama.build", world=True) as must_match:
+        args = args.checked()
+        check_drafter(args)
+        check_shares(args.shares, parallel.size)
+        files = find_files(args, parallel.placement, device)
+        kv_format = pick_kv_format(args.kv_cache_dtype, device)
+        tokenizer = load_tokenizer(files.checkpoint, args.tokenizer_path)
+        dialog_format = find_dialog_format(
+            files.checkpoint,
+            tokenizer,
+            chat_template=args.chat_template,
+            reasoning_parser=args.reasoning_parser,
+            tool_call_parser=args.tool_call_parser,
+        )
+        models = [files, *find_draft_files(args, files, tokenizer)]
+        check_speculation(args, models)
+        # A wrong name in a variable is an error before weights are read.
+        allowed = selection.allowed_kernels()
+        native.allowed_instruction_sets()
+        must_match += _compared_arguments(args, models)
+        template_crc = zlib.crc32(dialog_format.jinja_template().encode())
+        must_match.append(f"CRC-32 of the chat template={template_crc:08x}")
+    with parallel.agree("the weights", world=True) as must_match:
+        if parallel.world is not None:
+            for model_files in models:
+                must_match += model_files.checkpoint.samples()
+    shares = resolve_shares(args.shares, parallel, device)
+    models = [each.with_shares(shares) for each in models]
+    models = [choose_kernels(each, parallel, allowed, kv_format) for each in models]
+    sizes = fit_memory(args, models, parallel, kv_format)
+    with parallel.agree("the checkpoint", world=True):
+        model, *draft = [
+            load_weights(
+                each, parallel=parallel, kv_format=kv_format, sizes=sizes, verify=args.verify
+            )
+            for each in models
+        ]
+        head = load_head(files.checkpoint)
+    return Loaded(
+        model,
+        tokenizer,
+        sizes.num_pages,
+        models[0],
+        dialog_format,
+        draft_model=draft[0] if draft else None,
+        head=head,
+    )
+
+
+def _compared_arguments(args: BuildArgs, models: list[Files]) -> list[str]:
+    """Return the arguments and properties of files that every rank must have alike."""
+    compared = {**args.shared(), "device": models[0].device.type}
+    for model, suffix in zip(models, ("", " (draft)"), strict=False):
+        compared |= {f"{name}{suffix}": value for name, value in model.compared()}
+    return [f"{name}={value}" for name, value in compared.items()]

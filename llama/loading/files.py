@@ -1,0 +1,139 @@
+"""The files of a model, and how one rank is going to hold what they contain.
+
+In: the arguments of `Llama.build`, and the rank's placement and device. Out: `Files`, with
+the dtype, the quantized format and the rounding of activations that are chosen, or an error that
+names the argument that these files cannot satisfy. No weight is read here.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from llama import weights
+from llama.build_args import BuildArgs
+from llama.checkpoint import memory, packed
+from llama.checkpoint.find import Checkpoint, find
+from llama.checks import FieldError, path_like
+from llama.device import pick_dtype
+from llama.gpu import selfcheck_cache
+from llama.ops.cpu import native
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.ranks.placement import Placement
+from llama.shares import column_step
+from llama.sizes import DEFAULT_SEQ_LEN
+
+
+@dataclass(frozen=True)
+class Files:
+    """A model in files, and how one rank is going to hold its weights.
+
+    Attributes:
+        checkpoint: The files.
+        dtype: The type of the model.
+        quantize: The format that weights are rounded to at load; None: none.
+        placement: What the rank holds.
+        device: Where it holds that.
+        kernels: The Triton kernels that the model may run.
+        activations: How activations are rounded, as the user or the files ask; None: they are not.
+    """
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    quantize: str | None
+    placement: Placement
+    device: torch.device
+    kernels: KernelSet = TORCH_ONLY
+    activations: str | None = None
+
+    def with_shares(self, shares: tuple[int, ...]) -> "Files":
+        """Return the same files for ranks with these relative shares, in this rank's part."""
+        return replace(self, placement=replace(self.placement, shares=shares))
+
+    def compared(self) -> list[tuple[str, object]]:
+        """Return what must be the same on every rank, by name."""
+        checkpoint = self.checkpoint
+        quantize = checkpoint.file_type if checkpoint.in_codes else self.quantize
+        compared: list[tuple[str, object]] = [
+            ("torch", torch.__version__),
+            ("dtype", self.dtype),
+            ("quantize", quantize),
+            ("rounding of activations", self.activations),
+        ]
+        for name, value in vars(checkpoint.params).items():
+            compared.append((f"{name} of the checkpoint", value))
+        return compared
+
+    def formats(self) -> tuple[str | weights.QuantKey | None, ...]:
+        """Return the formats that the matrices will have."""
+        if self.device.type == "cuda" and self.checkpoint.in_codes:
+            return None, *memory.gpu_formats(self.checkpoint, self.placement)
+        return tuple(dict.fromkeys([self.quantize, weights.lm_head_format(self.quantize)]))
+
+
+def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> Files:
+    """Find the files of a model, and decide how a rank will hold its weights.
+
+    No weight is read.
+
+    Raises:
+        ValueError: A rank with this placement and device cannot load them as the arguments ask.
+    """
+    dtype = args.dtype
+    quantize = args.quantize
+    if quantize is None and isinstance(dtype, str) and dtype in weights.QUANTIZED:
+        # Earlier versions took the names of quantized formats as dtype.
+        quantize = dtype
+        dtype = None
+    chosen_dtype = pick_dtype(dtype, device)
+    weights.check_quantize(quantize, chosen_dtype, device)
+    checkpoint = find(path_like("ckpt_dir", args.ckpt_dir))
+    checkpoint.params.check_ranks(placement.size)
+    if placement.stages > checkpoint.params.n_layers:
+        raise FieldError.of(
+            "pipeline_parallel_size",
+            f"={placement.stages} is more than the {checkpoint.params.n_layers} layers of this "
+            "model: give each stage a layer at least",
+        )
+    longest = checkpoint.params.longest_context
+    if args.max_seq_len is not None and args.max_seq_len > longest:
+        raise ValueError(
+            f"max_seq_len={args.max_seq_len} is beyond this model's limit of {longest} tokens: "
+            "build with that or less"
+        )
+    if checkpoint.packed is not None:
+        packed.check_use(checkpoint, device, chosen_dtype, quantize)
+    is_default = dtype in (None, "auto") and quantize is None
+    if is_default and stays_in_codes(checkpoint, device):
+        if args.lora is not None:
+            raise ValueError(
+                f"{checkpoint.weights_path} keeps its matrices in the codes of "
+                f"{checkpoint.file_type}, into which no adapter can be merged: build with "
+                "dtype='bf16', so that they are dequantized first"
+            )
+        checkpoint = replace(checkpoint, in_codes=True)
+    checkpoint = checkpoint.merged_with(args.lora)
+    if args.bidirectional or not checkpoint.params.is_causal:
+        # The largest step has a whole prompt, so that its memory follows from the context.
+        seq_len = args.max_seq_len or min(longest, DEFAULT_SEQ_LEN)
+        params = replace(checkpoint.params, is_causal=False, max_seq_len=seq_len)
+        checkpoint = replace(checkpoint, params=params)
+    if args.pooling is not None:
+        pooling = replace(checkpoint.pooling, kind=args.pooling)
+        checkpoint = replace(checkpoint, pooling=pooling)
+    is_plain = quantize is None and not checkpoint.in_codes and checkpoint.packed is None
+    activations = args.activations
+    if activations is None and (checkpoint.in_codes or checkpoint.packed is not None):
+        activations = weights.default_activations(checkpoint.activations, device)
+    activations = weights.check_activations(activations, device, is_plain=is_plain)
+    placement = replace(placement, column_step=column_step(checkpoint, device))
+    files = Files(checkpoint, chosen_dtype, quantize, placement, device)
+    return replace(files, activations=activations)
+
+
+def stays_in_codes(checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Return whether a device multiplies by the matrices of a file without dequantizing them."""
+    if not checkpoint.is_quantized or native.kernels() is None:
+        return False
+    if device.type == "cuda":
+        return not selfcheck_cache.unsupported_reason(device)
+    return device.type == "cpu"

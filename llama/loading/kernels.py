@@ -1,0 +1,52 @@
+"""The choice of the Triton kernels that a model may run on a GPU.
+
+In: the files of a model and what its rank holds. Out: the same files with their kernels, and with
+plain weights where no kernel multiplies by quantized ones.
+"""
+
+import warnings
+from dataclasses import replace
+
+from llama.device import dtype_name
+from llama.gpu import selection
+from llama.loading.files import Files
+from llama.ops.kv_cache import AS_COMPUTED, KVFormat
+from llama.ranks.collectives import ModelParallel
+
+
+def choose_kernels(
+    files: Files,
+    parallel: ModelParallel,
+    allowed: frozenset[str],
+    kv_format: KVFormat = AS_COMPUTED,
+) -> Files:
+    """Return the files with the kernels that their model may run on a GPU.
+
+    Weights become plain where no kernel multiplies by quantized ones: PyTorch would dequantize
+    them in each step.
+    """
+    # The file of one rank may be truncated, which every rank must learn before kernels are chosen.
+    with parallel.agree("the formats of the weights", world=True):
+        formats = files.formats()
+    kernels = selection.kernels_for(
+        files.checkpoint.params,
+        parallel.placed(files.placement),
+        files.device,
+        files.dtype,
+        allowed,
+        formats,
+        kv_format,
+        files.activations,
+    )
+    files = replace(files, kernels=kernels)
+    is_plain = files.quantize is None and not files.checkpoint.in_codes
+    if files.device.type != "cuda" or is_plain or "linear" in kernels.names:
+        return files
+    if parallel.global_rank == 0:
+        warnings.warn(
+            f"the weights are held in {dtype_name(files.dtype)}: products of quantized ones "
+            "need the GPU's kernel linear, which is not in use",
+            stacklevel=3,
+        )
+    checkpoint = replace(files.checkpoint, in_codes=False)
+    return replace(files, quantize=None, activations=None, checkpoint=checkpoint)
