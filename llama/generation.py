@@ -651,11 +651,6 @@ class Llama:
         Raises:
             TypeError, ValueError: names the prompt or argument at fault, before any work.
         """
-        stages = self.model.parallel.placement.stages
-        if stages > 1:
-            raise ValueError(
-                f"hidden_states needs pipeline_parallel_size=1: the layers are in {stages} stages"
-            )
         checked = check_inputs("prompts", prompts)
         requests = self.pooler.captures(checked, layers, tokens, adapter=adapter)
         return [self.pooler.states(output, layers) for output in self.run_prompts(requests)]

@@ -386,11 +386,10 @@ class RunningStep:
                 break
             first += other.num_rows
         end = first + rows.num_rows
-        readers = {}
-        for layer, states in self._watched.states.items():
-            part = states[first:end].contiguous()
-            readers[layer] = tables.to_host(self._model.parallel.broadcast(part))
-        return lambda: {layer: read() for layer, read in readers.items()}
+        layers = sorted(self._watched.layers)
+        states = torch.stack([self._watched.states[layer][first:end] for layer in layers])
+        read = tables.to_host(self._model.parallel.broadcast(states))
+        return lambda: dict(zip(layers, self._publish(read()), strict=True))
 
     def _columns(self, sampled: Sampled) -> Tensor:
         """Put all that the host reads of each row into one tensor, the same on every rank.

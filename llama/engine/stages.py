@@ -2,7 +2,8 @@
 
 In: steps, the same on every rank. Out: their results, the same on every rank. The first stage
 embeds the tokens; each stage runs its layers and sends the hidden states on; the last stage samples
-and sends what it sampled to all others. With P stages, P steps are in flight.
+and sends what it sampled to all others. With P stages, P steps are in flight. States that requests
+capture travel with the hidden states to the last stage, which sends them to all others as well.
 
 A GPU works on its own, so that each stage starts a step when it is scheduled. On a CPU a stage that
 waited for the hidden states of a new step would not compute those of an older one. So stage s runs
@@ -33,6 +34,7 @@ from llama.engine.rows import (
     Tokens,
 )
 from llama.engine.runner import ModelRunner, RunningStep
+from llama.model.execution import Watched
 from llama.ranks.stage_link import StageLink
 
 
@@ -105,23 +107,46 @@ class _Pass:
     """The pass of a step through the layers of one stage.
 
     The batch is packed at once: the sequences may have other pages when the step runs.
+
+    Attributes:
+        watched: The states that the step captures. `run` gets those of this stage, and of the
+            stages before it.
     """
 
     def __init__(self, runner: StageRunner, step: Step) -> None:
         self._runner = runner
         self.messages = runner.link.new_step()
         self._ids, self.batch = runner.pack(step)
+        self.watched = Watched(step.captured_layers())
         model = runner.model
+        self._arriving: list[int] = []  # captured states that come from earlier stages
+        self._sizes: list[int] = []  # rows of what arrives: all tokens, then each of these states
         self._arrival = None
         if not model.parallel.placement.is_first:
-            shape = (sum(item.count for item in step.items), model.params.dim)
+            first_layer = model.plan.share.layers.start
+            self._arriving = sorted(layer for layer in self.watched.layers if layer < first_layer)
+            num_rows = sum(rows.num_rows for rows in step.rows.values())
+            num_tokens = sum(item.count for item in step.items)
+            self._sizes = [num_tokens, *[num_rows] * len(self._arriving)]
+            shape = (sum(self._sizes), model.params.dim)
             self._arrival = self.messages.expect_hidden(shape, model.norm.weight)
 
     def run(self) -> Tensor:
         """Return the hidden states behind the layers of this stage, (T, E)."""
         model = self._runner.model
-        x = model.tok_embeddings(self._ids) if self._arrival is None else self._arrival()
-        return model.run_layers(x, self.batch, self._runner.kv_cache)
+        if self._arrival is None:
+            x = model.tok_embeddings(self._ids)
+        else:
+            x, *states = self._arrival().split(self._sizes)
+            self.watched.states.update(zip(self._arriving, states, strict=True))
+        return model.run_layers(x, self.batch, self._runner.kv_cache, self.watched)
+
+    def send_on(self, x: Tensor) -> None:
+        """Send the hidden states (T, E) and the captured states to the next stage."""
+        states = self.watched.states
+        if states:
+            x = torch.cat([x, *(states[layer] for layer in sorted(states))])
+        self.messages.send_hidden(x)
 
 
 class _EarlierStep:
@@ -141,7 +166,7 @@ class _EarlierStep:
 
     def run(self) -> None:
         """Compute the hidden states, and send them on."""
-        self._pass.messages.send_hidden(self._pass.run())
+        self._pass.send_on(self._pass.run())
 
     def read(self) -> StepResults:
         """Wait for the results."""
@@ -163,8 +188,12 @@ class _EarlierStep:
         return lambda: arrived().numpy()
 
     def captured(self, rows: Rows) -> Reader[CapturedStates]:
-        """Raise an error: captured states stay on the stage of their layer."""
-        raise ValueError("hidden states of layers need pipeline_parallel_size=1")
+        """Receive the captured states of all stages."""
+        layers = sorted(self._pass.watched.layers)
+        model = self._runner.model
+        shape = (len(layers), rows.num_rows, model.params.dim)
+        arrived = self._pass.messages.expect_results(shape, model.norm.weight.dtype)
+        return lambda: dict(zip(layers, arrived(), strict=True))
 
     def _expect(self, num_rows: int, num_top: int | None) -> Reader[Tokens]:
         width = tables.num_columns(num_top, self._runner.model.vocab_size)
@@ -180,6 +209,7 @@ class _LastStep(RunningStep):
         self._pass = _Pass(runner, step)
         self._results: Reader[StepResults] | None = None
         super().__init__(runner, step)
+        self._watched = self._pass.watched
 
     def _run(self, sampled: list[Scheduled]) -> HiddenStates:
         return None  # the stage before has not computed it yet
@@ -187,7 +217,7 @@ class _LastStep(RunningStep):
     def run(self) -> None:
         """Compute the results, and on a CPU send them; on a GPU they are not computed yet."""
         x = self._pass.run()
-        self._hidden = self._model.normalize(x, self._pass.batch)
+        self._hidden = self._model.normalize(x, self._pass.batch, self._watched)
         read = self._compute_rows()
         if x.is_cpu:
             results = read()

@@ -335,11 +335,7 @@ class Transformer(nn.Module):
             (R, E): the normalised hidden states of the batch's `logit_rows`.
         """
         x = self.run_layers(self.tok_embeddings(tokens), batch, kv_cache, watched)
-        watched.see(self.n_layers, x, batch)
-        normed = self.normalize(x, batch)
-        if self.n_layers + 1 in watched.layers:
-            watched.states[self.n_layers + 1] = normed
-        return normed
+        return self.normalize(x, batch, watched)
 
     def run_layers(
         self, x: Tensor, batch: Batch, kv_cache: Tensor, watched: Watched = NOTHING_WATCHED
@@ -362,10 +358,20 @@ class Transformer(nn.Module):
         freqs_cis = self.freqs_cis[batch.positions]
         return executor.run(x, freqs_cis, kv_cache, batch, watched)
 
-    def normalize(self, x: Tensor, batch: Batch) -> Tensor:
-        """Normalise the `logit_rows` of a step's hidden states: x (T, E) -> (R, E)."""
+    def normalize(self, x: Tensor, batch: Batch, watched: Watched = NOTHING_WATCHED) -> Tensor:
+        """Normalise the `logit_rows` of a step's hidden states: x (T, E) -> (R, E).
+
+        Args:
+            x: The hidden states behind the last layer.
+            batch: The tokens of the step.
+            watched: Further states that are wanted; it gets those behind the last layer.
+        """
+        watched.see(self.n_layers, x, batch)
         rows = x if batch.wants_all else x[batch.logit_rows]
-        return apply(self.norm, rows, batch.with_kernels(self.kernels))
+        normed: Tensor = apply(self.norm, rows, batch.with_kernels(self.kernels))
+        if self.n_layers + 1 in watched.layers:
+            watched.states[self.n_layers + 1] = normed
+        return normed
 
     def _run_modules(
         self, x: Tensor, batch: Batch, kv_cache: Tensor, watched: Watched = NOTHING_WATCHED

@@ -3,9 +3,12 @@
 Used by tests in one process, and by programs/ranks.py on many ranks.
 """
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from helpers.prompts import prompts_of
 from helpers.sequences import state_of
@@ -139,3 +142,18 @@ def cached(llama: Llama, kind: str | None, truth: dict[tuple, list[int]]) -> tup
     truth.setdefault(key(seq), seq.tokens)
     assert core.stats.generated_tokens == 100 - seq.num_prompt
     return slots, seq.tokens, set(core.scheduler.pool._page_of), core.stats.steps
+
+
+def vectors_of(llama: Llama) -> list[str]:
+    """Return embeddings, and hidden states, also of chunks in steps with other requests."""
+    llama.engine.scheduler.token_budget = 16
+    found: list[Any] = llama.embed(PROMPTS[:3], pooling="mean")
+    layers: list[int | str] = [0, 2, 3, -1, "norm"]
+    for states in llama.hidden_states(PROMPTS[4:6], layers):
+        found += [states[layer] for layer in layers]
+    others = list(itertools.islice(requests_of(llama), 2))
+    captures = [*llama.pooler.captures(PROMPTS[1:5], layers[1:3], "all")]
+    captures += llama.pooler.captures(PROMPTS[6:7], layers[2:], "last")
+    for output in llama.llm_engine.run([*others, *captures])[len(others) :]:
+        found += [torch.cat(output.captured[number]) for number in sorted(output.captured)]
+    return [repr(tensor.tolist()) for tensor in found]

@@ -475,8 +475,8 @@ def staged(folder: str, stages: int, leads: bool, options: dict[str, Any]) -> li
         )  # fmt: skip
     ask = functools.partial(drafts.answers_of, llama)
     answers = list(map(repr, (llama.lead(ask) if leads else ask()) or []))
-    vectors = llama.embed(drafts.PROMPTS[:3], pooling="mean")
-    answers += [repr(vector.tolist()) for vector in vectors if answers]
+    vectors = drafts.vectors_of(llama)
+    answers += vectors if answers else []
     parallel, stats = llama.model.parallel, llama.engine.stats
     groups = [
         dist.get_process_group_ranks(fs_init.get_model_parallel_group()),

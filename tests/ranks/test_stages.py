@@ -1,8 +1,8 @@
 """Pipeline stages: real processes under torchrun give the bits of ranks without stages.
 
 The requests are those of helpers/drafts.py: greedy and sampled, with penalties, constraints, stop
-texts, log-probabilities, and several answers each. The model has five layers, so that no number of
-stages divides them evenly.
+texts, log-probabilities, and several answers each; and embeddings and hidden states. The model has
+five layers, so that no number of stages divides them evenly.
 """
 
 from fractions import Fraction
@@ -60,8 +60,7 @@ def staged(folder: str, stages: int, *, leads: bool = False, **options: Any) -> 
 def alone(folder: str, **options: Any) -> list[str]:
     """Return the answers of one process, as the job "staged" does."""
     llama = Llama.build(folder, None, 128, 8, dtype="bf16", device="cpu", **options)
-    vectors = llama.embed(drafts.PROMPTS[:3], pooling="mean")
-    return [*map(repr, drafts.answers_of(llama)), *(repr(vector.tolist()) for vector in vectors)]
+    return [*map(repr, drafts.answers_of(llama)), *drafts.vectors_of(llama)]
 
 
 def expect_answers(ranks: list[list[dict]], index: int, wanted: list[str]) -> None:
