@@ -34,6 +34,10 @@ from llama.ranks.collectives import ModelParallel
 
 PAGE_SIZE = 16  # slots; a shared prefix is reused in multiples of this many tokens
 TOKEN_BUDGET = 2048  # tokens per step: bounds its memory, and the wait between two tokens
+# The tokens of prompts that a step of a pipeline has at least, on a CPU and on other devices. With
+# fewer, reading the weights would take longer than the products.
+_MIN_PROMPT_TOKENS_CPU = 32
+_MIN_PROMPT_TOKENS = 512
 
 
 def step_tokens(params: ModelArgs, batch_size: int, stages: int = 1) -> int:
@@ -168,11 +172,13 @@ class EngineCore:
         models = [model] if draft_model is None else [draft_model, model]
         runner_class = StageRunner if stages > 1 else ModelRunner
         runners = [runner_class(x, recorder=recorder_for(x), **runner_options) for x in models]
+        is_on_cpu = model.norm.weight.is_cpu
         scheduler = Scheduler(
             PagePool(runners[-1].num_pages, page_size),
             max_batch_size=batch_size,
             token_budget=token_budget,
             num_stages=stages,
+            min_prompt_tokens=_MIN_PROMPT_TOKENS_CPU if is_on_cpu else _MIN_PROMPT_TOKENS,
             has_whole_prompts=not model.params.is_causal,
         )
         return cls(runners, scheduler)

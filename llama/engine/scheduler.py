@@ -14,20 +14,23 @@ decide, so that all ranks decide alike.
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 
 from llama.engine.pages import PagePool, page_hash
 from llama.engine.rows import PROMPT_KINDS, Scheduled, Step, StepResults
 from llama.engine.sequence import SequenceState, no_pages
 from llama.engine.waiting import WaitingQueue
 
+_PROMPT_STEPS = 4  # steps of each stage of a pipeline among which waiting prompts are divided
+
 
 class Scheduler:
     """At most `max_batch_size` sequences and `token_budget` tokens per step, on a page pool.
 
     With a pipeline, `num_stages` steps are in flight. A sequence whose results are in flight is not
-    scheduled, and the others are spread evenly over the steps. Chunks of one prompt follow one
-    another without waiting.
+    scheduled, and the others are spread evenly over the steps. The tokens of prompts are spread,
+    too, as the stages work at once only on steps of their own. Chunks of one prompt follow one
+    another without waiting; a step has at least `min_prompt_tokens` of prompts, if there are any.
 
     With `has_whole_prompts` all tokens of a sequence are computed in one step, and none is taken
     from the prefix cache, as bidirectional attention needs it.
@@ -40,6 +43,7 @@ class Scheduler:
         max_batch_size: int,
         token_budget: int,
         num_stages: int = 1,
+        min_prompt_tokens: int = 32,
         has_whole_prompts: bool = False,
     ) -> None:
         assert token_budget >= max_batch_size, "a step may have a token of each sequence"
@@ -47,6 +51,7 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.token_budget = token_budget
         self.num_stages = num_stages
+        self.min_prompt_tokens = min_prompt_tokens
         self.has_whole_prompts = has_whole_prompts
         self.waiting = WaitingQueue()
         self.running: list[SequenceState] = []
@@ -65,25 +70,33 @@ class Scheduler:
         chosen: list[Scheduled] = []
         if self.waiting:
             self._favour_new_calls()
-        left_out = self._left_out() if self.num_stages > 1 else frozenset()
+        has_stages = self.num_stages > 1
+        left_out = self._left_out() if has_stages else frozenset()
+        prompt_budget = self._prompt_budget() if has_stages else budget
         row = 0
         while row < len(self.running) and budget > 0:
             seq = self.running[row]
             is_ready = seq not in left_out and not seq.ends_with_pending
             count = min(seq.num_new, budget) if is_ready else 0
+            if count > 1:
+                count = min(count, prompt_budget)
+                prompt_budget -= count
             if not self._grow(seq, count):
                 continue  # it was preempted: the next one is at its row
             if count:
                 chosen.append(self._schedule(seq, count))
                 budget -= count
             row += 1
-        while budget > 0 and self.waiting and len(self.running) < self.max_batch_size:
+        prompt_budget = min(prompt_budget, budget)
+        while prompt_budget > 0 and self.waiting and len(self.running) < self.max_batch_size:
             seq = self.waiting.peek()
             is_too_long = self.has_whole_prompts and len(seq.tokens) > budget
             if is_too_long or not self._admit(seq):
                 break
-            count = min(seq.num_new, budget)
+            limit = budget if self.has_whole_prompts else prompt_budget
+            count = min(seq.num_new, limit)
             chosen.append(self._schedule(seq, count))
+            prompt_budget -= count
             budget -= count
         chosen.sort(key=lambda item: item.count > 1)  # single tokens first, see `Step`
         if self.has_adapters:  # the rows of an adapter lie together
@@ -104,6 +117,20 @@ class Scheduler:
         max_decodes = -(-num_decoding // self.num_stages)
         ready.sort(key=lambda seq: seq.last_step)
         return frozenset(chain(waiting, ready[max_decodes:]))
+
+    def _prompt_budget(self) -> int:
+        """Return the maximum number of tokens of prompts in the next step of a pipeline.
+
+        Prompts that wait at the same time are divided among several steps for each stage. In a
+        single step, one stage after the other would compute them, while all others wait. The budget
+        shrinks while the last prompts are computed, except for a prompt alone.
+        """
+        num_free = self.max_batch_size - len(self.running)
+        prompts = [seq for seq in self.running if seq.num_new > 1]
+        prompts.extend(islice(self.waiting, num_free))
+        total = sum(len(seq.tokens) for seq in prompts)
+        num_steps = _PROMPT_STEPS * self.num_stages
+        return max(self.min_prompt_tokens, -(-total // num_steps))
 
     def has_ready(self) -> bool:
         """Return whether a sequence may run before more results of a pipeline are read."""

@@ -19,6 +19,7 @@ from helpers.scheduling import (
 )
 from llama.engine.pages import PagePool, page_hash
 from llama.engine.rows import Step, StepResults
+from llama.engine.scheduler import Scheduler
 from llama.engine.waiting import WaitingQueue
 
 
@@ -137,6 +138,37 @@ def test_steps_of_a_pipeline_are_equally_full():
     assert all(sum(decodes[i : i + 3]) == 8 and max(decodes) == 3 for i in range(4)), decodes
     assert [s.tokens for s in sequences] == [alone([i], 12, frozenset()) for i in range(8)]
     assert long.tokens == alone(long.tokens[:26], 2, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "stages", "counts"),
+    [
+        ([8] * 16, 2, [32, 32, 32, 32]),
+        ([640], 2, [80] * 8),
+        ([30], 3, [30]),
+        ([8] * 16, 1, [128]),
+    ],
+)
+def test_prompts_are_divided_among_steps_of_a_pipeline(lengths, stages, counts):
+    """Prompts that wait together are in several steps, so that no stage waits for all of them."""
+    tried = engine(num_pages=200, max_batch_size=16, budget=2048, stages=stages)
+    steps: list[Step] = []
+    for i, length in enumerate(lengths):
+        tried.add(sequence([i, *range(length - 1)], 1))
+    while tried.has_unfinished():
+        tried.step(before_run=steps.append)
+    prompt_tokens = [sum(x.count for x in step.items) for step in steps if step.items]
+    assert prompt_tokens == counts
+
+
+def test_whole_prompts_of_a_pipeline_are_divided_among_steps_as_they_are():
+    scheduler = Scheduler(
+        PagePool(200, 4), max_batch_size=9, token_budget=999, num_stages=2, has_whole_prompts=True
+    )
+    for i in range(8):
+        scheduler.waiting.add(sequence([i] * 50, 0))
+    counts = [[x.count for x in scheduler.schedule().items] for _ in range(3)]
+    assert counts == [[50], [50], [50]]
 
 
 def test_a_sequence_whose_results_are_in_flight_is_not_admitted_again():
