@@ -1,32 +1,32 @@
 """Meta's API: `Llama.build`, `generate`, `text_completion` and `chat_completion`.
 
-In: texts, dialogs or token ids. Out: answers, the same on every rank. Each call prepares its
-requests, submits them to the one `LLMEngine` and collects the results. Nothing here knows the
-server or the command line. The file has over 400 lines, mostly signatures and docstrings, as
-Meta's scripts expect the whole API in this one class.
+In: texts, dialogs or token ids. Out: answers, the same on every rank. Each call reads its prompts
+(`requests/prompts.py`), runs their requests on the one `LLMEngine`, and makes predictions of the
+outputs (`requests/predictions.py`); embeddings and scores are in `requests/pooling.py` and
+`requests/scoring.py`. Nothing here knows the server or the command line.
+
+The file has over 400 lines, nearly all of them signatures and docstrings, as Meta's scripts and the
+documentation expect the whole API in this one class.
 """
 
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypedDict, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
 from llama.build_args import BuildArgs, taking
 from llama.checkpoint.pooling import GENERATES, HeadSettings, PoolingSettings
-from llama.checks import FieldError, FieldTypeError, path_like, whole_number
+from llama.checks import path_like, whole_number
 from llama.engine.core import EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.gpu.selection import recorder_for
 from llama.loading import load_model
 from llama.model.transformer import Transformer
-from llama.prompts.answer import AnswerDeltas
 from llama.prompts.chat import ChatOptions
 from llama.prompts.dialog_format import DialogFormat, MetaFormat
 from llama.prompts.tools import tool_format_of
@@ -35,7 +35,17 @@ from llama.requests.adapters import AdapterInfo
 from llama.requests.beam_search import beam_search
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.pooling import EmbeddingOptions, Pooler, check_inputs
-from llama.requests.prepare import not_ids
+from llama.requests.predictions import (
+    BeamPrediction,
+    ChatPrediction,
+    CompletionPrediction,
+    Predictor,
+    TextDelta,
+    checked,
+    scores_of,
+    tokens_of,
+)
+from llama.requests.prompts import CallOptions, PromptReader, rows
 from llama.requests.request import Request, RequestOutput
 from llama.requests.scoring import (
     Classification,
@@ -44,69 +54,15 @@ from llama.requests.scoring import (
     PairScorer,
     ranked,
 )
-from llama.sampling_params import SamplingParams
 from llama.sizes import pages_for, step_bytes
-from llama.tokenizer import ChatFormat, Message, Tokenizer
+from llama.tokenizer import ChatFormat, Tokenizer
 
 __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
 
 _LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _SLOW_LOAD_S = 2.0  # loads that take longer print the command that packs the weights
-_NO_OPTIONS = ChatOptions()  # the options of a call without tools
 _Dialogs = Seq[Seq[Mapping[str, Any]]]  # dialogs of Meta's or OpenAI's messages
-
-
-class _Scored(TypedDict, total=False):
-    """The fields of a prediction with logprobs=True."""
-
-    tokens: list[str]
-    logprobs: list[float]
-
-
-class CompletionPrediction(_Scored):
-    """The continuation of a text."""
-
-    generation: str
-
-
-class AnswerMessage(Message, total=False):
-    """An answer, with tool calls in OpenAI's format; content is None if there is no other text."""
-
-    reasoning_content: str
-    tool_calls: list[dict[str, Any]]
-
-
-class ChatPrediction(_Scored):
-    """The answer to a dialog."""
-
-    generation: AnswerMessage
-
-
-class BeamPrediction(TypedDict):
-    """A continuation, and its score: sum of log-probabilities / length ** length_penalty."""
-
-    generation: str
-    score: float
-
-
-@dataclass(frozen=True)
-class TextDelta:
-    """A piece of the answer to one prompt.
-
-    Attributes:
-        index: index of the prompt.
-        text: the new text.
-        finish_reason: "stop", "length" or "tool_calls" in the last piece, else None.
-        tool_calls: pieces of tool calls in OpenAI's format; see `Llama.stream_chat`.
-        reasoning: the new text of the reasoning, which precedes the answer.
-    """
-
-    index: int
-    text: str
-    finish_reason: str | None
-    tool_calls: tuple[dict[str, Any], ...] = ()
-    reasoning: str = ""
 
 
 class Llama:
@@ -294,6 +250,14 @@ class Llama:
         """Core of the engine, with its statistics, its scheduler and its pages."""
         return self.llm_engine.core
 
+    @property
+    def _prompts(self) -> PromptReader:
+        return PromptReader(self.llm_engine, self.dialog_format)
+
+    @property
+    def _predictor(self) -> Predictor:
+        return Predictor(self.tokenizer, self.dialog_format)
+
     def generate(
         self,
         prompt_tokens: list[list[int]],
@@ -330,10 +294,11 @@ class Llama:
                 also raised if the ranks of one group are given different arguments.
         """
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
-        ids = _rows("prompt_tokens", prompt_tokens)
-        outputs = self._run(ids, max_gen_len, sampling, logprobs, echo, adapter=adapter)
-        tokens = [_tokens(output, echo) for output in outputs]
-        return tokens, [_scores(output, echo) for output in outputs] if logprobs else None
+        options = CallOptions(max_gen_len, sampling, logprobs, echo, adapter=adapter)
+        ids = rows("prompt_tokens", prompt_tokens)
+        outputs = self.run_prompts(self._prompts.requests(ids, options))
+        tokens = [tokens_of(output, echo) for output in outputs]
+        return tokens, [scores_of(output, echo) for output in outputs] if logprobs else None
 
     def text_completion(
         self,
@@ -355,11 +320,10 @@ class Llama:
             [{"generation": text}, ...]; with logprobs each also has "tokens" and "logprobs".
         """
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
-        ids = self._encode_texts(prompts)
-        outputs = self._run(ids, max_gen_len, sampling, logprobs, echo, adapter=adapter)
-        texts = [self.tokenizer.decode(_tokens(output, echo)) for output in outputs]
-        scored = [self._scored(output, logprobs, echo) for output in outputs]
-        return [{"generation": text, **x} for text, x in zip(texts, scored, strict=True)]
+        options = CallOptions(max_gen_len, sampling, logprobs, echo, adapter=adapter)
+        ids = self._prompts.texts(prompts)
+        outputs = self.run_prompts(self._prompts.requests(ids, options))
+        return self._predictor.completions(outputs, options)
 
     def chat_completion(
         self,
@@ -405,11 +369,10 @@ class Llama:
             thinking_token_budget,
         )
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
-        prompts = self._encode_dialogs(dialogs, chat)
-        outputs = self._run(prompts, max_gen_len, sampling, logprobs, chat=chat, adapter=adapter)
-        answers: list[Any] = [self._reader(x, chat).message(x.outputs[0]) for x in outputs]
-        scored = [self._scored(output, logprobs) for output in outputs]
-        return [{"generation": answer, **x} for answer, x in zip(answers, scored, strict=True)]
+        options = CallOptions(max_gen_len, sampling, logprobs, chat=chat, adapter=adapter)
+        ids = self._prompts.dialogs(dialogs, chat)
+        outputs = self.run_prompts(self._prompts.requests(ids, options))
+        return self._predictor.chats(outputs, options)
 
     def stream_text(
         self,
@@ -429,9 +392,9 @@ class Llama:
         the unfinished answers. Errors are raised at the call, before any work.
         """
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
-        ids = self._encode_texts(prompts)
-        requests = self._requests(ids, max_gen_len, sampling, adapter=adapter)
-        return self._deltas(self.llm_engine.stream(requests), _NO_OPTIONS)
+        options = CallOptions(max_gen_len, sampling, adapter=adapter)
+        requests = self._prompts.requests(self._prompts.texts(prompts), options)
+        return self._predictor.deltas(self.llm_engine.stream(requests), options)
 
     def stream_chat(
         self,
@@ -464,9 +427,9 @@ class Llama:
             thinking_token_budget,
         )
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
-        prompts = self._encode_dialogs(dialogs, chat)
-        requests = self._requests(prompts, max_gen_len, sampling, chat=chat, adapter=adapter)
-        return self._deltas(self.llm_engine.stream(requests), chat)
+        options = CallOptions(max_gen_len, sampling, chat=chat, adapter=adapter)
+        requests = self._prompts.requests(self._prompts.dialogs(dialogs, chat), options)
+        return self._predictor.deltas(self.llm_engine.stream(requests), options)
 
     def beam_search(
         self,
@@ -479,8 +442,8 @@ class Llama:
         adapter: str | None = None,
     ) -> list[list[BeamPrediction]]:
         """Return the most probable continuations of each text, best first; see `BeamParams`."""
-        ids = self._encode_texts(prompts)
-        requests = self._requests(ids, max_gen_len, {"temperature": 0.0}, adapter=adapter)
+        options = CallOptions(max_gen_len, {"temperature": 0.0}, adapter=adapter)
+        requests = self._prompts.requests(self._prompts.texts(prompts), options)
         results = beam_search(
             self.llm_engine, requests, beam_width, length_penalty, early_stopping, adapter
         )
@@ -597,12 +560,12 @@ class Llama:
         return scorers[0].scores(outputs), outputs
 
     def run_prompts(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Run requests that generate nothing, and return their outputs.
+        """Run requests, and return the last output of each.
 
         Raises:
-            ValueError: A hidden state is NaN or infinite.
+            ValueError: A logit or a hidden state is NaN or infinite.
         """
-        return [_checked(output) for output in self.llm_engine.run(requests)]
+        return [checked(output) for output in self.llm_engine.run(requests)]
 
     def rerank(
         self,
@@ -654,116 +617,3 @@ class Llama:
         checked = check_inputs("prompts", prompts)
         requests = self.pooler.captures(checked, layers, tokens, adapter=adapter)
         return [self.pooler.states(output, layers) for output in self.run_prompts(requests)]
-
-    def _requests(
-        self,
-        prompts: Iterable[Any],
-        max_gen_len: int | None,
-        sampling: Mapping[str, Any],
-        logprobs: bool = False,
-        echo: bool = False,
-        *,
-        chat: ChatOptions | None = None,
-        adapter: str | None = None,
-    ) -> Iterator[Request]:
-        """Yield a request for each prompt, which is a list of token ids.
-
-        `sampling` has further fields of `SamplingParams`, and `chat` the options of a chat. All
-        checks run while this is iterated, not when it is called: the engine iterates it where an
-        error of one rank becomes an error of every rank.
-        """
-        params = SamplingParams(
-            max_tokens=whole_number("max_gen_len", max_gen_len, 0, 2**31 - 1, optional=True),
-            logprobs=0 if logprobs else None,
-            prompt_logprobs=0 if logprobs and echo else None,
-            **sampling,
-        )
-        if chat is not None:
-            params = chat.params(params, self.dialog_format)
-        for i, ids in enumerate(prompts):
-            if isinstance(ids, str):  # the engine would accept a text as a prompt
-                raise not_ids(f"prompt {i}", ids)
-            yield self.llm_engine.prepare("", ids, params, index=i, adapter=adapter)
-
-    def _run(self, prompts: Iterable[Any], *asked: Any, **more: Any) -> list[RequestOutput]:
-        outputs = self.llm_engine.run(self._requests(prompts, *asked, **more))
-        return [_checked(output) for output in outputs]
-
-    def _deltas(
-        self, outputs: Generator[RequestOutput, None, None], chat: ChatOptions
-    ) -> Generator[TextDelta, None, None]:
-        readers: dict[int, AnswerDeltas] = {}
-        with contextlib.closing(outputs):  # closing this generator closes the engine's at once
-            for output in outputs:
-                _checked(output)
-                (answer,) = output.outputs
-                index = output.index
-                if index not in readers:
-                    readers[index] = self._reader(output, chat)
-                deltas = readers[index].push(answer) or [{}] * output.finished
-                for i, delta in enumerate(deltas, start=1):
-                    ends = output.finished and i == len(deltas)
-                    reason = readers[index].finish_reason(answer.finish_reason) if ends else None
-                    calls = tuple(delta.get("tool_calls", ()))
-                    reasoning = delta.get("reasoning_content", "")
-                    yield TextDelta(index, delta.get("content", ""), reason, calls, reasoning)
-
-    def _reader(self, output: RequestOutput, chat: ChatOptions) -> AnswerDeltas:
-        """Return a parser of the tool calls in an answer."""
-        key = ("", output.prompt_token_ids, output.index, 0)
-        return AnswerDeltas(self.dialog_format, chat.tool_request, key)
-
-    def _scored(self, output: RequestOutput, logprobs: bool, echo: bool = False) -> _Scored:
-        if not logprobs:
-            return {}
-        pieces = [self.tokenizer.decode([token]) for token in _tokens(output, echo)]
-        return {"tokens": pieces, "logprobs": _scores(output, echo)}
-
-    def _encode_texts(self, prompts: Any) -> Iterator[list[int]]:
-        for i, prompt in enumerate(_rows("prompts", prompts)):
-            if not isinstance(prompt, str):
-                raise TypeError(f"prompts[{i}] is {type(prompt).__name__}, not a string")
-            yield self.tokenizer.encode(prompt, bos=True, eos=False)
-
-    def _encode_dialogs(self, dialogs: Any, chat: ChatOptions) -> Iterator[list[int]]:
-        self.llm_engine.check_generates()
-        for i, dialog in enumerate(_rows("dialogs", dialogs)):
-            tools = chat.tool_request
-            try:
-                yield self.dialog_format.encode(dialog, tools, chat.prompt_options)
-            except (TypeError, ValueError) as e:
-                field = getattr(e, "field", "dialogs")
-                message = f"dialog {i}, {e}"
-                if isinstance(e, TypeError):
-                    raise FieldTypeError(field, message) from None
-                raise FieldError(field, message) from None
-
-
-def _rows(name: str, prompts: Any) -> Iterator[Any]:
-    """Yield the prompts of a list or tuple, or the rows of an array or tensor."""
-    if not (isinstance(prompts, list | tuple) or hasattr(prompts, "tolist")):
-        raise TypeError(f"{name} must be a list, got {type(prompts).__name__}: wrap it in [ ]")
-    yield from prompts
-
-
-def _tokens(output: RequestOutput, echo: bool) -> list[int]:
-    tokens = output.outputs[0].token_ids
-    return output.prompt_token_ids + tokens if echo else tokens
-
-
-def _scores(output: RequestOutput, echo: bool) -> list[float]:
-    """Return the log-probability of each token; the first token of a prompt has 0.0."""
-    entries: list[dict[int, float] | None] = []
-    if echo:
-        entries += output.prompt_logprobs or []
-    entries += output.outputs[0].logprobs or []
-    return [
-        0.0 if entry is None else entry[token]
-        for token, entry in zip(_tokens(output, echo), entries, strict=True)
-    ]
-
-
-def _checked(output: RequestOutput) -> RequestOutput:
-    if output.error is not None:
-        raise ValueError(f"prompt {output.index}: {output.error}")
-    return output
