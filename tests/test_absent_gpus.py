@@ -1,6 +1,6 @@
 """Models on GPUs that are absent: their names and their limits, and the CPU's values."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,11 +18,11 @@ from helpers.adapters import (
     write_adapter,
 )
 from helpers.checkpoints import write_byte_tokenizer
+from helpers.tape import Again
 from helpers.weights import hf_model
 from llama import Llama, Transformer
 from llama.checkpoint.find import find
 from llama.engine.core import EngineCore
-from llama.engine.recorder import Outputs
 from llama.gpu import selection
 from llama.gpu.job import CheckResult
 from llama.loading.files import Files
@@ -112,7 +112,7 @@ def test_gpus_without_bf16_run_fp16(checkpoint_dir, monkeypatch, capability):
     Graphs are off here, because an absent GPU cannot capture them.
     """
     monkeypatch.setenv("LLAMA_GPU_KERNELS", "graph")
-    monkeypatch.setattr(selection, "check_graphs", lambda job, in_use: CheckResult({GRAPH: "no"}))
+    monkeypatch.setattr(selection, "check_graphs", lambda *_: CheckResult({GRAPH: "no"}))
     with absent_gpu(capability), pytest.warns(UserWarning, match="graph: no"):
         gpu = build(str(checkpoint_dir[0]), "cuda", None)
         assert not gpu.model.kernels.names
@@ -168,20 +168,6 @@ def test_metas_forward_takes_what_its_tokens_need(checkpoint_dir, monkeypatch):
         assert allocated[0] == 32 and len(allocated) < 5 and max(allocated) <= 2 * 3 * 96
 
 
-class Again:
-    """A recorder that runs the function again, on a GPU of 1 GiB."""
-
-    def record(self, function: Callable[[], Outputs], inputs: Any) -> Any:
-        outputs = function()
-        return outputs, lambda: function() and None
-
-    def free_bytes(self) -> int:
-        return 1 << 30
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_build_runs_the_largest_step_first(checkpoint_dir, monkeypatch):
     """A GPU runs a step of the most tokens at build, and its memory is left free.
 
@@ -204,7 +190,7 @@ def test_a_build_runs_the_largest_step_first(checkpoint_dir, monkeypatch):
         for peak in (0, (1 << 30) - 40 * page):  # of which 16 are for logits
             monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _, peak=peak: peak)
             core = EngineCore.for_model(
-                model, num_pages=32, token_budget=64, recorder_for=lambda model: Again()
+                model, num_pages=32, token_budget=64, recorder_for=lambda model: Again(1 << 30)
             )
             num_pages[peak] = core.runner.num_pages
             assert steps.count(64) == len(num_pages)

@@ -300,6 +300,19 @@ def test_graphs_of_ranks_need_sums_that_can_be_captured(gpu, monkeypatch, is_on_
             assert recorder(monkeypatch, rank) is None
 
 
+@pytest.mark.parametrize(
+    ("stage", "stages", "checked"),
+    [(0, 2, (0, 2)), (1, 2, (1, 2)), (0, 5, (0, 3)), (3, 5, (1, 3)), (4, 5, (2, 3))],
+)
+def test_graphs_of_a_stage_are_checked_as_its_own(gpu, monkeypatch, stage, stages, checked):
+    """A stage of one rank has graphs without nccl, and their check has the ends that it has."""
+    jobs = gpu({})
+    rank = Rank()
+    object.__setattr__(rank, "placement", Placement(stage=stage, stages=stages))
+    assert recorder(monkeypatch, rank) is not None
+    assert [(job.stage, job.stages) for job in jobs] == [(0, 1), checked]
+
+
 class Pair(ModelParallel):
     """One of two ranks; `others` has the other's answer each time that they agree on something."""
 

@@ -1,14 +1,15 @@
 """Decode steps of a fixed shape, recorded once as CUDA graphs and replayed.
 
 In: sequences with one new token each. Out: the logits of their rows and their top ids, in tensors
-that the next step overwrites.
+that the next step overwrites. A stage of a pipeline records its own layers: it also gets hidden
+states, or gives hidden states instead of logits. Messages between stages are outside of the graphs.
 
 A step of an 8B model launches some 300 kernels; a replayed graph costs one launch (CUDA C++
 Programming Guide, "CUDA Graphs"). The price is a fixed shape: a batch is padded to the next of a
 few sizes with rows that write to a page that nobody reads. All shapes share their inputs and
 outputs. A recorder decides what recording means, so that tests can record without a GPU.
 
-Shapes: R rows of the bucket, M pages of a row's table, S slots per page, V vocabulary.
+Shapes: R rows of the bucket, M pages of a row's table, S slots per page, E model dim, V vocabulary.
 """
 
 import itertools
@@ -16,21 +17,18 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from llama.device import pinned
+from llama.engine.decode_inputs import DecodeInputs, DecodeStep
 from llama.engine.recorder import CaptureError, Outputs, Recorder
 from llama.engine.rows import Scheduled
 from llama.engine.sampler import top_of_ranks
 from llama.model.transformer import Transformer
-from llama.ops.batch import Batch
 from llama.ops.sample import choose_ids
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # then multiples of 64
 _MIN_TABLE_WIDTH = 64  # pages; wider tables are powers of two times it
-_ROW_FIELDS = 5  # token, source, position, slot and length
 
 _Shape = tuple[int, int, bool]  # rows, pages of a row's table, and whether logits are wanted
 
@@ -47,106 +45,8 @@ class Decoded(NamedTuple):
     logits: Tensor | None = None
 
 
-class DecodeInputs:
-    """The inputs of steps of all shapes, at fixed addresses.
-
-    Each row has a token, the row of the previous step that gives its token, a position, a slot and
-    a length. The page tables follow, one per row.
-
-    All rows are copied to the device with each step. Of the tables only changes are copied, which
-    is one page per row every S steps unless the rows move. Rows beyond the sequences compute token
-    0 at position 0 of the null page.
-    """
-
-    def __init__(
-        self, rows: int, width: int, *, page_size: int, null_page: int, device: torch.device
-    ) -> None:
-        self._rows = torch.zeros(_ROW_FIELDS, rows, dtype=torch.int64, device=device)
-        self._table = torch.full((rows, width), null_page, device=device)
-        self._arange = torch.arange(rows + 1, device=device)
-        self.tensors = [self._rows, self._table, self._arange]
-        self._page_size = page_size
-        self._null_page = null_page
-        # The fields of a row beyond the sequences, one below the other.
-        null_slot = null_page * page_size
-        self._unused_row = np.array([[0], [-1], [0], [null_slot], [1]], np.int64)
-        self._shown: list[Seq[int]] = [()] * rows  # the pages in each row of the table
-        self._num_shown = [0] * rows
-        self.fill((), (), ())
-
-    def batch(self, rows: int, width: int) -> tuple[Tensor, Tensor, Batch]:
-        """Return tokens, sources and the batch of the first rows, with tables of `width` pages."""
-        tokens, sources, positions, slots, seq_lens = self._rows[:, :rows]
-        starts = self._arange[: rows + 1]
-        batch = Batch(
-            positions,
-            slots,
-            self._table[:rows, :width],
-            starts,
-            seq_lens,
-            starts[:-1],
-            [1] * rows,
-            [width * self._page_size] * rows,
-        )
-        return tokens, sources, batch
-
-    def fill(self, tokens: Seq[int], sources: Seq[int], scheduled: Seq[Scheduled]) -> None:
-        """Copy the inputs of a step to the device.
-
-        Args:
-            tokens: The token of each row; it is ignored where the row has a source.
-            sources: The row of the previous step whose result is the token; -1 for none.
-            scheduled: The items of the step, one per row.
-        """
-        n = len(scheduled)
-        size = self._page_size
-        tables: list[Seq[int]] = [item.sequence.pages for item in scheduled]
-        starts = np.array([item.start for item in scheduled], np.int64)
-        pages = np.array([item.sequence.pages[item.start // size] for item in scheduled], np.int64)
-        rows = np.empty(self._rows.shape, np.int64)
-        rows[:, n:] = self._unused_row
-        rows[0, :n] = tokens
-        rows[1, :n] = sources
-        rows[2, :n] = starts
-        rows[3, :n] = pages * size + starts % size
-        rows[4, :n] = starts + 1
-        sent = pinned(rows, self._rows.device)
-        self._rows.copy_(sent, non_blocking=True)
-        self._update_tables(tables)
-
-    def _update_tables(self, tables: list[Seq[int]]) -> None:
-        """Copy the changed entries of the page tables to the device.
-
-        A sequence's pages are the same array object as long as pages are only appended to it, so
-        that a row with the same object needs its new pages only.
-        """
-        width = self._table.shape[1]
-        indices: list[range] = []  # into the flattened table
-        values: list[Seq[int]] = []
-        for row, shown in enumerate(self._shown):
-            pages: Seq[int] = tables[row] if row < len(tables) else ()
-            is_same = shown is pages
-            first = self._num_shown[row] if is_same else 0
-            if is_same and first == len(pages):
-                continue
-            self._shown[row] = pages
-            self._num_shown[row] = len(pages)
-            new = pages[first:] or [self._null_page]
-            start = row * width + first
-            indices.append(range(start, start + len(new)))
-            values.append(new)
-        if indices:
-            all_indices = np.concatenate(indices)
-            all_values = np.concatenate(values)
-            changes = np.array([all_indices, all_values], np.int64)
-            device = self._table.device
-            sent = pinned(changes, device).to(device, non_blocking=True)
-            flat_table = self._table.view(-1)
-            flat_table[sent[0]] = sent[1]
-
-
 class DecodeGraphs:
-    """The graphs of one model and KV cache, whose last page belongs to no sequence.
+    """The graphs of one model or stage and its KV cache, whose last page belongs to no sequence.
 
     With the attention kernel a shape depends on the number of rows alone. PyTorch's attention reads
     the whole width of the page tables, so that there is a shape for each of a few widths.
@@ -184,15 +84,24 @@ class DecodeGraphs:
             null_page=kv_cache.shape[2] - 1,
             device=device,
         )
+        placement = model.parallel.placement
+        self._has_lm_head = placement.is_last
+        self._arrived: Tensor | None = None  # (R, E), what the stage before has computed
+        if not placement.is_first:
+            self._arrived = model.norm.weight.new_zeros(max_rows, model.params.dim)
         # All graphs write to these outputs, as one of them runs at a time.
-        self._ids = torch.zeros_like(last_ids)
-        logits_shape = (max_rows, model.vocab_size)
-        self._logits = torch.empty(logits_shape, dtype=torch.float32, device=device)
+        self._outputs: Outputs
+        if self._has_lm_head:
+            logits_shape = (max_rows, model.vocab_size)
+            logits = torch.empty(logits_shape, dtype=torch.float32, device=device)
+            self._outputs = (torch.zeros_like(last_ids), logits)
+        else:
+            self._outputs = (model.norm.weight.new_zeros(max_rows, model.params.dim),)
         # The widths of tables, in pages. With the attention kernel there is one.
         self._widths = [self._max_pages]
         if "attention" not in model.kernels.names:
             self._widths = _table_widths(self._max_pages)
-        self._graphs: dict[_Shape, tuple[Decoded, Callable[[], None]]] = {}
+        self._graphs: dict[_Shape, tuple[Outputs, Callable[[], None]]] = {}
         self._path: object = None  # the model's execution path when the graphs were recorded
 
     def takes(self, scheduled: Seq[Scheduled]) -> bool:
@@ -202,15 +111,15 @@ class DecodeGraphs:
         recorded: a replay calls no hook, and reads the weights where they were.
 
         Raises:
-            RuntimeError: The model of one of several ranks has changed. Either all ranks replay a
-                step or none (NCCL, "CUDA Graphs").
+            RuntimeError: The model of one rank of a group has changed. Either all ranks of a group
+                replay a step or none (NCCL, "CUDA Graphs").
         """
-        if len(scheduled) > len(self._ids):
+        if len(scheduled) > len(self._last_ids):
             return False
         path = self._model.execution_path()
         is_hooked = path is None and self._kv_cache.is_cuda
         takes = not is_hooked and (not self._graphs or path is self._path)
-        if not takes and not self._model.parallel.is_alone:
+        if not takes and self._model.parallel.size > 1:
             raise RuntimeError(
                 "a hook or another change of a rank's model, whose steps are recorded: build with "
                 "LLAMA_GPU_KERNELS=none to look into the model of several ranks"
@@ -218,48 +127,55 @@ class DecodeGraphs:
         return takes
 
     def run(
-        self,
-        tokens: Seq[int],
-        sources: Seq[int],
-        scheduled: Seq[Scheduled],
-        *,
-        wants_logits: bool,
-        is_eager: bool = False,
-    ) -> Decoded:
-        """Run one step and return its results; rows beyond those of `scheduled` mean nothing.
+        self, step: DecodeStep, x: Tensor | None = None, *, wants_logits: bool
+    ) -> "Decoded | Tensor":
+        """Run one step and return its results, whose rows beyond those of the step mean nothing.
+
+        The next step overwrites them.
 
         Args:
-            tokens: The token of each row; it is ignored where the row has a source.
-            sources: The row of the previous step whose result is the token; -1 for none.
-            scheduled: The items of the step, one per row.
+            step: The step.
+            x: (n, E), what the stage before has computed; None on the first stage.
             wants_logits: Whether logits are computed, or ids only.
-            is_eager: Run the same step of the same shape operator by operator.
+
+        Returns:
+            On the last stage what it decoded; on another one its hidden states, (R, E).
 
         Raises:
             CaptureError: The shape cannot be recorded.
         """
-        rows = bucket_of(len(scheduled))
-        width = self._width_of(scheduled)
-        shape = (rows, width, wants_logits)
-        self._inputs.fill(tokens, sources, scheduled)
-        if is_eager:
-            return Decoded(*self._step(*shape))
+        shape = self._fill(step, x, wants_logits)
         if shape not in self._graphs:
             self._graphs[shape] = self._record(*shape)
-        decoded, replay = self._graphs[shape]
+        outputs, replay = self._graphs[shape]
         replay()
-        return decoded
+        return self._results(outputs)
 
-    def _width_of(self, scheduled: Seq[Scheduled]) -> int:
-        last_position = max(item.start for item in scheduled)
-        return next(width for width in self._widths if width * self._page_size > last_position)
+    def run_eagerly(
+        self, step: DecodeStep, x: Tensor | None = None, *, wants_logits: bool
+    ) -> "Decoded | Tensor":
+        """Run what `run` replays operator by operator, in the same shape."""
+        return self._results(self._step(*self._fill(step, x, wants_logits)))
+
+    def _fill(self, step: DecodeStep, x: Tensor | None, wants_logits: bool) -> _Shape:
+        """Copy the inputs of a step to where the graphs read them, and return its shape."""
+        self._inputs.fill(step)
+        if self._arrived is not None:
+            assert x is not None, "a later stage computes what the one before has sent"
+            self._arrived[: len(x)].copy_(x, non_blocking=True)
+        last_position = step.last_position
+        width = next(n for n in self._widths if n * self._page_size > last_position)
+        return bucket_of(len(step.pages)), width, wants_logits or not self._has_lm_head
+
+    def _results(self, outputs: Outputs) -> "Decoded | Tensor":
+        return Decoded(*outputs) if self._has_lm_head else outputs[0]
 
     def _shapes(self) -> list[_Shape]:
         """Return all shapes up to `recorded_rows`, the largest first."""
         buckets = {bucket_of(n + 1) for n in range(self._recorded_rows)}
         # Several ranks exchange the top ids of greedy rows, and need no logits for that.
-        is_alone = self._model.parallel.is_alone
-        wants_logits = (True,) if is_alone else (True, False)
+        has_both = self._has_lm_head and self._model.parallel.size > 1
+        wants_logits = (True, False) if has_both else (True,)
         descending = sorted(buckets, reverse=True)
         return list(itertools.product(descending, reversed(self._widths), wants_logits))
 
@@ -277,7 +193,7 @@ class DecodeGraphs:
             free = self._recorder.free_bytes()
             self._record(*shape)
             used = free - self._recorder.free_bytes()
-        return used * len(shapes) + self._logits.nbytes
+        return used * len(shapes) + self._outputs[-1].nbytes
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -291,41 +207,48 @@ class DecodeGraphs:
 
     def _record(
         self, rows: int, width: int, wants_logits: bool
-    ) -> tuple[Decoded, Callable[[], None]]:
+    ) -> tuple[Outputs, Callable[[], None]]:
         if not self._graphs:
             self._path = self._model.execution_path()
-        shared = self._ids, self._logits
 
         def step() -> Outputs:
             results = self._step(rows, width, wants_logits)
             outputs = []
-            for tensor, result in zip(shared, results, strict=False):
+            for tensor, result in zip(self._outputs, results, strict=False):
                 used_rows = tensor[:rows]
                 outputs.append(used_rows.copy_(result))
             return tuple(outputs)
 
-        inputs = [*self._inputs.tensors, self._kv_cache, self._last_ids, *shared]
+        inputs = [*self._inputs.tensors, self._kv_cache, self._last_ids, *self._outputs]
+        if self._arrived is not None:
+            inputs.append(self._arrived)
         try:
-            outputs, replay = self._recorder.record(step, inputs)
+            return self._recorder.record(step, inputs)
         except Exception as e:
             # PyTorch or the driver refused, or a kernel does not fit.
             raise CaptureError(f"a step of {rows} rows was not captured: {e}") from e
-        return Decoded(*outputs), replay
 
     def _step(self, rows: int, width: int, wants_logits: bool) -> Outputs:
         """Compute one step of a fixed shape, which is what a graph captures.
 
         It can run twice: it writes keys and values, and nothing that it reads before.
         """
+        model = self._model
         tokens, sources, batch = self._inputs.batch(rows, width)
-        known = self._last_ids[sources.clamp(min=0)]
-        tokens = torch.where(sources < 0, tokens, known)
-        hidden = self._model.hidden_states(tokens, batch, self._kv_cache)
+        if self._arrived is None:
+            known = self._last_ids[sources.clamp(min=0)]
+            x = model.tok_embeddings(torch.where(sources < 0, tokens, known))
+        else:
+            x = self._arrived[:rows]
+        x = model.run_layers(x, batch, self._kv_cache)
+        if not self._has_lm_head:
+            return (x,)
+        hidden = model.normalize(x, batch)
         if not wants_logits:
-            return (top_of_ranks(self._model, hidden),)
-        logits = self._model.logits(hidden)
+            return (top_of_ranks(model, hidden),)
+        logits = model.logits(hidden)
         greedy = [None] * rows
-        ids = choose_ids(logits, greedy, (), (), self._model.kernels)
+        ids = choose_ids(logits, greedy, (), (), model.kernels)
         return ids, logits
 
     def close(self) -> None:

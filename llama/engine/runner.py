@@ -22,6 +22,7 @@ from llama.device import current, peak_bytes
 from llama.engine import tables
 from llama.engine.adapters import AdapterStore
 from llama.engine.constraints import TokenMasks
+from llama.engine.decode_inputs import DecodeStep
 from llama.engine.graphs import Decoded, DecodeGraphs, bucket_of
 from llama.engine.largest_step import largest_step
 from llama.engine.processors import LogitsProcessors
@@ -121,7 +122,7 @@ class ModelRunner:
         try:
             graph_bytes = self._new_graphs(small, recorder).num_bytes()
         except CaptureError:
-            if not model.parallel.is_alone:
+            if model.parallel.size > 1:
                 raise  # the other ranks may wait for this one's part of a sum
         cache_bytes = recorder.free_bytes() - graph_bytes - reserve
         fitting = 2 * cache_bytes // small.nbytes - 1
@@ -131,10 +132,15 @@ class ModelRunner:
         # One page more than the scheduler knows: a graph's unused rows write there.
         self.kv_cache = model.new_kv_cache(self.num_pages + 1, size)
         self._graphs = self._new_graphs(self.kv_cache, recorder)
+        problem: CaptureError | None = None
         try:
             self._graphs.record_all()
         except CaptureError as e:
-            self._give_up_graphs(e)
+            if model.parallel.size > 1:
+                raise
+            problem = e
+        if not model.parallel.all_reduce_min(int(problem is None)):  # all stages alike
+            self._give_up_graphs(problem or CaptureError("another rank cannot record them"))
 
     def _new_graphs(self, kv_cache: Tensor, recorder: Recorder) -> DecodeGraphs:
         return DecodeGraphs(self.model, kv_cache, recorder, self._last_ids, self._recorded_rows)
@@ -145,9 +151,7 @@ class ModelRunner:
         return self._graphs is not None
 
     def _give_up_graphs(self, error: CaptureError) -> None:
-        """Go on without graphs; of several ranks, raise the error, as the others do not know it."""
-        if not self.model.parallel.is_alone:
-            raise error
+        """Go on without graphs, which the other ranks of the group know of."""
         warnings.warn(f"steps run without graphs from now on: {error}", stacklevel=2)
         self.close()
 
@@ -178,13 +182,10 @@ class ModelRunner:
         self.close()
         self.model.use_kernels(TORCH_ONLY)
 
-    def replay(
-        self, sampled: list[Scheduled], *, num_tokens: int, wants_logits: bool
-    ) -> Decoded | None:
-        """Run a step by a graph; None where there is none for this kind of step.
+    def decode_step(self, sampled: list[Scheduled], num_tokens: int) -> DecodeStep | None:
+        """Return a step as graphs take it; None where there is no graph for this kind of step.
 
-        Graphs take steps of single tokens that are all sampled and have no adapters. A step that
-        cannot be recorded, for want of memory say, is the end of graphs.
+        Graphs take steps of single tokens that are all sampled and have no adapters.
         """
         if self._graphs is None or num_tokens != len(sampled):
             return None
@@ -195,9 +196,22 @@ class ModelRunner:
         sequences = [item.sequence for item in sampled]
         tokens = [seq.tokens[-1] for seq in sequences]
         sources = [self._last_rows[seq] if seq.num_pending else -1 for seq in sequences]
+        return DecodeStep.of(tokens, sources, sampled, self.page_size)
+
+    def replay(
+        self, step: DecodeStep, x: Tensor | None = None, *, wants_logits: bool
+    ) -> Decoded | Tensor | None:
+        """Run a step by a graph, see `DecodeGraphs.run`.
+
+        A step that cannot be recorded, for want of memory say, is the end of graphs: None. On
+        several ranks it raises the error, as the others do not know it.
+        """
+        assert self._graphs is not None, "a step for graphs, without any"
         try:
-            return self._graphs.run(tokens, sources, sampled, wants_logits=wants_logits)
+            return self._graphs.run(step, x, wants_logits=wants_logits)
         except CaptureError as error:
+            if not self.model.parallel.is_alone:
+                raise
             self._give_up_graphs(error)
             return None
 
@@ -295,16 +309,21 @@ class RunningStep:
         self._watched = Watched(step.captured_layers())
         self._hidden = self._run(sampled)
 
+    @property
+    def wants_logits(self) -> bool:
+        """Whether a graph must compute logits: the ranks of a group agree on ids without them."""
+        return self._model.parallel.size == 1 or not self._is_greedy
+
     def _run(self, sampled: list[Scheduled]) -> HiddenStates:
         """Begin the pass of the model."""
-        decoded = self._runner.replay(
-            sampled,
-            num_tokens=sum([item.count for item in self._step.items]),
-            wants_logits=self._model.parallel.is_alone or not self._is_greedy,
-        )
-        if decoded is not None:
-            return decoded
-        return self._runner.hidden_states(self._step, self._watched)
+        runner = self._runner
+        num_tokens = sum([item.count for item in self._step.items])
+        decode = runner.decode_step(sampled, num_tokens)
+        if decode is not None:
+            decoded = runner.replay(decode, wants_logits=self.wants_logits)
+            if decoded is not None:
+                return decoded
+        return runner.hidden_states(self._step, self._watched)
 
     def compute_rows(self) -> Reader[StepResults]:
         """Begin to compute the results of all rows; the function returned waits for them."""

@@ -5,6 +5,10 @@ embeds the tokens; each stage runs its layers and sends the hidden states on; th
 and sends what it sampled to all others. With P stages, P steps are in flight. States that requests
 capture travel with the hidden states to the last stage, which sends them to all others as well.
 
+A stage replays its part of a step of single tokens as a graph, see `llama.engine.graphs`. Messages
+are no part of it: what arrives is copied into the inputs of the graph, and what leaves is a copy of
+its outputs, as the next step overwrites them while the message may be under way.
+
 A GPU works on its own, so that each stage starts a step when it is scheduled. On a CPU a stage that
 waited for the hidden states of a new step would not compute those of an older one. So stage s runs
 a step when s further steps have been scheduled: by then the stage before has computed it, while
@@ -109,15 +113,18 @@ class _Pass:
     The batch is packed at once: the sequences may have other pages when the step runs.
 
     Attributes:
-        watched: The states that the step captures. `run` gets those of this stage, and of the
-            stages before it.
+        watched: The states that the step captures. They are those of this stage and of the stages
+            before it, once the pass has run.
     """
 
     def __init__(self, runner: StageRunner, step: Step) -> None:
         self._runner = runner
         self.messages = runner.link.new_step()
-        self._ids, self.batch = runner.pack(step)
         self.watched = Watched(step.captured_layers())
+        num_tokens = sum([item.count for item in step.items])
+        self._decode = runner.decode_step(step.sampled(), num_tokens)
+        if self._decode is None:
+            self._ids, self._batch = runner.pack(step)
         model = runner.model
         self._arriving: list[int] = []  # captured states that come from earlier stages
         self._sizes: list[int] = []  # rows of what arrives: all tokens, then each of these states
@@ -126,27 +133,44 @@ class _Pass:
             first_layer = model.plan.share.layers.start
             self._arriving = sorted(layer for layer in self.watched.layers if layer < first_layer)
             num_rows = sum(rows.num_rows for rows in step.rows.values())
-            num_tokens = sum(item.count for item in step.items)
             self._sizes = [num_tokens, *[num_rows] * len(self._arriving)]
             shape = (sum(self._sizes), model.params.dim)
             self._arrival = self.messages.expect_hidden(shape, model.norm.weight)
 
-    def run(self) -> Tensor:
-        """Return the hidden states behind the layers of this stage, (T, E)."""
-        model = self._runner.model
-        if self._arrival is None:
-            x = model.tok_embeddings(self._ids)
+    def send_on(self) -> None:
+        """Compute the hidden states (T, E), and send them and captured ones to the next stage."""
+        if self._decode is None:
+            x = self._run_layers(self._received())
+            states = self.watched.states
+            if states:
+                x = torch.cat([x, *(states[layer] for layer in sorted(states))])
         else:
-            x, *states = self._arrival().split(self._sizes)
-            self.watched.states.update(zip(self._arriving, states, strict=True))
-        return model.run_layers(x, self.batch, self._runner.kv_cache, self.watched)
-
-    def send_on(self, x: Tensor) -> None:
-        """Send the hidden states (T, E) and the captured states to the next stage."""
-        states = self.watched.states
-        if states:
-            x = torch.cat([x, *(states[layer] for layer in sorted(states))])
+            outputs = self._runner.replay(self._decode, self._received(), wants_logits=False)
+            assert isinstance(outputs, Tensor), "an earlier stage decodes nothing"
+            num_rows = len(self._decode.pages)
+            x = outputs[:num_rows].clone()
         self.messages.send_hidden(x)
+
+    def finish(self, *, wants_logits: bool) -> HiddenStates:
+        """Return the results of the last stage: those of a graph, or normalised states (R, E)."""
+        x = self._received()
+        if self._decode is not None:
+            return self._runner.replay(self._decode, x, wants_logits=wants_logits)
+        return self._runner.model.normalize(self._run_layers(x), self._batch, self.watched)
+
+    def _received(self) -> Tensor | None:
+        """Wait for what the stage before sends: hidden states (T, E); None on the first stage."""
+        if self._arrival is None:
+            return None
+        parts: list[Tensor] = [*self._arrival().split(self._sizes)]
+        self.watched.states.update(zip(self._arriving, parts[1:], strict=True))
+        return parts[0]
+
+    def _run_layers(self, x: Tensor | None) -> Tensor:
+        model = self._runner.model
+        if x is None:
+            x = model.tok_embeddings(self._ids)
+        return model.run_layers(x, self._batch, self._runner.kv_cache, self.watched)
 
 
 class _EarlierStep:
@@ -166,7 +190,7 @@ class _EarlierStep:
 
     def run(self) -> None:
         """Compute the hidden states, and send them on."""
-        self._pass.send_on(self._pass.run())
+        self._pass.send_on()
 
     def read(self) -> StepResults:
         """Wait for the results."""
@@ -216,10 +240,9 @@ class _LastStep(RunningStep):
 
     def run(self) -> None:
         """Compute the results, and on a CPU send them; on a GPU they are not computed yet."""
-        x = self._pass.run()
-        self._hidden = self._model.normalize(x, self._pass.batch, self._watched)
+        self._hidden = self._pass.finish(wants_logits=self.wants_logits)
         read = self._compute_rows()
-        if x.is_cpu:
+        if self._runner.kv_cache.is_cpu:
             results = read()
             self._results = lambda: results
         else:

@@ -2,10 +2,10 @@
 
     python -m llama.gpu.graph_check '{"device": "cuda:0", "dtype": "bf16", ...}'
 
-In and out: as `llama.gpu.selfcheck`, with "graph" for the name of a kernel. Two layers of the
-model's sizes run both ways, in a process of their own, as a wrong graph can hang or end it. That
-does not show captured collectives: the ranks try those together, in their own processes, where each
-wait has a limit.
+In and out: as `llama.gpu.selfcheck`, with "graph" for the name of a kernel. Some layers of the
+model's sizes run both ways, in a process of their own, as a wrong graph can hang or end it: as a
+whole model, or as the first, a middle or the last stage of a pipeline. That does not show captured
+collectives: the ranks try those together, in their own processes, where each wait has a limit.
 """
 
 import itertools
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llama.device import DTYPES, current
+from llama.engine.decode_inputs import DecodeStep
 from llama.engine.graphs import Decoded, DecodeGraphs
 from llama.engine.recorder import CudaRecorder, Recorder
 from llama.engine.request import SequenceSpec
@@ -28,6 +29,8 @@ from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.kv_cache import FORMATS
 from llama.ops.triton.kernels import KernelSet
+from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 
 PROGRAM = ("-m", "llama.gpu.graph_check")
 _LENGTHS = (1, 15, 16, 17, 100, 255, 300, 1025, 1500)  # lengths of the sequences
@@ -44,7 +47,7 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
     """Compare replayed steps with steps that run operator by operator, for several batches.
 
     Raises:
-        ArithmeticError: Ids, logits, keys or values differ.
+        ArithmeticError: Ids, logits, hidden states, keys or values differ.
     """
     generator = torch.Generator().manual_seed(0)
     weight = model.norm.weight
@@ -60,6 +63,7 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
     unused_page = kv_cache[:, :, -1]  # the page of unused rows
     last_ids = torch.randint(model.vocab_size, (_MAX_ROWS,), generator=generator)
     last_ids = last_ids.to(kv_cache.device)
+    is_first = model.parallel.placement.is_first
     graphs = DecodeGraphs(model, kv_cache, recorder, last_ids)
     batches = [
         all_lengths[:1],
@@ -74,11 +78,12 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
         sources = [-1 if i % 2 else i for i in range(n)]  # every second token is on the device
         for wants_logits, _ in itertools.product((True, False), range(_REPEATS)):
             tokens = torch.randint(model.vocab_size, (n,), generator=generator)
-            step = (tokens.tolist(), sources, scheduled)
-            eager = graphs.run(*step, wants_logits=wants_logits, is_eager=True)
+            step = DecodeStep.of(tokens.tolist(), sources, scheduled, page_size)
+            x = None if is_first else draw(n, model.params.dim)
+            eager = graphs.run_eagerly(step, x, wants_logits=wants_logits)
             eager_cache = read_cache(used_pages)
             unused_page.fill_(7.0)  # nobody may read it
-            replayed = graphs.run(*step, wants_logits=wants_logits)
+            replayed = graphs.run(step, x, wants_logits=wants_logits)
             _expect_same(n, replayed, eager)
             replayed_cache = read_cache(used_pages)
             _expect_close("keys and values", replayed_cache, eager_cache)
@@ -98,8 +103,12 @@ def _decoding(lengths: Sequence[int], page_size: int) -> list[Scheduled]:
     return scheduled
 
 
-def _expect_same(n: int, replayed: Decoded, eager: Decoded) -> None:
+def _expect_same(n: int, replayed: Decoded | Tensor, eager: Decoded | Tensor) -> None:
     """Compare the first n rows. If logits are nearly equal, either of them may be the top one."""
+    if isinstance(replayed, Tensor) or isinstance(eager, Tensor):
+        assert isinstance(replayed, Tensor) and isinstance(eager, Tensor)
+        _expect_close("hidden states", replayed[:n], eager[:n])
+        return
     differ = replayed.ids[:n] != eager.ids[:n]
     if replayed.logits is not None and eager.logits is not None:
         logits = eager.logits[:n]
@@ -162,14 +171,14 @@ def try_collectives(model: Transformer) -> str | None:
 
 
 def check_graphs(job: Job, _: str) -> list[Choice]:
-    """Check graphs of two layers of a model of the job's sizes.
+    """Check graphs of a model of two layers per stage, of which the job names one.
 
     The model has one rank's heads, and the model dim that goes with them.
     """
     dtype = DTYPES[job.dtype]
     args = ModelArgs(
         dim=job.n_heads * job.head_dim,
-        n_layers=2,
+        n_layers=2 * job.stages,
         n_heads=job.n_heads,
         n_kv_heads=job.n_kv_heads,
         vocab_size=min(job.vocab_size, _MAX_VOCAB_SIZE),
@@ -178,7 +187,8 @@ def check_graphs(job: Job, _: str) -> list[Choice]:
         max_batch_size=_MAX_ROWS,
     )
     kv_format = FORMATS[job.kv_format]
-    model = Transformer(args, dtype=dtype, device=job.device, kv_format=kv_format)
+    ranks = ModelParallel(Placement(stage=job.stage, stages=job.stages))
+    model = Transformer(args, parallel=ranks, dtype=dtype, device=job.device, kv_format=kv_format)
     for weight in model.parameters():
         weight.data.normal_(0, 0.02 if weight.dim() > 1 else 1.0)
     format = job.formats[-1]

@@ -29,6 +29,8 @@ class Job:
         formats: The formats of weights that products are checked with.
         kv_format: The format of the KV cache.
         activations: How products round their inputs, None where they do not.
+        stage: The pipeline stage whose graphs are checked.
+        stages: The number of stages; of more than three, the first, one middle and the last differ.
     """
 
     device: str
@@ -47,6 +49,8 @@ class Job:
     formats: Formats = (None,)
     kv_format: str | None = None
     activations: str | None = None
+    stage: int = 0
+    stages: int = 1
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from llama.model.transformer import Transformer
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ops.triton.kernels import GRAPH, NAMES, TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import WHOLE, Placement
 from llama.weights import QUANTIZED
 
 VARIABLE = "LLAMA_GPU_KERNELS"
@@ -84,7 +85,8 @@ def kernels_for(
     if GRAPH in allowed:
         # Without the kernel for products the weights are plain.
         formats_in_use: Formats = formats if "linear" in in_use else (None,)
-        result |= check_graphs(replace(job, formats=formats_in_use), in_use)
+        job = replace(job, formats=formats_in_use)
+        result |= check_graphs(job, in_use, parallel.placement)
         if parallel.size > 1 and not parallel.is_on_nccl:
             result |= CheckResult({GRAPH: "the ranks are not on nccl"})
         if parallel.all_reduce_min(int(GRAPH in result.passed)):
@@ -116,8 +118,6 @@ def recorder_for(model: Transformer) -> Recorder | None:
     parallel = model.parallel
     if device.type != "cuda" or GRAPH not in model.kernels.names:
         return None
-    if parallel.placement.stages > 1:  # messages between stages are not captured
-        return None
     reason = graph_check.try_collectives(model) if parallel.size > 1 else None
     if parallel.all_reduce_min(int(not reason)):
         return CudaRecorder(device)
@@ -127,13 +127,17 @@ def recorder_for(model: Transformer) -> Recorder | None:
     return None
 
 
-def check_graphs(job: Job, in_use: Iterable[str]) -> CheckResult:
-    """Check CUDA graphs of a model of the job's sizes that runs these kernels."""
+def check_graphs(job: Job, in_use: Iterable[str], placement: Placement = WHOLE) -> CheckResult:
+    """Check CUDA graphs of a model of the job's sizes, or of its stage, that runs these kernels."""
     formats: Formats = (None,)
     if any(job.formats):
         formats = tuple(QUANTIZED)[-1:]
     sorted_in_use = tuple(sorted(in_use))
     graph_job = replace(job, names=(GRAPH,), in_use=sorted_in_use, formats=formats)
+    # All stages between the first and the last compute alike, and are checked once.
+    stages = min(placement.stages, 3)
+    stage = stages - 1 if placement.is_last else min(placement.stage, 1)
+    graph_job = replace(graph_job, stage=stage, stages=stages)
     return selfcheck_cache.load_or_check(graph_job, graph_check.PROGRAM)
 
 

@@ -21,11 +21,12 @@ import torch
 from helpers.kernels import KERNELS_RUN
 from helpers.sequences import state_of
 from helpers.tape import NotCapturable, TapeRecorder
-from llama.engine import draft_model
+from llama.engine import decode_inputs, draft_model
 from llama.engine import graphs as graphs_module
 from llama.engine.core import EngineCore
+from llama.engine.decode_inputs import DecodeInputs, DecodeStep
 from llama.engine.draft_model import ModelDrafter
-from llama.engine.graphs import DecodeInputs, bucket_of
+from llama.engine.graphs import bucket_of
 from llama.engine.recorder import CaptureError
 from llama.engine.rows import Scheduled, Step
 from llama.engine.runner import RunningStep
@@ -303,9 +304,7 @@ def test_all_shapes_are_recorded_before_the_first_step(with_kernel, plain):
     assert recorder.rows == [8, 4] + [8, 4, 2, 1]  # two are measured first
     graphs = core.runner._graphs
     assert graphs is not None
-    assert (
-        len({x.logits.data_ptr() for x, _ in graphs._graphs.values() if x.logits is not None}) == 1
-    )
+    assert len({logits.data_ptr() for (_, logits), _ in graphs._graphs.values()}) == 1
     found = answers(core, 2)
     assert [x[:2] for x in found] == [x[:2] for x in plain(2, 26)[0]]
     assert len(recorder.rows) == 6, "a shape was recorded while others waited"
@@ -421,24 +420,26 @@ def test_of_the_page_tables_what_has_changed_is_sent(monkeypatch):
     Whole tables of 256 sequences of 131,072 tokens have 16 MB.
     """
     sent: list[int] = []
-    pinned = graphs_module.pinned
+    pinned = decode_inputs.pinned
 
     def noted(x: np.ndarray, device: torch.device) -> torch.Tensor:
         sent.append(x.size)
         return pinned(x, device)
 
-    monkeypatch.setattr(graphs_module, "pinned", noted)
+    monkeypatch.setattr(decode_inputs, "pinned", noted)
     inputs = DecodeInputs(8, 512, page_size=PAGE, null_page=99, device=torch.device("cpu"))
     live = [state_of([1] * 70, 70) for _ in range(5)]
     for seq in live:
         seq.pages.extend(range(10))
     for rows, changed in ((5, 50), (5, 0), (4, 1), (5, 10)):
         sent.clear()
-        inputs.fill([3] * rows, [-1] * rows, [Scheduled(x, 39, 1) for x in live[:rows]])
+        inputs.fill(
+            DecodeStep.of([3] * rows, [-1] * rows, [Scheduled(x, 39, 1) for x in live[:rows]], PAGE)
+        )
         assert sent == [5 * 8, 2 * changed][: 1 + bool(changed)]
     live[2].pages.append(7)
     sent.clear()
-    inputs.fill([3] * 5, [-1] * 5, [Scheduled(x, 39, 1) for x in live])
+    inputs.fill(DecodeStep.of([3] * 5, [-1] * 5, [Scheduled(x, 39, 1) for x in live], PAGE))
     assert sent == [5 * 8, 2]
 
 
@@ -578,7 +579,7 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
                 seq.pages = seq.pages[:1]
             start = len(seq.pages) * PAGE - rng.randrange(1, PAGE + 1)
             scheduled.append(Scheduled(seq, start, 1))
-        inputs.fill([3] * len(live), [-1] * len(live), scheduled)
+        inputs.fill(DecodeStep.of([3] * len(live), [-1] * len(live), scheduled, PAGE))
         _, packed = Batch.pack(
             [3] * len(live), [x.start for x in scheduled], [1] * len(live),
             [seq.pages for seq in live], PAGE, range(len(live)), torch.device("cpu"),

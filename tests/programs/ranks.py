@@ -30,6 +30,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from helpers import drafts
+from helpers.tape import Again
 from helpers.waiting import wait_until
 from llama import AsyncLLMEngine, Llama
 from llama.compat import hosts, vllm
@@ -459,7 +460,9 @@ def drafted(folder: str, quantize: str | None, kinds: list[str], stages: int = 1
     return [changed, num]
 
 
-def staged(folder: str, stages: int, leads: bool, options: dict[str, Any]) -> list:
+def staged(
+    folder: str, stages: int, leads: bool, options: dict[str, Any], has_graphs: bool = False
+) -> list:
     """Return the answers of a model in pipeline stages to requests of all kinds, and its layers.
 
     Args:
@@ -467,8 +470,12 @@ def staged(folder: str, stages: int, leads: bool, options: dict[str, Any]) -> li
         stages: the number of stages.
         leads: whether rank 0 leads, or every rank makes the calls.
         options: further arguments of `Llama.build`.
+        has_graphs: whether a recorder takes steps of single tokens, which it runs again.
     """
-    with contextlib.redirect_stdout(io.StringIO()):
+    again = Again()
+    recorder = again if has_graphs else None
+    recorder_for = mock.patch("llama.generation.recorder_for", lambda model: recorder)
+    with contextlib.redirect_stdout(io.StringIO()), recorder_for:
         llama = Llama.build(
             folder, None, 128, 8, dtype="bf16", device="cpu", mute_ranks=False,
             pipeline_parallel_size=stages, **options,
@@ -484,7 +491,7 @@ def staged(folder: str, stages: int, leads: bool, options: dict[str, Any]) -> li
         dist.get_process_group_ranks(fs_init.get_pipeline_parallel_group()),
         dist.get_process_group_ranks(fs_init.get_data_parallel_group()),
     ]
-    counts = [stats.prompt_tokens, stats.generated_tokens, stats.draft_tokens]
+    counts = [stats.prompt_tokens, stats.generated_tokens, again.num_replays, stats.draft_tokens]
     where = [parallel.placement.stage, parallel.rank, parallel.global_rank, parallel.data_size]
     planes = llama.engine.runner.kv_cache.shape[0]
     llama.close()

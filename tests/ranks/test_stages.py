@@ -53,8 +53,13 @@ def folders(tmp_path_factory) -> dict[str, str]:
     return found
 
 
-def staged(folder: str, stages: int, *, leads: bool = False, **options: Any) -> dict[str, Any]:
-    return {"do": "staged", "folder": folder, "stages": stages, "leads": leads, "options": options}
+def staged(
+    folder: str, stages: int, *, leads: bool = False, graphs: bool = False, **options: Any
+) -> dict[str, Any]:
+    return {
+        "do": "staged", "folder": folder, "stages": stages, "leads": leads, "has_graphs": graphs,
+        "options": options,
+    }  # fmt: skip
 
 
 def alone(folder: str, **options: Any) -> list[str]:
@@ -77,6 +82,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "untied",
         {"leads": True, "kv_cache_dtype": "int8", "kv_cache_memory_bytes": KV_BYTES},
     ),
+    "tied int4, int8 KV, in graphs, led": (
+        "tied",
+        {"leads": True, "graphs": True, "quantize": "int4", "kv_cache_dtype": "int8"},
+    ),
 }
 
 
@@ -85,7 +94,7 @@ def two_stages(folders, tmp_path_factory) -> list[list[dict]]:
     """The results of two ranks, each of which is a stage."""
     jobs = [staged(folders[name], 2, **options) for name, options in VARIANTS.values()]
     drafted = {"do": "drafted", "folder": folders["untied"], "quantize": None, "kinds": ["some"]}
-    lookup = staged(folders["untied"], 2, leads=True, speculate="lookup")
+    lookup = staged(folders["untied"], 2, leads=True, graphs=True, speculate="lookup")
     left = {"do": "left_in_flight", "folder": folders["untied"], "stages": 2}
     jobs += [left, drafted | {"stages": 2}, lookup]
     return torchrun(2, jobs, tmp_path_factory.mktemp("two"), 0)
@@ -95,8 +104,11 @@ def two_stages(folders, tmp_path_factory) -> list[list[dict]]:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_two_stages_give_the_bits_of_one_process(name, folders, two_stages):
     folder, options = VARIANTS[name]
-    options = {key: value for key, value in options.items() if key != "leads"}
-    expect_answers(two_stages, [*VARIANTS].index(name), alone(folders[folder], **options))
+    index = [*VARIANTS].index(name)
+    own = {key: value for key, value in options.items() if key not in ("leads", "graphs")}
+    expect_answers(two_stages, index, alone(folders[folder], **own))
+    replays = [rank[index]["result"][-1][-2] for rank in two_stages]
+    assert min(replays) > 40 if "graphs" in options else replays == [0, 0]
 
 
 @needs_kernels
@@ -105,6 +117,7 @@ def test_no_draft_changes_a_bit_in_stages(two_stages):
     (changed, drafted), other = (rank[-2]["result"] for rank in two_stages)
     assert changed == [] == other[0] and drafted == other[1] > 500
     assert two_stages[0][-1]["result"][-1][-1] > 20, "look-up has drafted"
+    assert min(rank[-1]["result"][-1][-2] for rank in two_stages) > 20, "drafts ran in graphs"
 
 
 @needs_kernels
@@ -126,8 +139,12 @@ def test_each_stage_holds_its_own_layers_and_their_cache(two_stages):
 
 @needs_kernels
 def test_three_uneven_stages_give_the_bits_of_one_process(folders, tmp_path):
-    ranks = torchrun(3, [staged(folders["untied"], 3)], tmp_path, 0)
-    expect_answers(ranks, 0, alone(folders["untied"]))
+    jobs = [staged(folders["untied"], 3, graphs=graphs) for graphs in (False, True)]
+    ranks = torchrun(3, jobs, tmp_path, 0)
+    wanted = alone(folders["untied"])
+    for index in range(len(jobs)):
+        expect_answers(ranks, index, wanted)
+    assert min(rank[1]["result"][-1][-2] for rank in ranks) > 40, "graphs ran on each stage"
     assert [rank[0]["result"][2] for rank in ranks] == [[4], [2, 3], [0, 1]]
 
 
@@ -135,12 +152,15 @@ def test_three_uneven_stages_give_the_bits_of_one_process(folders, tmp_path):
 def test_two_stages_of_two_ranks_give_the_bits_of_two_ranks(folders, tmp_path):
     """Two stages of two ranks give the bits of two ranks.
 
-    Pipeline groups have the ranks of the same index, as fairscale lays them out.
+    Pipeline groups have the ranks of the same index, as fairscale lays them out. Steps of single
+    tokens run by a recorder, whose shapes have the sums of a group in them.
     """
     (tmp_path / "two").mkdir()
     wanted = torchrun(2, [staged(folders["untied"], 1)], tmp_path / "two", 0)
-    ranks = torchrun(4, [staged(folders["untied"], 2, leads=True)], tmp_path, 0)
+    ranks = torchrun(4, [staged(folders["untied"], 2, leads=True, graphs=True)], tmp_path, 0)
     expect_answers(ranks, 0, wanted[0][0]["result"][0])
+    (replays,) = {rank[0]["result"][-1][-2] for rank in ranks}
+    assert replays > 40, "graphs ran on each rank alike"
     assert [rank[0]["result"][4][:2] for rank in ranks] == [
         [[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]],
     ]  # fmt: skip

@@ -1,0 +1,242 @@
+"""Graphs of pipeline stages, without a GPU: the stages are threads, and tapes replay their steps.
+
+A message is handed over at the last moment that the sender allows, and not copied: a stage that
+overwrites what it has sent shows by a wrong answer.
+"""
+
+import queue
+import random
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.sequences import state_of
+from helpers.tape import TapeRecorder
+from llama.engine.core import EngineCore
+from llama.engine.recorder import Outputs
+from llama.engine.sequence import SequenceState
+from llama.engine.speculative import Drafter, DraftState
+from llama.gpu import graph_check
+from llama.gpu.graph_check import compare
+from llama.gpu.job import Job
+from llama.model import Transformer
+from llama.model.args import ModelArgs
+from llama.ops.kv_cache import FORMATS
+from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
+
+PAGE = 4
+LIMIT_S = 60.0
+ARGS = ModelArgs(
+    dim=64, n_layers=5, n_heads=4, n_kv_heads=2, vocab_size=512, multiple_of=32,
+    max_seq_len=128, max_batch_size=7,
+)  # fmt: skip
+
+
+class Link:
+    """One stage among others in one process, in the place of a `StageLink`."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        self.stage, self.is_last = stage, stage == stages - 1
+        self.hidden: queue.Queue[Tensor] = queue.Queue()  # what has arrived, in order
+        self.results: queue.Queue[Tensor] = queue.Queue()
+        self.sent: list[Tensor] = []  # under way
+        self.links: list[Link] = []
+
+    def new_step(self) -> "Link":
+        return self
+
+    def expect_hidden(self, shape: tuple[int, ...], like: Tensor) -> Callable[[], Tensor]:
+        return lambda: self._checked(self.hidden.get(timeout=LIMIT_S), shape)
+
+    def send_hidden(self, x: Tensor) -> None:
+        self.deliver()
+        self.sent.append(x)
+
+    def deliver(self) -> None:
+        for x in self.sent:
+            self.links[self.stage + 1].hidden.put(x.clone())
+        self.sent.clear()
+
+    def expect_results(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+        def arrived() -> Tensor:
+            self.deliver()
+            return self._checked(self.results.get(timeout=LIMIT_S), shape)
+
+        return arrived
+
+    def send_results(self, x: Tensor) -> None:
+        for link in self.links[:-1]:
+            link.results.put(x)
+
+    def _checked(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        assert tuple(x.shape) == shape
+        return x
+
+
+class Counting(TapeRecorder):
+    """Counts the replays."""
+
+    num_replays = 0
+
+    def record(
+        self, function: Callable[[], Outputs], inputs: Iterable[Tensor]
+    ) -> tuple[Outputs, Callable[[], None]]:
+        outputs, replay = super().record(function, inputs)
+
+        def counted() -> None:
+            self.num_replays += 1
+            replay()
+
+        return outputs, counted
+
+
+class Oracle(Drafter):
+    """A drafter of up to five mostly right tokens."""
+
+    def __init__(self, model: Transformer, wanted: list[list[int]]) -> None:
+        super().__init__(5, model.parallel, [])
+        self.wanted, self.rng = wanted, random.Random(4)
+
+    def _begin(self, seq: SequenceState) -> DraftState:
+        return DraftState(seq, [])
+
+    def _draft(self, states: list[DraftState], seconds: float) -> list[list[int]]:
+        rests = [self.wanted[x.seq.spec.seed][len(x.seq.tokens) :] for x in states]
+        return [[t if self.rng.random() < 0.8 else 9 for t in rest[:5]] for rest in rests]
+
+
+def filled(model: Transformer) -> Transformer:
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.3 if weight.dim() > 1 else 1.0)
+    return model
+
+
+def stages_of(whole: Transformer, stages: int) -> list[Transformer]:
+    """Return the same model in stages that are linked."""
+    links = [Link(stage, stages) for stage in range(stages)]
+    models = []
+    for stage, link in enumerate(links):
+        link.links = links
+        at: Any = {"placement": Placement(stage=stage, stages=stages), "link": link}
+        model = Transformer(
+            whole.params, parallel=ModelParallel(**at), kv_format=whole.plan.kv_format
+        )
+        model.load_state_dict(whole.state_dict(), strict=False)
+        models.append(model)
+    return models
+
+
+def core_of(model: Transformer, recorder: TapeRecorder | None) -> EngineCore:
+    return EngineCore.for_model(
+        model, num_pages=40, page_size=PAGE, token_budget=24, has_drafts=True,
+        recorder_for=lambda model: recorder,
+    )  # fmt: skip
+
+
+def answers(core: EngineCore) -> list[tuple]:
+    """Return what a core answers to requests of several kinds, on too few pages for all of them."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "prompt_logprobs": 1},
+    ]
+    rng = random.Random(1)
+    live = []
+    for i in range(10):
+        prompt = [rng.randrange(512) for _ in range(rng.randrange(1, 30))]
+        live.append(state_of(prompt, len(prompt) + 20, i, **kinds[i % len(kinds)]))
+    waiting = live.copy()
+    while waiting or core.has_unfinished():
+        core.step(waiting[:2])
+        del waiting[:2]
+    assert core.scheduler.num_preemptions
+    return [(seq.tokens, seq.finish_reason, seq.logprobs, seq.prompt_logprobs) for seq in live]
+
+
+@pytest.mark.parametrize(
+    ("stages", "kv_format", "drafts"), [(2, None, False), (3, None, True), (3, "int8", False)]
+)
+def test_stages_in_graphs_give_the_answers_of_one_process(stages, kv_format, drafts):
+    """Stages that replay their steps give the answers of one process that does not.
+
+    With P stages, P steps are in flight. Drafts take a row each.
+    """
+    whole = filled(Transformer(ARGS, kv_format=FORMATS[kv_format]))
+    wanted = answers(core_of(whole, None))
+    models = stages_of(whole, stages)
+    recorders = [Counting.of_model(model) for model in models]
+    cores = [core_of(model, recorder) for model, recorder in zip(models, recorders, strict=True)]
+    for core in cores if drafts else ():
+        core.speculate(5)
+        core.drafter = Oracle(core.runner.model, [tokens for tokens, *_ in wanted])
+    with ThreadPoolExecutor(stages) as threads:
+        for found in threads.map(answers, cores, timeout=LIMIT_S):
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert ours[:2] == theirs[:2]
+                assert ours[2] == pytest.approx(theirs[2], abs=4e-5)
+    (replays,) = {recorder.num_replays for recorder in recorders}  # type: ignore[attr-defined]
+    assert replays > 10 and cores[0].stats.steps - replays < 40
+    assert (cores[0].stats.accepted_tokens > 20) == drafts
+
+
+@pytest.mark.parametrize(("stage", "is_wrong"), [(0, False), (1, False), (2, False), (1, True)])
+def test_the_check_of_graphs_is_that_of_the_stage(monkeypatch, stage, is_wrong):
+    """The check before graphs are used runs the stage's part of a model, and tells a wrong one."""
+    job = Job(
+        "cpu", "fp32", ("graph",), dim=64, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=64,
+        vocab_size=300, vocab_rows=300, page_size=16, stage=stage, stages=3,
+    )  # fmt: skip
+
+    class Tape(TapeRecorder):
+        def record(
+            self, function: Callable[[], Outputs], inputs: Iterable[Tensor]
+        ) -> tuple[Outputs, Callable[[], None]]:
+            outputs, replay = super().record(function, inputs)
+            return outputs, lambda: replay() or (is_wrong and outputs[0].add_(0.1))  # type: ignore
+
+    parts = []
+
+    def on_tape(model: Transformer, recorder: object, page_size: int) -> None:
+        parts.append({*dict(model.named_children())})
+        compare(model, Tape.of_model(model), page_size)
+
+    monkeypatch.setattr(graph_check, "compare", on_tape)
+    monkeypatch.setattr(graph_check, "CudaRecorder", lambda device: None)
+    if is_wrong:
+        with pytest.raises(ArithmeticError, match="hidden states are off"):
+            graph_check.check_graphs(job, "")
+    else:
+        graph_check.check_graphs(job, "")
+    ends = {"tok_embeddings": stage == 0, "output": stage == 2}
+    assert parts == [{"layers", "norm"} | {name for name, is_here in ends.items() if is_here}]
+
+
+@pytest.mark.parametrize("fails", ["here", "there"])
+def test_stages_give_up_graphs_together(fails):
+    """Where one stage cannot record its steps, all run them operator by operator."""
+
+    class Agreeing(ModelParallel):
+        def all_reduce_min(self, value: int) -> int:
+            return value if value > 1 else min(value, fails != "there")
+
+    class NoRoom(TapeRecorder):
+        def record(
+            self, function: Callable[[], Outputs], inputs: Iterable[Tensor]
+        ) -> tuple[Outputs, Callable[[], None]]:
+            raise torch.OutOfMemoryError("no room")
+
+    link: Any = Link(0, 2)
+    parallel = Agreeing(Placement(stage=0, stages=2), link=link)
+    model = Transformer(ARGS, parallel=parallel)
+    recorder = (NoRoom if fails == "here" else TapeRecorder).of_model(model)
+    reason = "no room" if fails == "here" else "another rank cannot record them"
+    with pytest.warns(UserWarning, match=f"steps run without graphs from now on: .*{reason}"):
+        core = core_of(model, recorder)
+    assert not core.runner.has_graphs and core.scheduler.pool.num_pages == 40
