@@ -32,7 +32,7 @@ _P = ParamSpec("_P")
 _A = TypeVar("_A")
 _T = TypeVar("_T")
 MEASURED_SHARES = ("memory", "speed")  # values of `shares` that each rank measures
-_MAX_SHARE = 10**6
+_MAX_LISTED = 10**6  # the largest number in a list
 
 
 def _flag(
@@ -90,6 +90,9 @@ class BuildArgs:
             model_parallel_size ranks. Only hidden states cross from one stage to the next: use
             stages between machines, and between GPUs without NVLink. Several steps are in
             flight, so that all stages work at once if several sequences run.
+        pipeline_layers: the number of layers of each stage, such as "10,6" or [10, 6], beginning
+            with the stage that has the first layers: for stages of unequal speed or memory.
+            Default: so that all stages take as long for a step that generates, with the lm_head.
         device: "cuda", "mps" or "cpu". Default: the first of these that is available.
         dtype: "bf16", "fp16" or "fp32", or torch's names for them. Default, and also "auto": bf16
             where the device supports it, else fp16. On the CPU quantized matrices stay as their
@@ -178,6 +181,9 @@ class BuildArgs:
     _: KW_ONLY
     pipeline_parallel_size: int = _flag(
         1, "N", "Number of pipeline stages that divide the layers", limits=(1, 2**13)
+    )
+    pipeline_layers: "str | Sequence[int] | None" = _flag(
+        None, "LIST", "Number of layers of each pipeline stage, such as 10,6", "by their work"
     )
     device: "str | torch.device | None" = _flag(
         None,
@@ -313,7 +319,8 @@ class BuildArgs:
             raise FieldError("pooling", f"pooling={brief(self.pooling)} must be 'last' or 'mean'")
         lora = lora_paths(self.lora) or None
         shares = read_shares(self.shares)
-        return replace(self, **checked_values, lora=lora, shares=shares)
+        layers = read_pipeline_layers(self.pipeline_layers)
+        return replace(self, **checked_values, lora=lora, shares=shares, pipeline_layers=layers)
 
     def shared(self) -> dict[str, Any]:
         """Return the arguments that must be the same on every rank, by name."""
@@ -362,20 +369,45 @@ def read_shares(shares: object) -> str | tuple[int, ...] | None:
         return None
     if isinstance(shares, str) and shares in MEASURED_SHARES:
         return shares
-    parts: Any = shares.split(",") if isinstance(shares, str) else shares
-    is_list = isinstance(parts, list | tuple) and len(parts) > 0
-    values = [_read_share(part) for part in parts] if is_list else [0]
-    if not all(1 <= value <= _MAX_SHARE for value in values):
+    values = _read_integers(shares)
+    if values is None:
         text = (
-            f"={brief(shares)}: give a whole number from 1 to {_MAX_SHARE} for each rank, such as "
+            f"={brief(shares)}: give a whole number from 1 to {_MAX_LISTED} for each rank, such as "
             f"3,2,2, or one of {', '.join(MEASURED_SHARES)}"
         )
         raise FieldError.of("shares", text)
-    return tuple(values)
+    return values
 
 
-def _read_share(part: object) -> int:
-    """Return a share as a number; 0 if it is none."""
+def read_pipeline_layers(layers: object) -> tuple[int, ...] | None:
+    """Return an argument `pipeline_layers` as numbers.
+
+    Args:
+        layers: numbers in a sequence or, with commas between them, in a text; or None.
+
+    Raises:
+        FieldError: it is something else.
+    """
+    if layers is None:
+        return None
+    values = _read_integers(layers)
+    if values is None:
+        text = f"={brief(layers)}: give the number of layers of each stage, such as 10,6"
+        raise FieldError.of("pipeline_layers", text)
+    return values
+
+
+def _read_integers(value: object) -> tuple[int, ...] | None:
+    """Return the positive numbers of a sequence or a text; None if it is something else."""
+    parts: Any = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not parts:
+        return None
+    values = [_read_integer(part) for part in parts]
+    return tuple(values) if all(1 <= x <= _MAX_LISTED for x in values) else None
+
+
+def _read_integer(part: object) -> int:
+    """Return a part of a list as a number; 0 if it is none."""
     if isinstance(part, str) and part.strip().isdecimal() and len(part) < 10:
         return int(part)
     return 0 if isinstance(part, str) else index_of(part) or 0

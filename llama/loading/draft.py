@@ -71,6 +71,7 @@ def find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> lis
             lora=None,
             pooling=None,
             bidirectional=False,
+            pipeline_layers=None,
         )
         files = find_files(draft_args, model.placement, model.device)
         draft_tokenizer = load_tokenizer(files.checkpoint)

@@ -10,17 +10,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from llama import weights
-from llama.build_args import BuildArgs
+from llama.build_args import BuildArgs, read_pipeline_layers
 from llama.checkpoint import memory, packed
 from llama.checkpoint.find import Checkpoint, find
 from llama.checks import FieldError, path_like
 from llama.device import pick_dtype
 from llama.gpu import selfcheck_cache
+from llama.model.cost import Storage
+from llama.model.stage_layers import stage_layers
 from llama.ops.cpu import native
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.placement import Placement
 from llama.shares import column_step
-from llama.sizes import DEFAULT_SEQ_LEN
+from llama.sizes import DEFAULT_SEQ_LEN, default_batch_size
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,37 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
         activations = weights.default_activations(checkpoint.activations, device)
     activations = weights.check_activations(activations, device, is_plain=is_plain)
     placement = replace(placement, column_step=column_step(checkpoint, device))
-    files = Files(checkpoint, chosen_dtype, quantize, placement, device)
-    return replace(files, activations=activations)
+    files = Files(checkpoint, chosen_dtype, quantize, placement, device, activations=activations)
+    counts = _layer_counts(args, files)
+    return replace(files, placement=replace(placement, layer_counts=counts))
+
+
+def _layer_counts(args: BuildArgs, files: Files) -> tuple[int, ...]:
+    """Return the number of layers of each pipeline stage; empty without a pipeline.
+
+    Raises:
+        FieldError: The user's numbers are not for these stages, or not for this model.
+    """
+    params = files.checkpoint.params
+    stages = files.placement.stages
+    given = read_pipeline_layers(args.pipeline_layers)
+    if given is not None and (len(given) != stages or sum(given) != params.n_layers):
+        raise FieldError.of(
+            "pipeline_layers",
+            f"={','.join(map(str, given))} must have a number for each stage "
+            f"(pipeline_parallel_size={stages}) and {params.n_layers} layers in all",
+        )
+    if stages == 1:
+        return ()
+    if given is not None:
+        return given
+    batch_size = args.max_batch_size or default_batch_size(files.device)
+    quantize = files.quantize or files.checkpoint.file_type
+    is_known = quantize in weights.QUANTIZED  # else the matrices of a file are taken to be alike
+    itemsize = files.dtype.itemsize
+    storage = Storage.of(params, itemsize, quantize if is_known else None, kv_width=itemsize)
+    rows = max(1, batch_size // stages)
+    return stage_layers(params, storage, stages, rows, is_gpu=files.device.type == "cuda")
 
 
 def stays_in_codes(checkpoint: Checkpoint, device: torch.device) -> bool:

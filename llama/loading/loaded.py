@@ -81,8 +81,9 @@ class Loaded:
         shares = ",".join(map(str, self.files.placement.shares))
         graphs = ", CUDA graphs" if runner.has_graphs else ""
         purpose = self.files.checkpoint.purpose
-        stages = self.model.parallel.placement.stages
-        pipeline = f", pipeline_parallel_size={stages}" if stages > 1 else ""
+        counts = self.files.placement.layer_counts
+        layers = ",".join(map(str, counts))
+        pipeline = f", pipeline_parallel_size={len(counts)} with layers {layers}" if counts else ""
         return (
             f"{weight.device.type}, {name}, model_parallel_size={self.model.parallel.size}"
             f"{f' with shares {shares}' if shares else ''}{pipeline}, "

@@ -13,7 +13,7 @@ feed-forward columns and vocabulary rows.
 import functools
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from llama.ops.cpu.constants import N_BLOCK
 
@@ -31,6 +31,7 @@ class Placement:
             have equal shares.
         column_step: Unequal parts of the feed-forward columns are multiples of it. Weights whose
             groups of columns share a scale, and a GPU's kernels, need larger steps than others.
+        layer_counts: The number of layers of each stage. Empty: by the work of each.
     """
 
     stage: int = 0
@@ -39,6 +40,7 @@ class Placement:
     size: int = 1
     shares: tuple[int, ...] = ()
     column_step: int = N_BLOCK
+    layer_counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not (0 <= self.stage < self.stages and 0 <= self.rank < self.size):
@@ -49,6 +51,11 @@ class Placement:
         if self.shares and (len(self.shares) != self.size or min(self.shares) < 1):
             raise ValueError(
                 f"shares={self.shares} must be {self.size} positive numbers, one for each rank"
+            )
+        counts = self.layer_counts
+        if counts and (len(counts) != self.stages or min(counts) < 1):
+            raise ValueError(
+                f"layer_counts={counts} must be {self.stages} positive numbers, one for each stage"
             )
 
     @property
@@ -62,20 +69,20 @@ class Placement:
         return self.stage == self.stages - 1
 
     def layers(self, n_layers: int, lm_head: Fraction = Fraction(0)) -> range:
-        """Return the layers of this stage.
-
-        The stages divide the work of an answer's token as evenly as whole layers allow. The last
-        stage has fewer layers where its lm_head is large.
+        """Return the layers of this stage: as many as `layer_counts` says, or by the work of each.
 
         Args:
             n_layers: The layers of the model.
-            lm_head: The work of the lm_head, in layers.
+            lm_head: The work of the lm_head, in layers, where `layer_counts` is empty.
 
         Raises:
-            ValueError: There are fewer layers than stages.
+            ValueError: There are fewer layers than stages, or `layer_counts` is of another model.
         """
-        bounds = _stage_bounds(n_layers, self.stages, lm_head)
-        return range(bounds[self.stage], bounds[self.stage + 1])
+        counts = self.layer_counts or divide_layers(n_layers, self.stages, lm_head)
+        if sum(counts) != n_layers:
+            raise ValueError(f"layer_counts={counts} are not the {n_layers} layers of the model")
+        first = sum(counts[: self.stage])
+        return range(first, first + counts[self.stage])
 
     @property
     def is_even(self) -> bool:
@@ -137,12 +144,24 @@ class Placement:
 
 
 @functools.lru_cache(64)  # the table of tensors asks once for each of them
-def _stage_bounds(n_layers: int, stages: int, lm_head: Fraction) -> list[int]:
-    """Divide layers among stages; stage i is from bound i to bound i + 1."""
+def divide_layers(n_layers: int, stages: int, lm_head: Fraction) -> tuple[int, ...]:
+    """Return the number of layers of each stage.
+
+    The stages divide the work of an answer's token as evenly as whole layers allow. The last stage
+    has fewer layers where its lm_head is large.
+
+    Args:
+        n_layers: The layers of the model.
+        stages: The number of stages.
+        lm_head: The work of the lm_head, in layers.
+
+    Raises:
+        ValueError: There are fewer layers than stages.
+    """
     if n_layers < stages:
         raise ValueError(f"{n_layers} layers cannot be divided among {stages} stages")
     if stages == 1:
-        return [0, n_layers]
+        return (n_layers,)
     others = stages - 1
 
     def max_work(num_last: int) -> Fraction:
@@ -151,7 +170,8 @@ def _stage_bounds(n_layers: int, stages: int, lm_head: Fraction) -> list[int]:
         return max(num_last + lm_head, Fraction(num_first))
 
     num_last = min(range(1, n_layers - others + 1), key=max_work)
-    return [*_bounds(n_layers - num_last, (1,) * others), n_layers]
+    bounds = _bounds(n_layers - num_last, (1,) * others)
+    return (*(end - start for start, end in pairwise(bounds)), num_last)
 
 
 @functools.lru_cache(1024)

@@ -5,6 +5,7 @@ texts, log-probabilities, and several answers each; and embeddings and hidden st
 five layers, so that no number of stages divides them evenly.
 """
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -21,7 +22,9 @@ from llama.checkpoint.convert import pack
 from llama.checks import FieldError
 from llama.loading.draft import check_drafter
 from llama.loading.files import find_files
+from llama.model.cost import Storage
 from llama.model.shares import RankShare
+from llama.model.stage_layers import stage_layers
 from llama.ranks.groups import _mismatch
 from llama.ranks.peers import PeerInfo
 from llama.ranks.placement import Placement
@@ -77,7 +80,7 @@ def expect_answers(ranks: list[list[dict]], index: int, wanted: list[str]) -> No
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("untied", {}),
     "tied int8, led": ("tied", {"leads": True, "quantize": "int8"}),
-    "packed": ("packed", {}),
+    "packed, cut elsewhere": ("packed", {"pipeline_layers": "1,4"}),
     "int8 KV, preempted, led": (
         "untied",
         {"leads": True, "kv_cache_dtype": "int8", "kv_cache_memory_bytes": KV_BYTES},
@@ -105,7 +108,8 @@ def two_stages(folders, tmp_path_factory) -> list[list[dict]]:
 def test_two_stages_give_the_bits_of_one_process(name, folders, two_stages):
     folder, options = VARIANTS[name]
     index = [*VARIANTS].index(name)
-    own = {key: value for key, value in options.items() if key not in ("leads", "graphs")}
+    of_stages = ("leads", "graphs", "pipeline_layers")
+    own = {key: value for key, value in options.items() if key not in of_stages}
     expect_answers(two_stages, index, alone(folders[folder], **own))
     replays = [rank[index]["result"][-1][-2] for rank in two_stages]
     assert min(replays) > 40 if "graphs" in options else replays == [0, 0]
@@ -166,18 +170,38 @@ def test_two_stages_of_two_ranks_give_the_bits_of_two_ranks(folders, tmp_path):
     ]  # fmt: skip
 
 
+SMALL = ModelArgs(
+    dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, vocab_size=128256, multiple_of=256,
+    ffn_dim_multiplier=1.5,
+)  # fmt: skip
+LARGE = ModelArgs(
+    dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, vocab_size=128256, multiple_of=4096,
+    ffn_dim_multiplier=1.2,
+)  # fmt: skip
+
+
 def test_layers_are_divided_by_their_work_and_that_of_lm_head():
     """Layers are divided by their work, and the last stage has fewer where its lm_head is large."""
     counts = [len(Placement(stage=i, stages=3).layers(16, Fraction(4))) for i in range(3)]
     assert counts == [7, 7, 2]
-    for args, layers in (
-        (ModelArgs(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, vocab_size=128256,
-                   multiple_of=256, ffn_dim_multiplier=1.5), [9, 7]),
-        (ModelArgs(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, vocab_size=128256,
-                   multiple_of=4096, ffn_dim_multiplier=1.2), [63, 63]),
-    ):  # fmt: skip
+    for args, layers in ((SMALL, [10, 6]), (LARGE, [63, 63])):
         shares = [RankShare.of(args, Placement(stage=i, stages=2)) for i in range(2)]
         assert [len(share.layers) for share in shares] == layers
+
+
+@pytest.mark.parametrize(
+    ("quantize", "rows", "is_gpu", "layers"),
+    [
+        (None, 8, False, (10, 6)),
+        ("int4", 16, False, (10, 6)),  # the products of a step take longer than its bytes
+        ("int4", 1, False, (12, 4)),  # the lm_head is int8, so that it has more bytes
+        ("int4", 64, True, (12, 4)),
+        ("int4", 2048, True, (10, 6)),
+    ],
+)
+def test_a_step_is_bound_by_products_or_by_memory(quantize, rows, is_gpu, layers):
+    storage = Storage.of(SMALL, 2, quantize, kv_width=2)
+    assert stage_layers(SMALL, storage, 2, rows, is_gpu=is_gpu) == layers
 
 
 def test_what_stages_cannot_do_is_refused(folders):
@@ -189,6 +213,26 @@ def test_what_stages_cannot_do_is_refused(folders):
     model_args = BuildArgs(folders["untied"])
     with pytest.raises(FieldError, match="pipeline_parallel_size=6 is more than the 5 layers"):
         find_files(model_args, Placement(stages=6), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("given", "stages", "counts"),
+    [("1,4", 2, (1, 4)), ([2, 1, 2], 3, (2, 1, 2)), (None, 2, (3, 2)), ((5,), 1, ())],
+)
+def test_the_user_may_choose_the_layers_of_each_stage(given, stages, counts, folders):
+    args = BuildArgs(folders["untied"], pipeline_layers=given).checked()
+    files = find_files(args, Placement(stages=stages), torch.device("cpu"))
+    assert files.placement.layer_counts == counts
+    if counts:
+        held = [replace(files.placement, stage=i).layers(5) for i in range(stages)]
+        assert [x for layers in held for x in layers] == [*range(5)]
+
+
+@pytest.mark.parametrize("given", ["", "3,,2", "5,0", "a", 5, [2.5, 2.5], "2,2", "3,1,1"])
+def test_other_layers_of_stages_are_refused(given, folders):
+    with pytest.raises(FieldError, match=r"pipeline_layers=.*(such as 10,6|5 layers in all)"):
+        args = BuildArgs(folders["untied"], pipeline_layers=given).checked()
+        find_files(args, Placement(stages=2), torch.device("cpu"))
 
 
 def test_unlike_numbers_of_stages_are_an_error():
