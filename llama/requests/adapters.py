@@ -1,7 +1,7 @@
 """The LoRA adapters that requests can choose, by name.
 
 In: names and paths. Out: an `AdapterInfo` for each name, and the hash by which the engine knows the
-adapter. Ranks, threads and the engine's state are the business of `LLMEngine`.
+adapter. Ranks, threads and the requests that use an adapter are in `adapter_loading.py`.
 """
 
 from collections.abc import Iterator, Mapping

@@ -2,9 +2,8 @@
 
 `run` waits for all of its requests, `stream` yields their outputs as they are computed, and
 `add_request` and `step` follow vLLM. The engine has no thread of its own: one of the waiting
-threads runs the model for all requests, and the others sleep until their outputs are ready. (A
-dedicated engine thread would cost two thread switches per streamed token, measured as 4 to 15 % of
-the demo model's processor time.) Requests are added and removed between two steps, and Ctrl-C takes
+threads runs the model for all requests, and the others sleep until their outputs are ready
+(`threads.py`). Requests are added and removed between two steps (`registry.py`), and Ctrl-C takes
 effect there.
 
 Under torchrun there are two modes. Either every rank makes the same calls in the same order from
@@ -12,32 +11,27 @@ one thread: then requests are compared across the ranks when they are submitted,
 step. Or rank 0 leads (`lead`): then only rank 0 is called, from any thread.
 
 This module knows nothing of HTTP, chat templates, or how the core schedules and computes a step.
-The file has over 400 lines because one lock protects all of this state: what must happen under the
-lock is easier to check in one class.
 """
 
 import contextlib
-import functools
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from llama.checks import FieldError, brief
 from llama.engine.core import EngineCore
 from llama.engine.interrupts import DeferredInterrupt
-from llama.engine.sequence import SequenceState
-from llama.requests.adapters import AdapterInfo, AdapterInUseError, AdapterNames
-from llama.requests.answer import Answer
+from llama.requests.adapter_loading import AdapterLoader
+from llama.requests.adapters import AdapterInfo, AdapterNames
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.prepare import Preparer
 from llama.requests.rank_calls import RankCalls
+from llama.requests.registry import RequestRegistry
 from llama.requests.request import Request, RequestOutput, derived_seed
+from llama.requests.threads import StepThreads
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
-_MAX_SLEEP_S = 1.0  # after which a thread checks whether another one still runs the model
 
 
 @dataclass(eq=False)
@@ -61,23 +55,12 @@ class LLMEngine:
         self.check_generates = preparer.check_generates
         self._ranks = RankCalls(self.core, self.parallel, self.has_unfinished_requests)
         self.agree = self._ranks.agree
-        # Protects all fields below; it is released while the model runs. It is reentrant because
-        # the garbage collector may close an abandoned stream while this thread owns the lock.
-        self._lock = threading.RLock()
-        self._changes_adapters = threading.Lock()  # owned while adapters are loaded or dropped
-        self._requests: dict[Request, None] = {}  # kept until the last output is taken
-        self._names: dict[str, Request] = {}
-        self._due: dict[Request, None] = {}  # requests that `step` reports next
-        # The request and the answer of each sequence that is queued or in the core.
-        self._owner: dict[SequenceState, tuple[Request, Answer]] = {}
-        self._added: dict[SequenceState, None] = {}  # sequences to add at the next step
-        self._removed: list[SequenceState] = []  # sequences to remove at the next step
-        self._dropped: list[bytes] = []  # hashes of adapters to free when no step is running
-        self._num_calls = 0  # calls that have queued requests
-        # For each sleeping thread, the lock that wakes it and the condition that it waits for.
-        self._waiters: dict[threading.Lock, Callable[[], bool]] = {}
-        self._stepper: int | None = None  # identifier of the thread that runs the model
-        self._num_steps = 0
+        self._threads = StepThreads(self._step, self._settle)
+        self._lock = self._threads.lock  # protects the registry; released while the model runs
+        self._registry = RequestRegistry(self.adapters)
+        self._adapter_loader = AdapterLoader(
+            self.adapters, self._registry, self._ranks, self._threads
+        )
         self._is_closed = False
 
     def add_request(
@@ -116,9 +99,7 @@ class LLMEngine:
         `step` returns the outputs of the requests that have no listener.
         """
         compared = self._compare(requests)
-        for request in compared:
-            if request.listener is None:
-                request.listener = functools.partial(self._due.setdefault, request)
+        self._registry.listen(compared)
         try:
             self._queue(compared)
         except BaseException:  # an id in use or an interrupt: no request may stay queued
@@ -148,44 +129,37 @@ class LLMEngine:
         A request with best_of > n has only its last output. If the model fails, its exception is
         raised and the requests that it was computing end.
         """
-        first_step = self._num_steps
+        threads = self._threads
+        registry = self._registry
+        first_step = threads.num_steps
 
         def is_ready() -> bool:
-            return self._num_steps > first_step or not self._requests or bool(self._due)
+            is_new = threads.num_steps > first_step
+            return is_new or not registry.requests or bool(registry.due)
 
         try:
             self.wait_until(is_ready)
         finally:
             with self._lock:
-                failed = [request for request in self._due if request.exception is not None]
+                failed = [request for request in registry.due if request.exception is not None]
                 for request in failed:
-                    self._forget(request)
+                    registry.forget(request)
         with self._lock:
-            return [self.take_output(request) for request in failed or list(self._due)]
+            return [self.take_output(request) for request in failed or list(registry.due)]
 
     def wait_until(self, is_ready: Callable[[], bool]) -> None:
         """Run the model, or sleep while another thread runs it, until `is_ready()` is true.
 
         `is_ready` is called under the engine's lock: it must be fast and must not call the engine.
         """
-        bell = threading.Lock()
-        try:
-            while not self._run_model(is_ready, bell):
-                if bell in self._waiters:
-                    bell.acquire(timeout=_MAX_SLEEP_S)
-        finally:
-            with self._lock:
-                self._waiters.pop(bell, None)
-                if self._stepper is None and self._waiters:
-                    # This thread leaves: another one must run the model now.
-                    self._ring(list(self._waiters)[:1])
+        self._threads.wait_until(is_ready)
 
     def take_output(self, request: Request) -> RequestOutput:
         """Return the current output of a request; a finished request is removed."""
         with self._lock:
-            self._due.pop(request, None)
+            self._registry.due.pop(request, None)
             if request.finished:
-                self._forget(request)
+                self._registry.forget(request)
             return request.take_output()
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
@@ -194,7 +168,7 @@ class LLMEngine:
         Returns:
             None if there is no unfinished request with this id.
         """
-        request = self._names.get(request_id)
+        request = self.find(request_id)
         if request is None:
             return None
         self.abort(request)
@@ -203,13 +177,10 @@ class LLMEngine:
     def abort(self, request: Request) -> None:
         """End a request between two steps; unfinished answers get finish_reason "abort"."""
         with DeferredInterrupt(), self._lock:
-            if not request.finished:
-                request.end("abort")
-            for answer in request.answers:
-                self._release(answer.sequence)
-            if self._stepper is None:
+            self._registry.end(request)
+            if not self._threads.is_stepping:
                 self._apply_removed()
-            self._wake_ready()
+            self._threads.wake_ready()
 
     def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         """Load a LoRA adapter, which requests can choose by its name from now on.
@@ -228,36 +199,7 @@ class LLMEngine:
                 Nothing has been loaded.
             AdapterInUseError: Requests are using the adapter that would be replaced.
         """
-        with self._ranks.one_caller(), self._changes_adapters:
-            with self.agree("the adapter") as must_match:
-                self.adapters.check_new(name, replace=replace)
-                replaced = self.adapters.get(name)
-                if replaced is not None:
-                    self._check_unused(replaced)
-                if not self.is_led:
-                    adapter = self.core.read_adapter(path)
-                    must_match += [name, adapter.digest]
-            if self.is_led:
-                adapter = self._ranks.load_adapter(path)
-            else:
-                self.core.add_adapter(adapter)
-            info = AdapterInfo(
-                name,
-                path,
-                adapter.digest,
-                adapter.rank,
-                adapter.base_model,
-                adapter.weights.nbytes,
-            )
-            if replaced is not None and replaced.digest != adapter.digest:
-                try:
-                    self._forget_adapter(replaced)
-                except AdapterInUseError:
-                    self._drop_unnamed(adapter.digest)
-                    raise
-            with self._lock:
-                self.adapters.set(info)
-        return info
+        return self._adapter_loader.load(name, path, replace=replace)
 
     def drop_adapter(self, name: str) -> None:
         """Free an adapter; where another name has the same content, forget the name only.
@@ -268,56 +210,7 @@ class LLMEngine:
             ValueError: No adapter has this name.
             AdapterInUseError: Requests are using it.
         """
-        with self._ranks.one_caller(), self._changes_adapters:
-            with self.agree("the adapter") as must_match:
-                info = self.adapters.check_known(name)
-                must_match.append(name)
-                self._check_unused(info)
-            self._forget_adapter(info)
-
-    def _check_unused(self, info: AdapterInfo) -> None:
-        """Raise AdapterInUseError if requests are using an adapter that no other name keeps."""
-        with self._lock:
-            if self.adapters.is_shared(info):
-                return
-            users = [seq for seq in self._owner if seq.spec.adapter == info.digest]
-            if users:
-                raise AdapterInUseError(
-                    f"the adapter {info.name!r} is in use by {len(users)} unfinished sequences: "
-                    "abort them, or wait until they have ended"
-                )
-
-    def _forget_adapter(self, info: AdapterInfo) -> None:
-        """Forget a name, then the adapter itself unless another name has it.
-
-        No request can be queued between the check of its users and the end of its name.
-        """
-        with self._lock:
-            self._check_unused(info)
-            self.adapters.remove(info.name)
-        self._drop_unnamed(info.digest)
-
-    def _drop_unnamed(self, digest: bytes) -> None:
-        """Free an adapter that no name has any more.
-
-        A running step may still compute a sequence that was aborted: then it is freed afterwards.
-        While rank 0 leads, the message waits for the step itself.
-        """
-        if self.is_led:
-            if not self.adapters.has_digest(digest):
-                self._ranks.drop_adapter(digest)
-            return
-        with self._lock:
-            self._dropped.append(digest)
-            if self._stepper is None:
-                self._apply_dropped()
-
-    def _apply_dropped(self) -> None:
-        """Free the adapters that no name has any more, while no step is running."""
-        for digest in self._dropped:
-            if not self.adapters.has_digest(digest):
-                self._ranks.drop_adapter(digest)
-        self._dropped.clear()
+        self._adapter_loader.drop(name)
 
     def lead(self, work: Callable[[], _T]) -> _T | None:
         """Call `work` on rank 0 while the other ranks repeat its steps.
@@ -348,34 +241,34 @@ class LLMEngine:
 
     def find(self, request_id: str) -> Request | None:
         """Return the unfinished request with this id, or None."""
-        return self._names.get(request_id)
+        return self._registry.find(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether a request is unfinished or its last output has not been taken."""
-        return bool(self._requests)
+        return bool(self._registry.requests)
 
     @property
     def num_unfinished_requests(self) -> int:
         """Return the number of requests whose last output has not been taken."""
-        return len(self._requests)
+        return len(self._registry.requests)
 
     def close(self) -> None:
         """Abort all requests; submitting another one raises a RuntimeError."""
         self._is_closed = True
         with DeferredInterrupt(), self._lock:
-            for request in list(self._requests):
+            for request in list(self._registry.requests):
                 self.abort(request)
 
     def discard_all(self) -> None:
         """Abort and remove all requests."""
-        self.discard(list(self._requests))
+        self.discard(list(self._registry.requests))
 
     def discard(self, requests: Iterable[Request]) -> None:
         """Abort the unfinished requests, and remove all of them."""
         with DeferredInterrupt(), self._lock:
             for request in requests:
                 self.abort(request)
-                self._forget(request)
+                self._registry.forget(request)
 
     @contextlib.contextmanager
     def _discarding(self, requests: list[Request]) -> Iterator[None]:
@@ -422,93 +315,28 @@ class LLMEngine:
     def _queue(self, requests: list[Request]) -> None:
         """Add the requests to the engine; their sequences enter the core at the next step."""
         with DeferredInterrupt(), self._lock:
-            named = [request.request_id for request in requests if request.request_id]
-            for name in named:
-                if name in self._names or named.count(name) > 1:
-                    raise ValueError(
-                        f"request_id={brief(name)} is in use by a request not yet finished: choose "
-                        "another id"
-                    )
-            for request in requests:
-                digest = request.answers[0].sequence.spec.adapter
-                if digest and not self.adapters.has_digest(digest):
-                    raise FieldError("adapter", "the adapter of a request has been dropped")
-            self._names |= {
-                request.request_id: request for request in requests if request.request_id
-            }
-            self._requests |= dict.fromkeys(requests)
-            self._num_calls += 1
-            for request in requests:
-                request.set_call(self._num_calls)
-                for answer in request.answers:
-                    self._owner[answer.sequence] = request, answer
-                    self._added[answer.sequence] = None
-
-    def _forget(self, request: Request) -> None:
-        """Remove a request that has ended."""
-        self._requests.pop(request, None)
-        self._due.pop(request, None)
-        if self._names.get(request.request_id) is request:
-            del self._names[request.request_id]
-
-    def _release(self, seq: SequenceState) -> None:
-        """Remove a sequence from the core as soon as no step is running."""
-        if self._owner.pop(seq, None) is None:
-            return
-        if seq in self._added:
-            del self._added[seq]
-        else:
-            self._removed.append(seq)
-
-    def _run_model(self, is_ready: Callable[[], bool], bell: threading.Lock) -> bool:
-        """Run the model until `is_ready()`, unless another thread runs it.
-
-        Returns:
-            True if `is_ready()`. False if another thread runs the model: then `bell` is released
-            when this thread is ready or has to run the model. Also False after an interrupt.
-        """
-        with DeferredInterrupt() as interrupts:
-            while not interrupts:
-                with self._lock:
-                    if is_ready():
-                        return True
-                    if self._stepper not in (None, threading.get_ident()):
-                        # The lock may have been released since the last sleep.
-                        bell.acquire(blocking=False)
-                        self._waiters[bell] = is_ready
-                        return False
-                    self._stepper = threading.get_ident()
-                self._step()
-        return False
+            self._registry.queue(requests)
 
     def _step(self) -> None:
         """Run the model once for all requests; the lock is released while it runs."""
+        registry = self._registry
         try:
             with self._lock:
-                added, removed = self._take_pending()
+                added = registry.take_added()
+                removed = registry.take_removed()
             changed = self._ranks.step(added, removed)
             with self._lock:
                 for seq in changed:
-                    self._read(seq)
+                    registry.read(seq)
         except BaseException as error:
             with self._lock:
                 self._fail(error)
             raise
-        finally:
-            with self._lock:
-                self._stepper = None
-                self._num_steps += 1
-                self._apply_removed()
-                self._apply_dropped()
-                self._wake_ready()
 
-    def _take_pending(self) -> tuple[list[SequenceState], list[SequenceState]]:
-        """Return the sequences that were queued and removed since the last step."""
-        added = list(self._added)
-        removed = self._removed
-        self._added = {}
-        self._removed = []
-        return added, removed
+    def _settle(self) -> None:
+        """Do what was asked for while the step was running."""
+        self._apply_removed()
+        self._adapter_loader.apply_dropped()
 
     def _apply_removed(self) -> None:
         """Free the pages of removed sequences.
@@ -516,19 +344,8 @@ class LLMEngine:
         While rank 0 leads, nothing is done here: the next step frees them on every rank.
         """
         if not self.is_led:
-            for seq in self._removed:
+            for seq in self._registry.take_removed():
                 self.core.finish(seq, "abort")
-            self._removed.clear()
-
-    def _read(self, seq: SequenceState) -> None:
-        """Decode the new tokens of a sequence and announce the output of its request."""
-        if seq not in self._owner:  # aborted during the step
-            return
-        request, answer = self._owner[seq]
-        answer.read()
-        if answer.finish_reason is not None:
-            self._release(seq)
-        request.note_output()
 
     def _fail(self, error: BaseException) -> None:
         """End the requests of a failed step with its exception.
@@ -538,28 +355,13 @@ class LLMEngine:
         """
         if self.is_led:
             self.core.clear("error")
-            self._removed.clear()
+            self._registry.take_removed()
         else:
             self.core.break_off("error")
-        waiting = {*self.core.scheduler.live(), *self._added}
-        failed = {request: None for seq, (request, _) in self._owner.items() if seq not in waiting}
         if not isinstance(error, Exception):  # SystemExit, for example, must not end other threads
             error = RuntimeError(f"the step was ended by {type(error).__name__}: {error}")
-        for request in failed:
-            for answer in request.answers:
-                self._owner.pop(answer.sequence, None)
-                self._added.pop(answer.sequence, None)
-                if answer.sequence in waiting:
-                    self.core.finish(answer.sequence, "error")
+        for request, sequences in self._registry.take_failed(self.core.scheduler.live()):
+            for seq in sequences:
+                self.core.finish(seq, "error")
             request.exception = error
             request.end("error")
-
-    def _wake_ready(self) -> None:
-        """Wake the sleeping threads whose condition is true."""
-        self._ring([bell for bell, is_ready in self._waiters.items() if is_ready()])
-
-    def _ring(self, bells: list[threading.Lock]) -> None:
-        """Wake the threads that sleep on these locks."""
-        for bell in bells:
-            del self._waiters[bell]
-            bell.release()

@@ -107,7 +107,7 @@ def hold_first_step(engine: LLMEngine, monkeypatch, num_waiting: int) -> None:
 
     def held_step(*args):
         if next(steps) == 0:
-            wait_until(lambda: len(engine._waiters) >= num_waiting)
+            wait_until(lambda: len(engine._threads._waiters) >= num_waiting)
         return step(*args)
 
     monkeypatch.setattr(engine.core, "step", held_step)
@@ -153,7 +153,7 @@ def test_threads_wake_one_another(first, shared_llama, engine, monkeypatch):
     model over; a long first one wakes the other as soon as its answer is there. No thread wakes up
     by itself: the limit of a sleep is longer than the test may take.
     """
-    monkeypatch.setattr("llama.requests.llm_engine._MAX_SLEEP_S", 3600.0)
+    monkeypatch.setattr("llama.requests.threads._MAX_SLEEP_S", 3600.0)
     prompts = prompts_of([5, 6], seed=53)
     generate = shared_llama.generate
     jobs = {
@@ -167,7 +167,7 @@ def test_threads_wake_one_another(first, shared_llama, engine, monkeypatch):
     def held_step(*args):
         in_step.set()
         number = next(steps)
-        while number == 0 and not engine._waiters:  # the other thread sleeps from here on
+        while number == 0 and not engine._threads._waiters:  # the other thread sleeps from here on
             time.sleep(0.001)
         if number == 20:
             assert short_is_done.wait(30), "the short answer is there, and nobody woke its thread"
@@ -183,7 +183,7 @@ def test_threads_wake_one_another(first, shared_llama, engine, monkeypatch):
         try:
             assert {name: future.result(30) for name, future in futures.items()} == wanted
         finally:  # otherwise the pool would wait for a thread that nobody wakes
-            engine._ring(list(engine._waiters))
+            engine._threads._ring(list(engine._threads._waiters))
 
 
 def test_step_serves_who_adds_while_others_run(shared_llama, engine):
