@@ -7,6 +7,7 @@ dtype, free memory, and the number of threads. It must not know models.
 import contextlib
 import ctypes
 import functools
+import gc
 import math
 import os
 import sys
@@ -214,6 +215,18 @@ def free_bytes(device: torch.device, shares: Sequence[int] = ()) -> int:
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     free = min(_available_memory(), _cgroup_headroom())
     return min(int(free // _num_servers() * part_of_machine(shares)), _address_space_left())
+
+
+def free_unused(device: torch.device) -> None:
+    """Return to a GPU's driver the memory of models that this process no longer uses.
+
+    A `Llama` that was dropped is part of reference cycles, which Python collects some time later.
+    What torch's allocator keeps is for this process alone: the self-check of the kernels, in a
+    process of its own, would find no memory. Nothing is done where the process has no GPU memory.
+    """
+    if device.type == "cuda" and torch.cuda.memory_reserved(device):
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _address_space_left() -> int:

@@ -229,7 +229,10 @@ class Llama:
         return self.llm_engine.lead(work)
 
     def close(self) -> None:
-        """Abort unfinished requests, and unmute this rank's stdout; later calls are errors."""
+        """Abort unfinished requests, free the KV cache, and unmute this rank's stdout.
+
+        Later calls are errors. The weights are freed when nothing refers to the model.
+        """
         self.llm_engine.close()
         self.engine.close()
         if self._muted is not None:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,14 @@ import pytest
 import torch
 
 from helpers import warm
+from helpers.fake_cuda import FakeCuda
 from helpers.launch import environment
 from llama import device as device_module
 from llama.build_args import BuildArgs
 from llama.device import (
     available_cores,
     free_bytes,
+    free_unused,
     pick_device,
     pick_dtype,
     set_num_threads,
@@ -471,3 +474,18 @@ resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28),) * 2)
 assert 1 << 27 < free_bytes(device) <= 1 << 28, free_bytes(device)
 """
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
+
+
+def test_memory_of_dropped_models_is_given_back(monkeypatch):
+    """A model in a reference cycle is collected, and torch's allocator keeps nothing of it."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.engine = self
+
+    cuda = FakeCuda(kept=100, free=50).install(monkeypatch)
+    alive = weakref.ref(Model())
+    assert alive() is not None
+    free_unused(torch.device("cuda"))
+    assert alive() is None
+    assert (cuda.free, cuda.kept) == (150, 0)

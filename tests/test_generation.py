@@ -668,6 +668,7 @@ def test_a_closed_llama_ends_its_requests_and_takes_no_more(checkpoint_dir):
         engine.step()
     (output,) = engine.step()
     assert output.outputs[0].finish_reason == "abort" and not engine.has_unfinished_requests()
+    assert not llama.engine.runner.kv_cache.nbytes
     with pytest.raises(RuntimeError, match="closed: build another"):
         llama.generate([[256, 65]], 4)
     with pytest.raises(TypeError, match="a Llama cannot be copied or pickled"):

@@ -233,8 +233,12 @@ def test_memory_stays_within_what_was_reckoned(wide):
     assert torch.cuda.max_memory_allocated(device) < 0.95 * before
     kv_cache = llama.engine.runner.kv_cache
     assert kv_cache.nbytes <= 0.9 * before
+    nbytes = kv_cache.nbytes
+    del kv_cache
+    with_cache = torch.cuda.memory_allocated(device)
     llama.close()
-    del llama, kv_cache
+    assert with_cache - torch.cuda.memory_allocated(device) >= nbytes
+    del llama
     again = build(wide, "bf16")
     assert again.generate(prompts[:1], 4, 0.0)[0][0]
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.device import current, peak_bytes
+from llama.device import current, free_unused, peak_bytes
 from llama.engine import tables
 from llama.engine.adapters import AdapterStore
 from llama.engine.constraints import TokenMasks
@@ -278,10 +278,13 @@ class ModelRunner:
             self._last_rows = {seq: row for row, seq in enumerate(sequences)}
 
     def close(self) -> None:
-        """Free the graphs: they hold collectives of groups that are about to end."""
+        """Free the KV cache, and the graphs: they hold collectives of groups that will end."""
         if self._graphs is not None:
             self._graphs.close()
             self._graphs = None
+        device = self.kv_cache.device
+        self.kv_cache = torch.empty(0)
+        free_unused(device)
 
 
 class RunningStep:

@@ -12,7 +12,7 @@ import zlib
 from llama.build_args import BuildArgs
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checks import number
-from llama.device import pick_device
+from llama.device import free_unused, pick_device
 from llama.gpu import selection
 from llama.loading.dialog_format import find_dialog_format
 from llama.loading.draft import check_drafter, check_speculation, find_draft_files
@@ -30,6 +30,7 @@ from llama.shares import check_shares, resolve_shares
 def load_model(args: BuildArgs) -> Loaded:
     """Load what the arguments ask for. The sizes that are chosen are in the model's params."""
     device = pick_device(args.device)
+    free_unused(device)
     number("timeout_s", args.timeout_s, 0, 10**6, above=True)
     parallel = connect(
         args.model_parallel_size, device, args.timeout_s, args.pipeline_parallel_size

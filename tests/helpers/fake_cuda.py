@@ -93,6 +93,7 @@ class FakeCuda:
             "CUDAGraph": FakeGraph,
             "empty_cache": self.empty_cache,
             "mem_get_info": lambda device: (self.free, 1 << 40),
+            "memory_reserved": lambda device: self.kept,
         }
         for name, replacement in replaced.items():
             monkeypatch.setattr(torch.cuda, name, replacement)

@@ -17,10 +17,14 @@ WORKER = str(PROGRAMS / "ranks.py")
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return the environment of a program: with one thread, unless this process sets another
-    number.
+    """Return the environment of a program that runs in this repository.
+
+    It has one thread, unless this process sets another number, and finds the packages that this
+    process finds in folders of PYTHONPATH.
     """
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPO), **extra}
+    paths = [str(REPO), os.environ.get("PYTHONPATH", "")]
+    found = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {"OMP_NUM_THREADS": "1", **os.environ, **found, **extra}
 
 
 def torchrun_groups(
