@@ -26,6 +26,7 @@ FLOORS = [
     "llama/extras.py",
     "llama/validation.py",
     "llama/build_args.py",
+    "llama/allocation.py",
     "llama/device.py",
     "llama/storage",
     "llama/token_files.py",

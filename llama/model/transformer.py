@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from llama import weights
-from llama.device import current, use_huge_pages, zeros
+from llama.allocation import use_huge_pages, zeros
+from llama.device import current
 from llama.model.args import ModelArgs
 from llama.model.execution import (
     NOTHING_WATCHED,

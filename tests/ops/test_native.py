@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from helpers.kernels import HAS_KERNELS, KERNELS_RUN, SUPPORTED
-from llama import device
+from llama import allocation
 from llama.ops.cpu import build, constants, native
 from llama.weights import PlainWeight, packed
 from llama.weights.blocks import BlockedWeight
@@ -406,7 +406,7 @@ def test_huge_pages_are_asked_for():
     """
     memory = mmap.mmap(-1, 9 << 20)  # a separate mapping
     tensor = torch.frombuffer(memory, dtype=torch.int8)
-    device.use_huge_pages(tensor)
+    allocation.use_huge_pages(tensor)
     marked = 0
     for begin, end, flags in mappings():
         if "hg" in flags:
@@ -430,7 +430,7 @@ def mappings() -> Iterator[tuple[int, int, list[str]]]:
 @pytest.mark.parametrize("size", [0, 5, 3 << 20])
 def test_memory_too_small_for_huge_pages_is_left_alone(size):
     tensor = torch.ones(size, dtype=torch.int8)
-    device.use_huge_pages(tensor)
+    allocation.use_huge_pages(tensor)
     assert (tensor == 1).all()
 
 
@@ -440,7 +440,7 @@ def test_zeros_take_memory_only_when_they_are_written():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
-    pages = device.zeros((64, 1 << 20), torch.bfloat16, torch.device("cpu"))
+    pages = allocation.zeros((64, 1 << 20), torch.bfloat16, torch.device("cpu"))
     assert pages.shape == (64, 1 << 20) and pages.dtype is torch.bfloat16
     assert pages.is_contiguous() and pages.data_ptr() % 64 == 0
     assert resident() - before < 16 << 20
