@@ -39,10 +39,11 @@ from llama.ranks.placement import Placement
 from llama.ranks.processes import machine_id
 from llama.ranks.rendezvous import Rendezvous
 from llama.ranks.shared_memory import SharedMemory
-from llama.ranks.stage_link import StageLink
+from llama.ranks.stage_link import StageGroups, StageLink
 from llama.ranks.watch import LATER_S, Watch
 
 _LARGE_SUM_ELEMENTS = 1 << 23  # float32; as many bytes as the sums of a step with 2,048 rows
+_P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 _INTRODUCTION_BYTES = 512  # size of the messages with which ranks set up shared memory
 
 
@@ -141,6 +142,10 @@ class _Sizes:
         first = rank - rank % self.copy + rank % self.group
         return range(first, first + self.copy, self.group)
 
+    def stage_of(self, rank: int) -> int:
+        """Return the stage of a rank. The first ranks of a copy are the last stage."""
+        return self.stages - 1 - rank // self.group % self.stages
+
 
 def check_interfaces(names: str | None) -> None:
     """Raise a ValueError for an unknown interface in GLOO_SOCKET_IFNAME.
@@ -188,8 +193,8 @@ def _join_alone() -> None:
             fs_init.initialize_model_parallel(1)
 
 
-def _make_own_fairscale_groups(sizes: _Sizes, limit: timedelta) -> None:
-    """Make those of fairscale's groups that this rank belongs to.
+def _make_own_fairscale_groups(sizes: _Sizes, limit: timedelta) -> StageGroups | None:
+    """Make those of fairscale's groups that this rank belongs to, and those of its stage.
 
     fairscale's own function makes all groups on all ranks, 17 for eight ranks, of which 16 have one
     rank. Each would be a communicator of nccl, which takes a tenth of a second.
@@ -205,6 +210,11 @@ def _make_own_fairscale_groups(sizes: _Sizes, limit: timedelta) -> None:
     )
     fs_init._PIPELINE_PARALLEL_GROUP = alone if sizes.stages == 1 else _new_group(pipeline, limit)
     fs_init._PIPELINE_PARALLEL_RANKS = list(pipeline)
+    if sizes.stages <= 2:  # a pair already
+        return None
+    group = fs_init.get_pipeline_parallel_group()
+    new_group = functools.partial(_new_group, limit=limit)
+    return StageGroups.of_pairs(group, sizes.stage_of(rank), new_group)
 
 
 def _new_group(
@@ -393,13 +403,13 @@ def _make_groups(
     link = None
     if sizes.stages > 1:
         message_ring = _share_memory(watch, control, limit)
-        link = _link_stages(control, rank, sizes, gpu)
+        link = _link_stages(watch.stage_groups, control, sizes, gpu)
     made = {id(x): x for x in (control, group_control, world)}
     lease = _Lease()
     weakref.finalize(lease, watch.left_groups.extend, list(made.values()))
     return ModelParallel(
         Placement(
-            stage=sizes.stages - 1 - rank // sizes.group % sizes.stages,
+            stage=sizes.stage_of(rank),
             stages=sizes.stages,
             rank=fs_init.get_model_parallel_rank(),
             size=sizes.group,
@@ -444,13 +454,17 @@ def _share_memory(
 
 
 def _link_stages(
-    control: dist.ProcessGroup, rank: int, sizes: _Sizes, gpu: torch.device | None
+    groups: StageGroups | None,
+    control: dist.ProcessGroup,
+    sizes: _Sizes,
+    gpu: torch.device | None,
 ) -> StageLink:
     """Connect a rank to those of the same index in the other stages of its copy of the model."""
-    stage = sizes.stages - 1 - rank // sizes.group % sizes.stages
-    pipeline = fs_init.get_pipeline_parallel_group()
-    link = StageLink(pipeline, control, stage, 2 * sizes.stages)
-    if gpu and dist.get_backend(pipeline) == "nccl":
+    stage = sizes.stage_of(dist.get_rank())
+    # Groups that the program has made itself may have other names on each rank.
+    groups = groups or StageGroups.shared(fs_init.get_pipeline_parallel_group())
+    link = StageLink(groups, control, stage, 2 * sizes.stages)
+    if gpu and link.uses_nccl:
         # nccl connects two ranks at their first message, for which both must come.
         x = torch.zeros(1, device=gpu)
         messages = link.new_step()
@@ -467,6 +481,7 @@ def _model_parallel_group(
 ) -> dist.ProcessGroup:
     """Return fairscale's group of this rank, which may exist already."""
     if not dist.is_initialized():
+        os.environ.setdefault(_P2P_WARNING, "false")  # a pair of stages has one direction
         dist.init_process_group(
             "nccl" if gpu else "gloo",
             store=watch.rendezvous.store,
@@ -476,7 +491,7 @@ def _model_parallel_group(
             device_id=gpu,
         )
     if not fs_init.model_parallel_is_initialized():
-        _make_own_fairscale_groups(sizes, limit)
+        watch.stage_groups = _make_own_fairscale_groups(sizes, limit)
     else:
         _check_fairscale_groups(sizes)
     group: dist.ProcessGroup = fs_init.get_model_parallel_group()

@@ -9,6 +9,7 @@ several at once. It must not know what is computed.
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,65 @@ _MAX_STEPS = 1 << 27  # steps after which the same tags are used again
 _Arrival = Callable[[], Tensor]
 
 
+class StageGroups(NamedTuple):
+    """The groups in which a rank receives and sends hidden states, on the device's backend.
+
+    Attributes:
+        pipeline: the ranks of the same index in all stages, first the rank of the last stage.
+        previous: has this rank and that of the stage before.
+        next: has this rank and that of the next stage.
+    """
+
+    pipeline: dist.ProcessGroup
+    previous: dist.ProcessGroup
+    next: dist.ProcessGroup
+
+    @classmethod
+    def shared(cls, pipeline: dist.ProcessGroup) -> "StageGroups":
+        """Return the use of one group for both directions."""
+        return cls(pipeline, pipeline, pipeline)
+
+    @classmethod
+    def of_pairs(
+        cls,
+        pipeline: dist.ProcessGroup,
+        stage: int,
+        new_group: Callable[[Sequence[int]], dist.ProcessGroup],
+    ) -> "StageGroups":
+        """Make a group for each pair of neighbours; all ranks of the job call this.
+
+        torch runs the messages of an nccl group that is bound to a GPU one after the other,
+        whatever rank they are for, and warns of it: a stage would not receive the next step before
+        it has sent this one.
+
+        Each rank makes two groups, as torch names them by their number and divides nccl's
+        communicator of all ranks: first the pairs 0-1, 2-3 and so on, then 1-2, 3-4 and so on. A
+        stage that is left over makes a group of its own.
+
+        Args:
+            pipeline: the ranks of the same index in all stages.
+            stage: the stage of this rank.
+            new_group: makes a group of these ranks, which alone call it.
+        """
+        in_order = _in_order(pipeline)
+        groups = []
+        for first in range(2):
+            start = stage - (stage - first) % 2
+            groups.append(new_group(in_order[max(start, 0) : start + 2]))
+        return cls(pipeline, previous=groups[(stage - 1) % 2], next=groups[stage % 2])
+
+
+def _in_order(pipeline: dist.ProcessGroup) -> list[int]:
+    """Return the ranks of a pipeline, that of the first stage first."""
+    ranks: Sequence[int] = dist.get_process_group_ranks(pipeline)
+    return list(reversed(ranks))
+
+
 class StageLink:
     """One rank's connections to the other stages.
 
     Args:
-        group: the ranks of the same index in all stages, on the device's backend, first the rank of
-            the last stage.
+        groups: the groups for hidden states.
         control: all ranks of this copy of the model, on gloo.
         stage: the stage of this rank.
         max_in_flight: maximum number of messages that this rank has sent and that may not have
@@ -33,17 +87,16 @@ class StageLink:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, control: dist.ProcessGroup, stage: int, max_in_flight: int
+        self, groups: StageGroups, control: dist.ProcessGroup, stage: int, max_in_flight: int
     ) -> None:
-        self.group = group
+        self.groups = groups
         self.control = control
-        ranks: Sequence[int] = dist.get_process_group_ranks(group)
-        in_order = list(reversed(ranks))  # the rank of the first stage comes first
+        in_order = _in_order(groups.pipeline)
         self.previous = in_order[stage - 1] if stage else None
-        self.next = in_order[stage + 1] if stage + 1 < len(ranks) else None
+        self.next = in_order[stage + 1] if stage + 1 < len(in_order) else None
         self.last = in_order[-1]
         self.before_last = in_order[:-1]
-        self.uses_nccl = dist.get_backend(group) == "nccl"
+        self.uses_nccl = dist.get_backend(groups.pipeline) == "nccl"
         self._max_in_flight = max_in_flight
         self._steps = itertools.count()
         # Tensors must stay until they are sent.
@@ -82,13 +135,14 @@ class StepMessages:
             like: a tensor of their type and device.
 
         Returns:
-            a function that waits for them. On a GPU it is the GPU that waits.
+            a function that waits for them. With nccl it is the GPU that waits; it receives once the
+            steps before are computed, so that no waiting kernel takes part of the GPU from them.
         """
         link = self._link
         assert link.previous is not None, "the first stage has none before it"
         device = like.device if link.uses_nccl else torch.device("cpu")
         x = torch.empty(shape, dtype=like.dtype, device=device)
-        work = dist.irecv(x, link.previous, link.group, self._tag)
+        work = dist.irecv(x, link.previous, link.groups.previous, self._tag)
 
         def arrived() -> Tensor:
             _started(work).wait()
@@ -101,7 +155,7 @@ class StepMessages:
         link = self._link
         assert link.next is not None, "the last stage has none behind it"
         x = x.contiguous() if link.uses_nccl else x.contiguous().cpu()
-        link.keep([dist.isend(x, link.next, link.group, self._tag)], x)
+        link.keep([dist.isend(x, link.next, link.groups.next, self._tag)], x)
 
     def expect_results(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Arrival:
         """Begin to receive a tensor in host memory from the last stage."""

@@ -73,6 +73,8 @@ class Watch(threading.Thread):
         before_end: functions that are called before the process ends, such as one that restores the
             terminal.
         left_groups: process groups of models that no longer exist; the next build destroys them.
+        stage_groups: the groups between pipeline stages, which all models of the process use; None
+            for two stages, and where a program made the groups.
     """
 
     def __init__(self, peers: Peers, group: range, rendezvous: Rendezvous) -> None:
@@ -83,6 +85,7 @@ class Watch(threading.Thread):
         self.steps = 0
         self.before_end: list[Callable[[], None]] = []
         self.left_groups: list[Any] = []
+        self.stage_groups: Any = None
         self._waits: dict[int, _Wait] = {}  # key: thread
         self._max_limit_s = 0.0  # the largest limit of a wait so far
         self._lock = threading.RLock()

@@ -5,14 +5,17 @@ texts, log-probabilities, and several answers each; and embeddings and hidden st
 five layers, so that no number of stages divides them evenly.
 """
 
+import functools
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from helpers import drafts
+from helpers.absent_device import absent_gpu
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import HAS_KERNELS
 from helpers.launch import torchrun
@@ -28,6 +31,7 @@ from llama.model.stage_layers import stage_layers
 from llama.ranks.groups import _mismatch
 from llama.ranks.peers import PeerInfo
 from llama.ranks.placement import Placement
+from llama.ranks.stage_link import StageGroups, StageLink
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 PARAMS = {
@@ -168,6 +172,59 @@ def test_two_stages_of_two_ranks_give_the_bits_of_two_ranks(folders, tmp_path):
     assert [rank[0]["result"][4][:2] for rank in ranks] == [
         [[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stages", range(3, 7))
+def test_neighbours_have_groups_of_two(monkeypatch, stages):
+    """Each pair of neighbours has a group, which both make at the same time, as nccl must.
+
+    All ranks make a group each time, since nccl divides the communicator of all of them.
+    """
+    ranks = [10 * i for i in range(stages)]
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: ranks[::-1])
+    pipeline: Any = None
+    made: list[list[tuple[int, ...]]] = [[] for _ in ranks]
+
+    def new_group(own: list[tuple[int, ...]], pair: list[int]) -> Any:
+        own.append(tuple(pair))
+        return own[-1]
+
+    found = []
+    for i, own in enumerate(made):
+        found.append(StageGroups.of_pairs(pipeline, i, functools.partial(new_group, own)))
+    for i in range(stages - 1):
+        assert found[i].next == found[i + 1].previous == (ranks[i], ranks[i + 1])
+    for groups in zip(*made, strict=True):
+        assert sorted(rank for group in set(groups) for rank in group) == ranks
+        assert all(rank in group for rank, group in zip(ranks, groups, strict=True))
+
+
+def test_hidden_states_stay_on_the_gpu_with_nccl(monkeypatch):
+    """With nccl hidden states stay on the GPU, and no host waits for them; gloo gets a copy."""
+    work = SimpleNamespace(wait=lambda: None)
+    messages: list[tuple[torch.Tensor, int, str]] = []
+
+    def message(x: torch.Tensor, rank: int, group: str, tag: int) -> Any:
+        messages.append((x, rank, group))
+        return work
+
+    names: list[Any] = ["all", "previous", "next"]
+    control: Any = None
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [4, 2, 0])
+    monkeypatch.setattr("torch.distributed.irecv", message)
+    monkeypatch.setattr("torch.distributed.isend", message)
+    for backend, device in (("nccl", "cuda"), ("gloo", "cpu")):
+        monkeypatch.setattr("torch.distributed.get_backend", lambda group, name=backend: name)
+        messages.clear()
+        with absent_gpu((9, 0)) as gpu:
+            step = StageLink(StageGroups(*names), control, 1, 2).new_step()
+            x = step.expect_hidden((3, 8), torch.zeros(1, device="cuda:0"))()
+            step.send_hidden(x)
+        assert x.device.type == "cuda"
+        assert [(x.device.type, rank, group) for x, rank, group in messages] == [
+            (device, 0, "previous"), (device, 4, "next")
+        ]  # fmt: skip
+        assert (gpu.waits == []) == (backend == "nccl")
 
 
 SMALL = ModelArgs(
