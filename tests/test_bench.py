@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import commands, expected, machine, report, run, shapes, soak, worker
+from bench import commands, expected, machine, report, run, shapes, soak, stages, worker
 from bench.engines import ENGINES
 from bench.engines.vllm import vllm_environment
 from bench.linear import KERNELS
@@ -366,6 +366,18 @@ def test_ranks_times_a_step_of_one_process_too(bench):
         ("alone", 1, 1), ("alone", 1, 3),
     ]  # fmt: skip
     assert all(0 < row["collectives_ms"] < row["step_ms"] for row in document["rows"])
+
+
+def test_layouts_of_two_machines_are_compared_with_one():
+    """Wall times are medians; of processor times, the least of the busiest rank counts."""
+
+    def record(layout: str, speed: float, *busy_ms: float) -> dict[str, Any]:
+        return {"layout": layout, "sequences": 16, "tokens_per_s": speed, "busy_ms": busy_ms}
+
+    records = [record("one", 100, 10.0), record("halves", 160, 12.0, 12.5)]
+    records += [record("PP2", 150, 6.0, 6.25), record("PP2", 170, 6.1, 6.5)]
+    wanted = {"halves": {"16": [1.6, 1.6]}, "PP2": {"16": [1.6, 1.6]}}
+    assert stages.compared(records) == wanted
 
 
 def test_linear_compares_every_kernel(bench, monkeypatch):
