@@ -194,7 +194,7 @@ def test_building_on_the_cpu_sets_threads(checkpoint_dir, monkeypatch, device, t
     monkeypatch.setattr("llama.loading.weights.set_num_threads", lambda _: calls.append(1))
     monkeypatch.setattr("llama.loading.pick_device", lambda _: torch.device(device))
     monkeypatch.setattr("llama.loading.memory.choose_sizes", lambda *_: (64, 8))
-    monkeypatch.setattr("llama.checkpoint.reader.load", lambda *_, **__: None)
+    monkeypatch.setattr("llama.checkpoint.loader.load", lambda *_, **__: None)
     load_model(BuildArgs(str(checkpoint_dir[0]), None, 64, 2, dtype="fp32", timeout_s=9))
     assert len(calls) == times
 

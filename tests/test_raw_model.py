@@ -18,7 +18,7 @@ from helpers.kernels import HAS_KERNELS
 from helpers.prompts import prompts_of
 from llama import ModelArgs, Transformer
 from llama.checkpoint.find import find
-from llama.checkpoint.reader import load
+from llama.checkpoint.loader import load
 
 TOKENS = torch.tensor(prompts_of([12, 12], seed=4))
 

@@ -12,7 +12,8 @@ import torch
 
 from llama import weights
 from llama.checkpoint.find import Checkpoint
-from llama.checkpoint.reader import CheckpointReader, matrices_in
+from llama.checkpoint.loader import matrices_in
+from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.table import rank_shapes
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer

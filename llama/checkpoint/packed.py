@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from llama import weights
-from llama.checkpoint import reader, writing
+from llama.checkpoint import loader, writing
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.find import PACKED_FORMAT, Checkpoint
 from llama.checkpoint.table import part_of, share, whole_shapes
@@ -59,7 +59,7 @@ def write(checkpoint: Checkpoint, folder: Path, quantize: str | None, progress: 
     max_header = _HEADER_BYTES_PER_MODULE * len(list(model.modules()))
     with writing.tensor_file(file, max_header, metadata) as add:
         filled = functools.partial(_pack_and_write, model, add, quantize)
-        reader.load(checkpoint, model, filled=filled, progress=progress)
+        loader.load(checkpoint, model, filled=filled, progress=progress)
     cache_anew(file)
 
 

@@ -1,9 +1,8 @@
-"""The tensors of a checkpoint, copied into one rank's part of a model.
+"""The tensors of a checkpoint: one rank's part of each, by Meta's names.
 
-In: a `Checkpoint`, a `Placement`, and tensors or a Transformer to fill. Out: filled tensors, into
-which the adapters of the checkpoint are merged by merged.py. A rank reads the bytes that it needs
-and no others, and nothing in a file is run. The file has over 400 lines because plain, quantized
-and stacked tensors share the rule of which shard holds what.
+In: a `Checkpoint`, a `Placement`, and tensors to fill. Out: filled tensors, into which the adapters
+of the checkpoint are merged by merged.py, or the codes of quantized ones. A rank reads the bytes
+that it needs and no others, and nothing in a file is run.
 
 Shapes: N outputs (rows), K inputs (columns).
 """
@@ -12,13 +11,11 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import Tensor
 
 from llama.checkpoint import huggingface as hf
 from llama.checkpoint.adapters import TIED
@@ -26,13 +23,11 @@ from llama.checkpoint.files import FileReader, MappedTensor
 from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.merged import copy_merged
 from llama.checkpoint.merging import Update
-from llama.checkpoint.quantized_matrix import PackTarget, QuantizedMatrix
 from llama.checkpoint.shards import Shard, open_shards
+from llama.checkpoint.stacked import Part, StackedParts
 from llama.checkpoint.table import ROTATED, as_slice, name_in, share, whole_shapes
 from llama.checks import errors_in
-from llama.model.layers import Matrix
-from llama.model.transformer import Transformer
-from llama.ops.cpu.constants import N_BLOCK, num_blocks
+from llama.ops.cpu.constants import N_BLOCK
 from llama.ranks.placement import WHOLE, Placement
 from llama.storage.downloads import broken
 from llama.weights.coded import Coded, CodedRows, joined
@@ -42,12 +37,6 @@ _CPU = torch.device("cpu")
 _CHUNK_ELEMENTS = 1 << 22  # elements that are unpacked at a time
 
 Fill = Callable[[Tensor, Tensor], object]  # fills a tensor with the rows of another
-
-
-def matrices_in(module: nn.Module, shards: dict[str, Tensor]) -> list[Matrix]:
-    """Return the matrices in a part of a model that are filled with that part."""
-    matrices = [part for part in module.modules() if isinstance(part, Matrix)]
-    return [matrix for matrix in matrices if matrix.names[0] in shards]
 
 
 class _Piece(NamedTuple):
@@ -64,22 +53,6 @@ class _Piece(NamedTuple):
     begin: int
     end: int
     position: int
-
-
-class _Part(NamedTuple):
-    """The part of a quantized tensor that a rank reads.
-
-    Attributes:
-        name: Meta's name of the tensor.
-        matrix: The tensor in the first shard.
-        rows: Rows of the whole tensor.
-        columns: Columns of the whole tensor.
-    """
-
-    name: str
-    matrix: QuantizedMatrix
-    rows: range
-    columns: range
 
 
 class CheckpointReader:
@@ -205,7 +178,7 @@ class CheckpointReader:
         matrix = self.shards[0][name].quantized
         if matrix is not None:
             stored = range(self.shapes[name][1]) if matrix.is_rotated else columns
-            coded = self._read(_Part(name, matrix, rows, stored), into.device)
+            coded = self._read(Part(name, matrix, rows, stored), into.device)
             plain = (coded if fill is Tensor.copy_ else coded.in_order(fill)).plain(torch.float32)
             into.copy_(plain[:, as_slice(columns)] if matrix.is_rotated else plain)
             return
@@ -235,7 +208,7 @@ class CheckpointReader:
             if part is None or (part.matrix.is_rotated and placement.size > 1):
                 return None
             parts.append(part)
-        stacked = _StackedParts(self, parts)
+        stacked = StackedParts(parts, self.params.head_dim, self.read_rows)
         key = (placement, *stacked.layout_key())
         if key not in self._first_rows:
             self._first_rows[key] = stacked.read_first()
@@ -244,7 +217,7 @@ class CheckpointReader:
             return None
         return CodedRows(stacked.num_rows, first, stacked.read, stacked.pack)
 
-    def read_rows(self, part: _Part, max_rows: int | None = None) -> list[Coded]:
+    def read_rows(self, part: Part, max_rows: int | None = None) -> list[Coded]:
         """Read a part, or its first rows, to the CPU in the order of Meta's layout."""
         fill = self._fill(part.name, "meta")
         first_rows = part._replace(rows=part.rows[:max_rows])
@@ -298,7 +271,7 @@ class CheckpointReader:
         if raw is not into:
             fill(into, raw)
 
-    def _part(self, name: str, placement: Placement) -> _Part | None:
+    def _part(self, name: str, placement: Placement) -> Part | None:
         """Return the part of a tensor that a rank reads, or None if it is not quantized."""
         matrix = self.shards[0][name].quantized
         if matrix is None:
@@ -306,12 +279,12 @@ class CheckpointReader:
         n, k = self.shapes[name]
         dim, wanted = share(self.params, name, placement)
         if dim == 0:
-            return _Part(name, matrix, wanted, range(k))
+            return Part(name, matrix, wanted, range(k))
         # The rotation mixes all columns, so that all are read.
         columns = range(k) if matrix.is_rotated else wanted
-        return _Part(name, matrix, range(n), columns)
+        return Part(name, matrix, range(n), columns)
 
-    def _read_chunks(self, part: _Part, fill: Fill, device: torch.device) -> Iterator[Coded]:
+    def _read_chunks(self, part: Part, fill: Fill, device: torch.device) -> Iterator[Coded]:
         """Read a part, some whole heads at a time.
 
         Args:
@@ -331,7 +304,7 @@ class CheckpointReader:
         for start in range(0, len(rows), step):
             yield rows[start : start + step]
 
-    def _read(self, part: _Part, device: torch.device) -> Coded:
+    def _read(self, part: Part, device: torch.device) -> Coded:
         """Read a part from all shards that hold some of it."""
         name = part.name
         dim, _ = share(self.params, name, WHOLE)
@@ -358,62 +331,6 @@ class CheckpointReader:
         return whole
 
 
-class _StackedParts:
-    """A rank's parts of several quantized tensors, stacked to one matrix of the model."""
-
-    def __init__(self, reader: CheckpointReader, parts: list[_Part]) -> None:
-        self.reader = reader
-        self.parts = parts
-        self.row_counts = [len(part.rows) for part in parts]
-
-    @property
-    def num_rows(self) -> int:
-        """The rows of the stacked matrix."""
-        return sum(self.row_counts)
-
-    def layout_key(self) -> tuple[object, ...]:
-        """Return a key that is equal where the first rows have the same table, groups and types."""
-        keys: list[object] = [part.matrix.layout_key for part in self.parts]
-        if None in keys:
-            keys = [part.name for part in self.parts]
-        return *self.row_counts, *keys
-
-    def read(self) -> Coded:
-        """Read all rows."""
-        coded = self._read(None)
-        assert coded is not None, self.parts  # the first rows could be joined
-        return coded
-
-    def read_first(self) -> Coded | None:
-        """Read the first rows of each part, or all if they are few; None if they do not join."""
-        if not self._has_whole_blocks():
-            return self._read(None)
-        return self._read(math.lcm(N_BLOCK, self.reader.params.head_dim))
-
-    def _has_whole_blocks(self) -> bool:
-        """Return whether each part begins with a block of the stacked matrix."""
-        return not any(count % N_BLOCK for count in self.row_counts[:-1])
-
-    def _read(self, max_rows: int | None) -> Coded | None:
-        rows: list[Coded] = []
-        for part in self.parts:
-            rows += self.reader.read_rows(part, max_rows)
-        return joined(rows)
-
-    def pack(self, first: Coded, weight_kind: int, values: Tensor, scales: Tensor) -> bool:
-        """Fill a packed weight from the files, as `CodedRows` has it."""
-        if not self._has_whole_blocks():
-            return False
-        begin = 0
-        for part, count in zip(self.parts, self.row_counts, strict=True):
-            end = begin + num_blocks(count)
-            target = PackTarget(first, weight_kind, values[begin:end], scales[begin:end])
-            if not part.matrix.pack(part.rows, as_slice(part.columns), target):
-                return False
-            begin = end
-        return True
-
-
 def find_not_finite(checkpoint: Checkpoint, names: Iterable[str]) -> dict[Path, list[str]]:
     """Return which plain tensors of which files hold NaN or infinity, by their names in the files.
 
@@ -430,80 +347,3 @@ def find_not_finite(checkpoint: Checkpoint, names: Iterable[str]) -> dict[Path, 
         if tensor.quantized is None and not all_finite(tensor.data):
             damaged.setdefault(tensor.file, []).append(name_in(checkpoint.layout, name))
     return damaged
-
-
-def load(
-    checkpoint: Checkpoint,
-    model: Transformer,
-    *,
-    check: Callable[[list[MappedTensor]], None] | None = None,
-    filled: Callable[[nn.Module, dict[str, CodedRows]], None] = lambda module, coded: None,
-    progress: bool = False,
-) -> None:
-    """Fill a model with its rank's shard of the weights, in the model's type and on its device.
-
-    Every file is checked before anything is copied. The host memory beside the model is that of two
-    parts of it on a CPU, if `filled` makes them smaller, else none; and two buffers on a GPU.
-
-    Args:
-        checkpoint: The checkpoint.
-        model: The model.
-        check: Is called with the tensors of all files that are copied next, on every rank with the
-            same, such as `LoadCheck.check`.
-        filled: Is called with each module of `model.loading_order` once it is whole, on a GPU once
-            its bytes are on their way; and with the matrices that keep their codes, by the first of
-            their names, which are not filled.
-        progress: Whether a bar is drawn on stderr.
-
-    Raises:
-        OSError: A file cannot be read.
-        ValueError: A file is not what the model needs.
-    """
-    device = model.norm.weight.device
-    placement = model.parallel.placement
-    reader = CheckpointReader(checkpoint, device)
-    bar = tqdm(
-        total=sum(weight.nbytes for weight in model.parameters()),
-        desc="Loading",
-        unit="B",
-        unit_scale=True,
-        disable=not progress,
-    )
-    with bar, ThreadPoolExecutor(1, "llama-pack") as packer:
-        packing: Future[object] = packer.submit(int)
-        for module, shards in model.loading_order():
-            if check is not None:
-                check([shard[name] for shard in reader.shards for name in shards])
-            remaining = dict(shards)
-            coded: dict[str, CodedRows] = {}
-            if checkpoint.in_codes:
-                coded = _take_coded(reader, module, remaining, placement, bar)
-            for name, shard in remaining.items():
-                reader.copy(name, shard, placement)
-                bar.update(shard.nbytes)
-            packing.result()
-            if device.type == "cpu":  # one part is packed while the next is read
-                packing = packer.submit(filled, module, coded)
-            else:
-                filled(module, coded)
-        packing.result()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _take_coded(
-    reader: CheckpointReader,
-    module: nn.Module,
-    shards: dict[str, Tensor],
-    placement: Placement,
-    bar: "tqdm[Any]",
-) -> dict[str, CodedRows]:
-    """Return the matrices of a module that keep their codes, and remove them from `shards`."""
-    taken = {}
-    for matrix in matrices_in(module, shards):
-        names = matrix.names
-        coded = reader.coded(names, placement)
-        if coded is not None:
-            taken[names[0]] = coded
-            bar.update(sum(shards.pop(name).nbytes for name in names))
-    return taken

@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 
 from llama import weights
-from llama.checkpoint import packed, reader
+from llama.checkpoint import loader, packed
 from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.pooling import HEAD
+from llama.checkpoint.reader import find_not_finite
 from llama.checkpoint.shards import open_head
 from llama.checkpoint.verify import LoadCheck
 from llama.checks import brief
@@ -69,7 +70,7 @@ def load_weights(
     if checkpoint.packed is not None:
         packed.attach(checkpoint, model)
     else:
-        reader.load(
+        loader.load(
             checkpoint,
             model,
             check=check,
@@ -169,7 +170,7 @@ def warn_not_finite(model: Transformer, checkpoint: Checkpoint, names: list[str]
     """
     if not names:
         return
-    damaged = reader.find_not_finite(checkpoint, names)
+    damaged = find_not_finite(checkpoint, names)
     for file, damaged_names in damaged.items():
         warnings.warn(
             f"{file} holds NaN or infinity in {brief(damaged_names)}: fetch or convert it again",

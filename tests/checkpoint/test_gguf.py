@@ -27,9 +27,10 @@ from llama.checkpoint import gguf_blocks
 from llama.checkpoint.convert import convert, reshard
 from llama.checkpoint.find import find
 from llama.checkpoint.gguf_blocks import GGUFMatrix
+from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.quantized_matrix import PackTarget
-from llama.checkpoint.reader import CheckpointReader, load
+from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.verify import verify
 from llama.model import Transformer
 from llama.model.layers import Matrix

@@ -30,8 +30,9 @@ from helpers.weights import (
 from llama.checkpoint import hf_formats
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
+from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
-from llama.checkpoint.reader import CheckpointReader, load
+from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.verify import verify
 from llama.model import Transformer
 from llama.model.layers import Matrix

@@ -15,7 +15,7 @@ from llama.checkpoint import convert
 MEASURE = """
 import os, sys, threading, time
 import torch
-from llama.checkpoint.reader import load
+from llama.checkpoint.loader import load
 from llama.checkpoint.find import find
 from llama.checkpoint.convert import convert, reshard
 from llama.model import Transformer

@@ -31,8 +31,8 @@ from llama import Llama
 from llama.checkpoint import packed
 from llama.checkpoint.convert import convert, pack, reshard
 from llama.checkpoint.find import Checkpoint, find
+from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
-from llama.checkpoint.reader import load
 from llama.checkpoint.verify import verify
 from llama.cli import main
 from llama.model import Transformer

@@ -25,7 +25,7 @@ from llama.checkpoint import table as shares
 from llama.checkpoint.convert import convert, pack, reshard
 from llama.checkpoint.files import _mapped_regions
 from llama.checkpoint.find import Checkpoint, find
-from llama.checkpoint.reader import load
+from llama.checkpoint.loader import load
 from llama.checkpoint.verify import LoadCheck, verify
 from llama.cli import main
 from llama.loading import loaded

@@ -18,8 +18,8 @@ from helpers.weights import PARAMS, STATE, change_json, change_shard, expect_sha
 from llama.checkpoint import convert, files
 from llama.checkpoint.files import FileReader
 from llama.checkpoint.find import find
+from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
-from llama.checkpoint.reader import load
 from llama.checkpoint.table import shard_shapes
 from llama.model import Transformer
 from llama.model.args import ModelArgs

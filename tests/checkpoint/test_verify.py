@@ -15,7 +15,7 @@ from helpers.weights import STATE, change_safetensors, change_shard, flip_a_bit,
 from llama import Llama
 from llama.checkpoint import verify as verifying
 from llama.checkpoint.find import find
-from llama.checkpoint.reader import load
+from llama.checkpoint.loader import load
 from llama.checkpoint.verify import verify
 from llama.model import Transformer
 from llama.ranks.collectives import ModelParallel

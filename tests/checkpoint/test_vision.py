@@ -22,7 +22,7 @@ from helpers.weights import expect_files, expect_shards
 from llama import Llama, Transformer
 from llama.checkpoint.convert import convert, pack, reshard
 from llama.checkpoint.find import find
-from llama.checkpoint.reader import load
+from llama.checkpoint.loader import load
 from llama.checkpoint.verify import verify
 from llama.cli import main
 from llama.model.args import ModelArgs

@@ -21,7 +21,7 @@ from torch import Tensor
 from helpers.checkpoints import random_state, shard_of
 from llama.checkpoint import huggingface as hf
 from llama.checkpoint.find import Checkpoint
-from llama.checkpoint.reader import load
+from llama.checkpoint.loader import load
 from llama.checkpoint.table import shard_shapes
 from llama.model import Transformer
 from llama.model.args import ModelArgs

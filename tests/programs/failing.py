@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from helpers.ports import reserved_port
 from helpers.waiting import wait_until
 from llama import Llama
-from llama.checkpoint import reader
+from llama.checkpoint import loader
 from llama.cli.batch.job import run_batch
 from llama.cli.chat.engine_session import chat_on_engine as chat
 from llama.cli.model import sampling_params
@@ -111,7 +111,7 @@ def fail_once_all_came(case: dict[str, Any], rank: int, mark: Path) -> None:
 
 def fail_while_loading(fault: str, mark: Path) -> None:
     """Let this rank fail once two parts of its model are filled."""
-    load = reader.load
+    load = loader.load
 
     def load_and_fail(checkpoint: Any, model: Any, *, filled: Any, **options: Any) -> None:
         parts: list[Any] = []
@@ -124,7 +124,7 @@ def fail_while_loading(fault: str, mark: Path) -> None:
 
         load(checkpoint, model, filled=filled_or_failed, **options)
 
-    reader.load = load_and_fail  # type: ignore
+    loader.load = load_and_fail  # type: ignore
 
 
 def chat_in_a_pipe(llama: Llama, rank: int, out: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama.checkpoint import reader
+from llama.checkpoint import loader
 from llama.cli import main
 from llama.model import Transformer
 from llama.ops.batch import Batch
@@ -55,6 +55,6 @@ def read_for_ever(*_: object, **__: object) -> None:
 
 if __name__ == "__main__":
     if os.environ.get("FAULT") == "load":
-        reader.load = read_for_ever
+        loader.load = read_for_ever
     Transformer.hidden_states = faulty  # type: ignore[method-assign, assignment]
     sys.exit(main())
