@@ -396,7 +396,7 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
         waiting=lambda *args: contextlib.nullcontext(), left_groups=[],
         rendezvous=SimpleNamespace(store="the store"),
     )  # fmt: skip
-    monkeypatch.setattr(groups, "_meet_all", lambda *args: watch)
+    monkeypatch.setattr(groups, "meet_all", lambda *args: watch)
     monkeypatch.setenv("RANK", "1")
     for name, value in {
         "is_initialized": lambda: False,
@@ -427,7 +427,7 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
     properties = SimpleNamespace(uuid="GPU-1")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     gpu = torch.device("cuda", 1)
-    sizes = groups._Sizes(group=2, stages=1, world=2)
+    sizes = groups.GroupSizes(group=2, stages=1, world=2)
     assert groups._join(sizes, gpu, 60.0).group is group
     assert done == [("nccl", gpu), gpu]
     done.clear()

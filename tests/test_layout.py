@@ -138,7 +138,7 @@ def test_a_format_of_weights_is_a_file():
     [
         (
             "torch.distributed",
-            r"llama/ranks/(collectives|groups|one_shot|stage_link|torch_private)\.py",
+            r"llama/ranks/(collectives|groups|meeting|one_shot|stage_link|torch_private)\.py",
         ),
         ("fairscale", r"llama/ranks/groups\.py"),
         ("triton", r"llama/(ops/triton|gpu)/"),

@@ -18,7 +18,7 @@ from helpers.launch import PROGRAMS, REPO, WORKER, environment
 from helpers.machines import two_machines
 from helpers.prompts import prompts_of
 from llama import Llama
-from llama.ranks.groups import check_interfaces
+from llama.ranks.world import check_interfaces
 
 PROMPTS = prompts_of([3, 17, 9, 30], seed=20)
 GREEDY: dict[str, Any] = {"max_gen_len": 8, "temperature": 0.0}

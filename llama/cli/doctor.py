@@ -35,8 +35,8 @@ from llama.loading.memory import estimate_memory
 from llama.model.args import ModelArgs
 from llama.model.shares import RankShare, distinct_ranks
 from llama.ops.cpu import native
-from llama.ranks.groups import check_interfaces, started_processes
 from llama.ranks.placement import WHOLE, Placement
+from llama.ranks.world import check_interfaces, started_processes
 from llama.shares import check_shares, column_step
 from llama.sizes import Memory, default_batch_size
 from llama.weights import QUANTIZED

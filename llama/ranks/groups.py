@@ -1,72 +1,43 @@
 """Makes and leaves the process groups of a job.
 
-In: torchrun's variables (a single process needs none). Out: a `ModelParallel`. A model-parallel
-group has consecutive ranks, so that it stays inside of one machine if possible. No other file
-imports fairscale. It must not know the model.
-
-The file has over 400 lines, as all ranks must make the same groups in the same order.
+In: the sizes of the groups (world.py), and ranks that have met (meeting.py). Out: a
+`ModelParallel`. A model-parallel group has consecutive ranks, so that it stays inside of one
+machine if possible. All ranks make the same groups in the same order. No other file imports
+fairscale. It must not know the model.
 """
 
 import atexit
 import contextlib
 import functools
 import io
-import ipaddress
 import os
-import socket
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as fs_init
 
-# torch.distributed exports these two without declaring it, so type checkers look here.
-from torch._C._distributed_c10d import HashStore, TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store
+# torch.distributed exports it without declaring it, so type checkers look here.
+from torch._C._distributed_c10d import HashStore
 
-from llama.checks import FieldError, torchrun_number
 from llama.ranks import torch_private
 from llama.ranks.collectives import ModelParallel, exchange
 from llama.ranks.errors import RankError
-from llama.ranks.launch import STORE_FD
+from llama.ranks.meeting import meet_all
 from llama.ranks.one_shot import OneShot
-from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.placement import Placement
 from llama.ranks.processes import machine_id
-from llama.ranks.rendezvous import Rendezvous
 from llama.ranks.shared_memory import SharedMemory
 from llama.ranks.stage_link import StageGroups, StageLink
 from llama.ranks.watch import LATER_S, Watch
+from llama.ranks.world import GroupSizes, check_interfaces, loopback_if_alone, started_processes
 
 _LARGE_SUM_ELEMENTS = 1 << 23  # float32; as many bytes as the sums of a step with 2,048 rows
 _P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 _INTRODUCTION_BYTES = 512  # size of the messages with which ranks set up shared memory
-
-
-def started_processes() -> int:
-    """Return the number of processes that torchrun's variables describe; 1 without variables.
-
-    Raises:
-        ValueError: names a variable that is missing or wrong.
-    """
-    size = torchrun_number("WORLD_SIZE")
-    if size == 1:
-        return 1
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"WORLD_SIZE={size} also needs {', '.join(missing)}: launch with torchrun, or "
-            "unset WORLD_SIZE for one process"
-        )
-    local_size = torchrun_number("LOCAL_WORLD_SIZE", size + 1)
-    torchrun_number("LOCAL_RANK", local_size if "LOCAL_WORLD_SIZE" in os.environ else size)
-    torchrun_number("RANK", size)
-    torchrun_number("MASTER_PORT", 2**16)
-    return size
 
 
 def connect(
@@ -91,22 +62,7 @@ def connect(
         RankError: A rank did not arrive, or the ranks cannot reach each other.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else started_processes()
-    stages = pipeline_parallel_size
-    if not _divides(stages, world_size):
-        raise FieldError.of(
-            "pipeline_parallel_size",
-            f"={stages!r} does not divide the {world_size} processes that were started: start a "
-            "multiple of it (--ranks; --nproc_per_node of torchrun), or leave it out",
-        )
-    size = world_size // stages if model_parallel_size is None else model_parallel_size
-    if not _divides(size, world_size // stages):
-        each = f" for each of {stages} pipeline stages" if stages > 1 else ""
-        raise FieldError.of(
-            "model_parallel_size",
-            f"={size!r} does not divide the {world_size // stages} processes that were started"
-            f"{each}: start a multiple of it (--ranks; --nproc_per_node of torchrun), or leave it "
-            "out",
-        )
+    sizes = GroupSizes.of(world_size, pipeline_parallel_size, model_parallel_size)
     if world_size == 1:
         _join_alone()
         return ModelParallel()
@@ -116,64 +72,8 @@ def connect(
         # neither for a process group (`device_id=` only binds the group) nor from a tensor in the
         # operators of symmetric memory. Meta's `build` sets it too, and scripts rely on that.
         torch.cuda.set_device(device)
-    with _loopback_if_alone():
-        return _join(_Sizes(size, stages, world_size), device, timeout_s)
-
-
-def _divides(size: object, count: int) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool) and size > 0 and count % size == 0
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """The number of ranks in a model-parallel group, of pipeline stages, and of all ranks."""
-
-    group: int
-    stages: int
-    world: int
-
-    @property
-    def copy(self) -> int:
-        """The number of ranks that share a copy of the model."""
-        return self.group * self.stages
-
-    def pipeline_of(self, rank: int) -> range:
-        """Return the ranks that have the index of `rank` in the groups of their stages."""
-        first = rank - rank % self.copy + rank % self.group
-        return range(first, first + self.copy, self.group)
-
-    def stage_of(self, rank: int) -> int:
-        """Return the stage of a rank. The first ranks of a copy are the last stage."""
-        return self.stages - 1 - rank // self.group % self.stages
-
-
-def check_interfaces(names: str | None) -> None:
-    """Raise a ValueError for an unknown interface in GLOO_SOCKET_IFNAME.
-
-    gloo's own error names no remedy.
-    """
-    present = [name for _, name in socket.if_nameindex()]
-    if names is not None and not set(names.split(",")) <= set(present):
-        raise ValueError(
-            f"GLOO_SOCKET_IFNAME={names} names no interface of this machine, which has "
-            f"{', '.join(present)}: name the one that the machines share, or unset it"
-        )
-
-
-@contextlib.contextmanager
-def _loopback_if_alone() -> Iterator[None]:
-    """Keep gloo off the network in the block, if all ranks are on this machine."""
-    name = "GLOO_SOCKET_IFNAME"  # without it, gloo listens on the address of the host's name
-    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    loopback = next((i for _, i in socket.if_nameindex() if i.startswith("lo")), None)
-    if not alone or loopback is None or name in os.environ:
-        yield
-        return
-    os.environ[name] = loopback
-    try:
-        yield
-    finally:
-        del os.environ[name]
+    with loopback_if_alone():
+        return _join(sizes, device, timeout_s)
 
 
 def _join_alone() -> None:
@@ -193,7 +93,7 @@ def _join_alone() -> None:
             fs_init.initialize_model_parallel(1)
 
 
-def _make_own_fairscale_groups(sizes: _Sizes, limit: timedelta) -> StageGroups | None:
+def _make_own_fairscale_groups(sizes: GroupSizes, limit: timedelta) -> StageGroups | None:
     """Make those of fairscale's groups that this rank belongs to, and those of its stage.
 
     fairscale's own function makes all groups on all ranks, 17 for eight ranks, of which 16 have one
@@ -227,9 +127,9 @@ def _new_group(
     return group
 
 
-def _join(sizes: _Sizes, device: torch.device, timeout_s: float) -> ModelParallel:
+def _join(sizes: GroupSizes, device: torch.device, timeout_s: float) -> ModelParallel:
     """Meet the other ranks, and make the groups; raise a RankError if either fails."""
-    watch = Watch.of_process() or _meet_all(sizes, timeout_s, _gpu_id(device))
+    watch = Watch.of_process() or meet_all(sizes, timeout_s, _gpu_id(device))
     try:
         with watch.waiting("the making of the groups", timeout_s):
             return _make_groups(watch, sizes, device, timeout_s)
@@ -258,103 +158,6 @@ def _gpu_id(device: torch.device) -> str:
     return str(getattr(properties, "uuid", ""))  # torch before 2.4 has none
 
 
-def _meet_all(sizes: _Sizes, timeout_s: float, gpu: str = "") -> Watch:
-    """Wait until all ranks have arrived, and watch them from then on.
-
-    Raises:
-        RankError: a rank does not arrive.
-        ValueError: the ranks differ in the size of their groups, or two have the same GPU.
-    """
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
-    peers = Peers(rank, sizes.group, gpu, sizes.stages)
-    limit = timedelta(seconds=timeout_s + LATER_S)
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    first = rank - rank % sizes.copy
-    open_store = functools.partial(_open_store, rank=rank, limit=limit)
-    rendezvous = Rendezvous(peers, sizes.world, open_store, address, timeout_s)
-    watch = Watch(peers, range(first, first + sizes.copy), rendezvous)
-    watch.meet()
-    if problem := _mismatch(peers.in_order, rank):
-        watch.stop()
-        raise ValueError(problem)
-    return watch
-
-
-def _mismatch(peers: list[PeerInfo], rank: int) -> str:
-    """Return what the ranks that have arrived cannot agree on; an empty text for nothing."""
-    own = next(peer for peer in peers if peer.rank == rank)
-    other = next((peer for peer in peers if peer.sizes != own.sizes), None)
-    if other is not None:
-        low, high = sorted([own, other], key=lambda peer: peer.rank)
-        name = "model_parallel_size" if own.stages == other.stages else "pipeline_parallel_size"
-        values = [x.group_size if own.stages == other.stages else x.stages for x in (low, high)]
-        return (
-            f"{name} differs: it is {values[0]} on rank {low.rank}, and {values[1]} on rank "
-            f"{high.rank} (this is rank {rank}). Give every rank the same"
-        )
-    rank_of: dict[str, int] = {}
-    for peer in peers:
-        if peer.gpu and rank_of.setdefault(peer.gpu, peer.rank) != peer.rank:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            return (
-                f"ranks {rank_of[peer.gpu]} and {peer.rank} have the same GPU, which nccl refuses "
-                f"(CUDA_VISIBLE_DEVICES={visible} on rank {rank}): show the ranks of a machine all "
-                "of its GPUs, of which each takes its own, or show each rank another one"
-            )
-    return ""
-
-
-def _open_store(rendezvous: Rendezvous, rank: int, limit: timedelta) -> Store:
-    """Return the store where the ranks meet.
-
-    It is the store of groups that the program has made, else the one that torchrun's variables
-    name: torchrun's own, or that of rank 0. With --max-restarts torchrun keeps its store, which
-    then has the addresses of ranks that have ended (pytorch issue 135712), so each start uses keys
-    of its own. This works on one machine only, as agents of several machines count their restarts
-    separately.
-    """
-    if dist.is_initialized():
-        return torch_private.default_store()
-    host = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_ours = rank == 0 and not is_agents
-    if not is_ours:
-        rendezvous.wait_for_listener((host, port), is_agents)
-    fd = _listener(host, port) if is_ours else None
-    store: Store = TCPStore(
-        host,
-        port,
-        is_master=is_ours,
-        timeout=limit,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=fd,
-    )
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    if count != "0" and on_one_machine:
-        store = PrefixStore(f"restart-{count}", store)
-    return store
-
-
-def _listener(host: str, port: int) -> int | None:
-    """Return a listening socket for the store of rank 0, or None where torch shall open one.
-
-    torch would listen for IPv6 and IPv4 in one socket. Its store asks for the name of each client
-    before it serves the next request, and the address of a client of IPv4 in such a socket is in no
-    hosts file: a DNS server that is slow or silent would keep all ranks from meeting.
-    """
-    if fd := os.environ.pop(STORE_FD, ""):
-        return int(fd)
-    try:
-        address = ipaddress.IPv4Address(host)
-        listener = socket.create_server((host if address.is_loopback else "", port))
-    except (ValueError, OSError):  # a name; or a port in use, which torch shares or reports
-        return None
-    return listener.detach()
-
-
 def _is_one_machine(control: dist.ProcessGroup, size: int) -> bool:
     """Return whether the ranks of a group of several are on one machine.
 
@@ -371,7 +174,7 @@ class _Lease:
 
 
 def _make_groups(
-    watch: Watch, sizes: _Sizes, device: torch.device, timeout_s: float
+    watch: Watch, sizes: GroupSizes, device: torch.device, timeout_s: float
 ) -> ModelParallel:
     """Make the groups of several ranks: fairscale's, and gloo's for agreement."""
     limit = timedelta(seconds=timeout_s + LATER_S)
@@ -456,7 +259,7 @@ def _share_memory(
 def _link_stages(
     groups: StageGroups | None,
     control: dist.ProcessGroup,
-    sizes: _Sizes,
+    sizes: GroupSizes,
     gpu: torch.device | None,
 ) -> StageLink:
     """Connect a rank to those of the same index in the other stages of its copy of the model."""
@@ -477,7 +280,7 @@ def _link_stages(
 
 
 def _model_parallel_group(
-    watch: Watch, sizes: _Sizes, gpu: torch.device | None, limit: timedelta
+    watch: Watch, sizes: GroupSizes, gpu: torch.device | None, limit: timedelta
 ) -> dist.ProcessGroup:
     """Return fairscale's group of this rank, which may exist already."""
     if not dist.is_initialized():
@@ -498,7 +301,7 @@ def _model_parallel_group(
     return group
 
 
-def _check_fairscale_groups(sizes: _Sizes) -> None:
+def _check_fairscale_groups(sizes: GroupSizes) -> None:
     """Raise a ValueError if groups that exist already have other sizes."""
     joined = {
         "model_parallel_size": (sizes.group, fs_init.get_model_parallel_world_size()),

@@ -21,9 +21,10 @@ from helpers import warm
 from helpers.launch import PROGRAMS, environment
 from helpers.ports import reserved_port
 from llama.ranks.errors import NotMetError
-from llama.ranks.groups import _meet_all, _open_store, _Sizes
+from llama.ranks.meeting import _open_store, meet_all
 from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.stalls import find_stalled_rank
+from llama.ranks.world import GroupSizes
 
 pytestmark = pytest.mark.dist
 
@@ -203,7 +204,7 @@ def open_alone(monkeypatch, limit_s: float = 0.5, **variables: str) -> None:
         monkeypatch.setenv(name, value)
     # The groups of this process belong to other tests, and their store would be used.
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
-    _meet_all(_Sizes(group=2, stages=1, world=2), limit_s)
+    meet_all(GroupSizes(group=2, stages=1, world=2), limit_s)
 
 
 def test_a_wrong_address_or_port_is_one_line_with_the_remedy(monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 from helpers.launch import DEMO, REPO, environment
 from llama.cli import main
-from llama.ranks.groups import started_processes
+from llama.ranks.world import started_processes
 
 TORCH_SAYS = "environment variable RANK expected, but not set"
 REMEDY = "PYTHONSAFEPATH=1"
