@@ -32,6 +32,11 @@ _P = ParamSpec("_P")
 _A = TypeVar("_A")
 _T = TypeVar("_T")
 MEASURED_SHARES = ("memory", "speed")  # values of `shares` that each rank measures
+# Arguments that are lists of whole numbers, and what errors say of them.
+_COUNTS = {
+    "pipeline_layers": "give the number of layers of each stage, such as 10,6",
+    "ffn_shares": "give a whole number for each rank, such as 3,2,2",
+}
 _MAX_LISTED = 10**6  # the largest number in a list
 
 
@@ -119,7 +124,10 @@ class BuildArgs:
             shares are met as far as the heads allow. On a CPU the ranks of a machine divide its
             cores and its memory in the same way. "memory" measures the free memory of each rank's
             device, and "speed" the rate at which each reads memory; the result is printed.
-            Default: equal shares.
+            With "memory", ranks with more heads or less memory hold fewer feed-forward columns, so
+            that the KV cache has more tokens. Default: equal shares.
+        ffn_shares: the same for the feed-forward columns alone, in whole numbers. Default: those of
+            `shares`, or with shares="memory" what that measures.
         kv_cache_memory_bytes: the size of the KV cache on each rank. Default: the memory that is
             left beside the weights, but no more than max_batch_size x max_seq_len tokens need.
         kv_cache_dtype: "int8" stores the KV cache in int8, on CPU or CUDA, with one scale per token
@@ -232,6 +240,9 @@ class BuildArgs:
         "equal shares",
         choices=MEASURED_SHARES,
     )
+    ffn_shares: "str | Sequence[int] | None" = _flag(
+        None, "LIST", "Relative share of the feed-forward columns of each rank", "as shares"
+    )
     kv_cache_memory_bytes: int | None = _flag(
         None, "N", "Size of the KV cache on each rank, in bytes", "what fits", limits=(1, 2**60)
     )
@@ -319,8 +330,8 @@ class BuildArgs:
             raise FieldError("pooling", f"pooling={brief(self.pooling)} must be 'last' or 'mean'")
         lora = lora_paths(self.lora) or None
         shares = read_shares(self.shares)
-        layers = read_pipeline_layers(self.pipeline_layers)
-        return replace(self, **checked_values, lora=lora, shares=shares, pipeline_layers=layers)
+        counts: dict[str, Any] = {x: read_counts(x, getattr(self, x)) for x in _COUNTS}
+        return replace(self, **checked_values, lora=lora, shares=shares, **counts)
 
     def shared(self) -> dict[str, Any]:
         """Return the arguments that must be the same on every rank, by name."""
@@ -379,22 +390,22 @@ def read_shares(shares: object) -> str | tuple[int, ...] | None:
     return values
 
 
-def read_pipeline_layers(layers: object) -> tuple[int, ...] | None:
-    """Return an argument `pipeline_layers` as numbers.
+def read_counts(name: str, value: object) -> tuple[int, ...] | None:
+    """Return an argument of `_COUNTS` as numbers.
 
     Args:
-        layers: numbers in a sequence or, with commas between them, in a text; or None.
+        name: the argument.
+        value: numbers in a sequence or, with commas between them, in a text; or None.
 
     Raises:
         FieldError: it is something else.
     """
-    if layers is None:
+    if value is None:
         return None
-    values = _read_integers(layers)
-    if values is None:
-        text = f"={brief(layers)}: give the number of layers of each stage, such as 10,6"
-        raise FieldError.of("pipeline_layers", text)
-    return values
+    counts = _read_integers(value)
+    if counts is None:
+        raise FieldError.of(name, f"={brief(value)}: {_COUNTS[name]}")
+    return counts
 
 
 def _read_integers(value: object) -> tuple[int, ...] | None:

@@ -7,8 +7,10 @@ decided in `llama.ranks.placement` and `llama.model.shares`.
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -16,9 +18,10 @@ from llama.checkpoint.column_blocks import columns_per_block
 from llama.checkpoint.find import Checkpoint
 from llama.checks import FieldError
 from llama.device import free_bytes
+from llama.engine.core import PAGE_SIZE
 from llama.ops.cpu.constants import N_BLOCK
 from llama.ranks.collectives import ModelParallel
-from llama.sizes import Memory
+from llama.sizes import MEMORY_FRACTION, Memory
 
 _MEASURED_STEPS = 16  # Shares that are measured are rounded to so many parts of the largest.
 _PROBE_BYTES = 256 << 20  # more than caches hold
@@ -26,11 +29,13 @@ _PROBE_S = 0.2
 _GPU_COLUMNS = 128  # columns that the products of a GPU take at a time
 
 
-def check_shares(shares: str | Sequence[int] | None, size: int) -> None:
-    """Raise a ValueError if `shares`, as `BuildArgs.checked` has it, is not for `size` ranks."""
+def check_shares(
+    shares: str | Sequence[int] | None, size: int, name: Literal["shares", "ffn_shares"] = "shares"
+) -> None:
+    """Raise a ValueError if an argument, as `BuildArgs.checked` has it, is not for `size` ranks."""
     if isinstance(shares, tuple) and len(shares) != size:
         raise FieldError.of(
-            "shares",
+            name,
             f"={','.join(map(str, shares))} has {len(shares)} numbers, and the model is divided "
             f"among {size} rank{'s' * (size > 1)}: give a number for each",
         )
@@ -70,6 +75,98 @@ def _read_rate(device: torch.device) -> int:
         x.sum().item()  # sync
         count += 1
     return int(count * x.nbytes / seconds)
+
+
+class ColumnSpace(NamedTuple):
+    """The memory of a rank that feed-forward columns and the KV cache divide.
+
+    Two limits hold: that of weights and KV cache alone, and that of a step, which needs a workspace
+    beside them. Columns need more of that, too.
+
+    Attributes:
+        per_token: Bytes of the keys and values of one token.
+        num_bytes: Bytes that no other weights take.
+        per_block: Bytes of the weights of a block of columns, over all layers of the rank.
+        step_bytes: Bytes that neither other weights take nor a step.
+        step_per_block: Bytes of the weights and of the workspace of a block.
+    """
+
+    per_token: int
+    num_bytes: int
+    per_block: int
+    step_bytes: int
+    step_per_block: int
+
+    @classmethod
+    def between(cls, low: Memory, high: Memory, num_blocks: int) -> "ColumnSpace":
+        """Return the space of a rank of which two sizes are known.
+
+        Args:
+            low: What the rank needs with one block.
+            high: What it needs with `num_blocks`, which are more.
+            num_blocks: The blocks of `high`.
+        """
+        more = num_blocks - 1
+        per_block = _rounded_up(high.weights - low.weights, more)
+        workspace = _rounded_up(high.reserve - low.reserve, more)
+        others = low.weights - per_block
+        return cls(
+            per_token=low.per_token,
+            num_bytes=int(low.free * MEMORY_FRACTION) - others,
+            per_block=per_block,
+            step_bytes=low.free - (low.reserve - workspace) - others,
+            step_per_block=per_block + workspace,
+        )
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return the blocks of columns that fit beside the keys and values of so many tokens."""
+        kv_bytes = num_tokens * self.per_token
+        return min(
+            (self.num_bytes - kv_bytes) // self.per_block,
+            (self.step_bytes - kv_bytes) // self.step_per_block,
+        )
+
+
+def _rounded_up(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+def fill_columns(
+    ranks: Sequence[Sequence[ColumnSpace]], num_blocks: int, max_tokens: int
+) -> tuple[int, ...]:
+    """Deal blocks of columns to ranks so that the KV cache of all has as many tokens as possible.
+
+    Of the deals with as many tokens, the most even one is taken, as a step takes as long as the
+    rank with most columns.
+
+    Args:
+        ranks: For each rank of a group, its space in each group.
+        num_blocks: The blocks of the whole model, at least one for each rank.
+        max_tokens: The tokens beyond which the KV cache need not grow.
+
+    Returns:
+        The blocks of each rank; empty if they do not fit even without a KV cache.
+    """
+
+    def limits(num_tokens: int) -> list[int]:
+        """Return the maximum number of blocks of each rank beside so many tokens."""
+        return [min(space.num_blocks(num_tokens) for space in copies) for copies in ranks]
+
+    def fits(num_tokens: int) -> bool:
+        fitting = limits(num_tokens)
+        return min(fitting) >= 1 and sum(fitting) >= num_blocks
+
+    if not fits(0):
+        return ()
+    # The most pages that fit: the first number that does not, less one.
+    pages = range(1, max_tokens // PAGE_SIZE + 1)
+    num_pages = bisect_left(pages, True, key=lambda count: not fits(count * PAGE_SIZE))
+    fitting = limits(num_pages * PAGE_SIZE)
+    counts = [1] * len(fitting)
+    for _ in range(num_blocks - len(fitting)):
+        open_ranks = (rank for rank, limit in enumerate(fitting) if counts[rank] < limit)
+        counts[min(open_ranks, key=counts.__getitem__)] += 1
+    return tuple(counts)
 
 
 def tightest_memory(memory: Memory, parallel: ModelParallel, kv_bytes: int | None) -> Memory:

@@ -189,13 +189,15 @@ def test_every_shard_count_on_every_world(
 
     1, 2 and 4 shards, and kv heads fewer than ranks, give the ids of one process on every rank,
     greedy and sampled, and log probabilities within 1e-4. Three ranks hold unequal parts, the last
-    time by shares of 2, 1 and 1.
+    time by shares of 2, 1 and 1, and with other shares of the feed-forward columns.
     """
     jobs = shard_jobs(sharded)
     if world == 2:
         ranks = request.getfixturevalue("two_ranks")["shards"]
     elif world == 3:
-        uneven: dict[str, Any] = {"do": "use_shares", "shares": [2, 1, 1]}
+        uneven: dict[str, Any] = {
+            "do": "use_shares", "shares": [2, 1, 1], "ffn_shares": [1, 1, 3]
+        }  # fmt: skip
         ranks = torchrun(world, [*jobs, uneven, {"do": "forget"}, jobs[0]], tmp_path)
         for rank in ranks:
             del rank[len(jobs) : -1]  # the results of two jobs that are not compared

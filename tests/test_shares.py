@@ -12,12 +12,26 @@ import torch
 from llama.build_args import BuildArgs, read_shares
 from llama.checkpoint.column_blocks import columns_per_block
 from llama.checkpoint.find import Checkpoint
+from llama.checkpoint.table import rank_shapes
 from llama.checks import FieldError
+from llama.cli.plan.models import num_elements
 from llama.device import available_cores, free_bytes, part_of_machine
+from llama.loading.files import Files
+from llama.loading.memory import estimate_memory, with_ffn_shares
 from llama.model.args import ModelArgs
+from llama.model.plan import LayerPlan
+from llama.model.shares import RankShare
+from llama.ops.kv_cache import AS_COMPUTED
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import Placement
-from llama.shares import check_shares, column_step, resolve_shares, tightest_memory
+from llama.shares import (
+    ColumnSpace,
+    check_shares,
+    column_step,
+    fill_columns,
+    resolve_shares,
+    tightest_memory,
+)
 from llama.sizes import Memory
 
 CPU = torch.device("cpu")
@@ -87,6 +101,107 @@ def test_the_speed_of_a_device_is_measured():
 
     assert resolve_shares("speed", Measured(Placement(size=2), [[200], [100]]), CPU) == (16, 8)
     assert sent[0][0] > 1 << 20, "bytes per second"
+
+
+LLAMA_70B = ModelArgs(
+    dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, vocab_size=128256, multiple_of=4096,
+    ffn_dim_multiplier=1.3,
+)  # fmt: skip
+
+
+def kv_tokens(shares: tuple[int, ...], size: int) -> int:
+    """Return the tokens of KV cache of 70B in 4.6 bits on cards with 20.8 GB for both."""
+    found = []
+    for rank in Placement(size=size, column_step=256, ffn_shares=shares).peers():
+        num_bytes = num_elements(rank_shapes(LLAMA_70B, rank)) * 4.6 / 8
+        per_token = LayerPlan.of(LLAMA_70B, rank).kv_bytes_per_token(torch.bfloat16)
+        found.append((20.8e9 - num_bytes) / per_token)
+    return int(min(found) / 1000)
+
+
+def space(num_bytes: int, per_block: int, per_token: int) -> ColumnSpace:
+    """Return the space of a rank whose steps need nothing."""
+    return ColumnSpace(per_token, num_bytes, per_block, num_bytes, per_block)
+
+
+@pytest.mark.parametrize(
+    ("size", "balanced", "filled", "largest"),
+    [(3, 55, 65, 1.23), (5, 148, 191, 1.83), (6, 163, 226, 1.50), (7, 174, 227, 1.19)],
+)
+def test_ranks_with_more_heads_have_fewer_columns(size, balanced, filled, largest):
+    """Ranks with more heads have fewer columns, so that thousands of tokens more fit.
+
+    The largest share of the columns grows, against an equal one.
+    """
+    num_blocks = LLAMA_70B.ffn_dim // 256
+    per_block = 3 * 8192 * 256 * 80 * 4.6 / 8
+    ranks = []
+    for rank in Placement(size=size, column_step=256).peers():
+        other = num_elements(rank_shapes(LLAMA_70B, rank)) * 4.6 / 8
+        other -= len(RankShare.of(LLAMA_70B, rank).ffn) / 256 * per_block
+        per_token = LayerPlan.of(LLAMA_70B, rank).kv_bytes_per_token(torch.bfloat16)
+        ranks.append([space(int(20.8e9 - other), int(per_block), per_token)])
+    blocks = fill_columns(ranks, num_blocks, 10**7)
+    assert (kv_tokens((), size), kv_tokens(blocks, size)) == (balanced, filled)
+    assert max(blocks) * size / num_blocks == pytest.approx(largest, abs=5e-3)
+    assert sum(blocks) == num_blocks
+
+
+def test_columns_are_even_where_memory_allows_it():
+    """Columns are as even as the tokens that are wanted allow; the tightest copy decides."""
+    ranks = [[space(1000, 10, 1)], [space(900, 10, 2), space(10**6, 10, 2)]]
+    assert fill_columns(ranks, 60, 16 * 9) == (30, 30)
+    assert fill_columns(ranks, 60, 16 * 20) == (34, 26)
+    assert fill_columns(ranks, 60, 10**6) == (54, 6), "416 tokens, beside which 58 and 6 fit"
+    assert fill_columns(ranks, 200, 10**6) == (), "not even without a KV cache"
+
+
+def test_ranks_measure_how_many_columns_they_hold(monkeypatch):
+    """Three ranks with 3, 3 and 2 key-value heads send what they have space for, and then agree.
+
+    With the columns that follow, the tightest of them has more tokens than with equal columns.
+    """
+    params = ModelArgs(
+        dim=512, n_layers=2, n_heads=8, n_kv_heads=8, vocab_size=512, multiple_of=32,
+        ffn_dim_multiplier=4,
+    )  # fmt: skip
+    monkeypatch.setattr("llama.loading.memory.free_bytes", lambda *_: 60 << 20)
+    checkpoint = replace(_checkpoint(), params=params)
+    args = BuildArgs("model", None, 4096, 256, shares="memory")
+    placements = Placement(size=3).peers()
+
+    def files_of(placement: Placement) -> Files:
+        return Files(checkpoint, torch.bfloat16, None, placement, CPU)
+
+    sent: list[list[int]] = []
+
+    class Sending(Ranks):
+        def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+            sent.append(list(values))
+            return [list(values)] * 3
+
+    for placement in placements:
+        with_ffn_shares(args, [files_of(placement)], Sending(placement, []), AS_COMPUTED)
+    chosen = []
+    for placement in placements:
+        parallel = Ranks(placement, sent)
+        (found,) = with_ffn_shares(args, [files_of(placement)], parallel, AS_COMPUTED)
+        chosen.append(found.placement)
+    assert len({placement.ffn_shares for placement in chosen}) == 1
+    columns = [len(RankShare.of(params, placement).ffn) for placement in chosen]
+    assert max(columns[:2]) < columns[2] and sum(columns) == params.ffn_dim
+
+    def tokens(ranks: list[Placement]) -> int:
+        needs = [estimate_memory(files_of(rank), 60 << 20, 256) for rank in ranks]
+        return min(memory.kv_tokens for memory in needs)
+
+    assert tokens(chosen) > 1.1 * tokens(placements)
+    small = replace(args, max_seq_len=16, max_batch_size=8)
+    (found,) = with_ffn_shares(small, [files_of(placements[0])], parallel, AS_COMPUTED)
+    assert found.placement.ffn_shares == (), "the memory allows equal columns"
+    given = replace(args, ffn_shares=[1, 2, 1])
+    (found,) = with_ffn_shares(given, [files_of(placements[0])], parallel, AS_COMPUTED)
+    assert found.placement.ffn_shares == (1, 2, 1), "the user's own"
 
 
 def test_the_rank_with_the_smallest_cache_decides_for_all():

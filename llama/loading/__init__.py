@@ -19,7 +19,7 @@ from llama.loading.draft import check_drafter, check_speculation, find_draft_fil
 from llama.loading.files import Files, find_files
 from llama.loading.kernels import choose_kernels
 from llama.loading.loaded import Loaded
-from llama.loading.memory import fit_memory
+from llama.loading.memory import fit_memory, with_ffn_shares
 from llama.loading.weights import load_head, load_weights
 from llama.ops.cpu import native
 from llama.ops.kv_cache import pick_kv_format
@@ -39,6 +39,7 @@ def load_model(args: BuildArgs) -> Loaded:
         args = args.checked()
         check_drafter(args)
         check_shares(args.shares, parallel.size)
+        check_shares(args.ffn_shares, parallel.size, "ffn_shares")
         files = find_files(args, parallel.placement, device)
         kv_format = pick_kv_format(args.kv_cache_dtype, device)
         tokenizer = load_tokenizer(files.checkpoint, args.tokenizer_path)
@@ -63,6 +64,7 @@ def load_model(args: BuildArgs) -> Loaded:
                 must_match += model_files.checkpoint.samples()
     shares = resolve_shares(args.shares, parallel, device)
     models = [each.with_shares(shares) for each in models]
+    models = with_ffn_shares(args, models, parallel, kv_format)
     models = [choose_kernels(each, parallel, allowed, kv_format) for each in models]
     sizes = fit_memory(args, models, parallel, kv_format)
     with parallel.agree("the checkpoint", world=True):

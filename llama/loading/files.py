@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from llama import weights
-from llama.build_args import BuildArgs, read_pipeline_layers
+from llama.build_args import BuildArgs, read_counts
 from llama.checkpoint import memory, packed
 from llama.checkpoint.find import Checkpoint, find
 from llama.checks import FieldError, path_like
@@ -47,9 +47,10 @@ class Files:
     kernels: KernelSet = TORCH_ONLY
     activations: str | None = None
 
-    def with_shares(self, shares: tuple[int, ...]) -> "Files":
+    def with_shares(self, shares: tuple[int, ...], ffn_shares: tuple[int, ...] = ()) -> "Files":
         """Return the same files for ranks with these relative shares, in this rank's part."""
-        return replace(self, placement=replace(self.placement, shares=shares))
+        placement = replace(self.placement, shares=shares, ffn_shares=ffn_shares)
+        return replace(self, placement=placement)
 
     def compared(self) -> list[tuple[str, object]]:
         """Return what must be the same on every rank, by name."""
@@ -141,7 +142,7 @@ def _layer_counts(args: BuildArgs, files: Files) -> tuple[int, ...]:
     """
     params = files.checkpoint.params
     stages = files.placement.stages
-    given = read_pipeline_layers(args.pipeline_layers)
+    given = read_counts("pipeline_layers", args.pipeline_layers)
     if given is not None and (len(given) != stages or sum(given) != params.n_layers):
         raise FieldError.of(
             "pipeline_layers",

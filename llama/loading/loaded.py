@@ -78,15 +78,23 @@ class Loaded:
             tokens += f" in {self.model.plan.kv_format.name}"
         sequences = runner.num_pages // pages_for(params.max_seq_len)
         plural = "" if sequences == 1 else "s"
-        shares = ",".join(map(str, self.files.placement.shares))
+        placement = self.files.placement
+        shares = "".join(
+            f" with {name} {','.join(map(str, values))}"
+            for name, values in (
+                ("shares", placement.shares),
+                ("ffn_shares", placement.ffn_shares),
+            )
+            if values
+        )
         graphs = ", CUDA graphs" if runner.has_graphs else ""
         purpose = self.files.checkpoint.purpose
-        counts = self.files.placement.layer_counts
+        counts = placement.layer_counts
         layers = ",".join(map(str, counts))
         pipeline = f", pipeline_parallel_size={len(counts)} with layers {layers}" if counts else ""
         return (
             f"{weight.device.type}, {name}, model_parallel_size={self.model.parallel.size}"
-            f"{f' with shares {shares}' if shares else ''}{pipeline}, "
+            f"{shares}{pipeline}, "
             f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}, "
             f"model context {params.longest_context:,} tokens, "
             f"KV cache {tokens}, {sequences} sequence{plural} of full length at once"

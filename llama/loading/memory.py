@@ -6,20 +6,23 @@ an error that says what would fit. Nothing is allocated here.
 
 from dataclasses import dataclass
 
-from llama.build_args import BuildArgs
+from llama.build_args import BuildArgs, read_counts
 from llama.checkpoint import memory, packed
 from llama.device import free_bytes
+from llama.engine.core import PAGE_SIZE
 from llama.loading.files import Files
 from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ranks.collectives import ModelParallel
-from llama.shares import tightest_memory
+from llama.shares import ColumnSpace, fill_columns, tightest_memory
 from llama.sizes import (
     CUDA_RESERVE,
+    DEFAULT_SEQ_LEN,
     Memory,
     choose_sizes,
     default_batch_size,
     max_cache_tokens,
+    pages_for,
     step_bytes,
 )
 
@@ -65,6 +68,69 @@ def fit_memory(
             tightest, args.max_seq_len, batch_size, args.kv_cache_memory_bytes, longest
         )
     return RunSizes(seq_len, batch_size, num_pages)
+
+
+def with_ffn_shares(
+    args: BuildArgs, models: list[Files], parallel: ModelParallel, kv_format: KVFormat
+) -> list[Files]:
+    """Return the files with the share of feed-forward columns of each rank.
+
+    Key-value heads are dealt whole, so that ranks with equal memory can have unequal parts of the
+    KV cache. With shares="memory", those with more of it hold fewer columns. All ranks call this.
+
+    Args:
+        args: The arguments of the build.
+        models: The files of the model and of its draft model, if there is one.
+        parallel: The rank among its peers.
+        kv_format: The format of the KV cache.
+    """
+    shares = models[0].placement.shares
+    ffn_shares = read_counts("ffn_shares", args.ffn_shares) or ()
+    if args.shares == "memory" and not ffn_shares and parallel.size > 1:
+        ffn_shares = _measured_ffn_shares(args, models, parallel, kv_format)
+    if len(set(shares)) <= 1 and len(set(ffn_shares)) <= 1:
+        ffn_shares = ()
+    return [each.with_shares(shares, ffn_shares) for each in models]
+
+
+def _measured_ffn_shares(
+    args: BuildArgs, models: list[Files], parallel: ModelParallel, kv_format: KVFormat
+) -> tuple[int, ...]:
+    """Return the blocks of feed-forward columns of each rank; empty if they follow the shares."""
+    params = models[0].checkpoint.params
+    placement = models[0].placement
+    num_blocks = placement.num_ffn_blocks(params.ffn_dim)
+    if num_blocks < 2 * placement.size:
+        return ()
+    device = models[0].device
+    batch_size = args.max_batch_size or default_batch_size(device)
+
+    def memory_with(blocks: int) -> Memory:
+        """Return what this rank needs if it holds so many blocks."""
+        each, more = divmod(num_blocks - blocks, placement.size - 1)
+        counts = [each + (i < more) for i in range(placement.size - 1)]
+        counts.insert(placement.rank, blocks)
+        changed = [files.with_shares(placement.shares, tuple(counts)) for files in models]
+        return Memory.of_all(
+            [estimate_memory(files, free, batch_size, kv_format) for files in changed]
+        )
+
+    with parallel.agree("the memory of the ranks", world=True):
+        free = free_bytes(device, placement.shares)
+        even = num_blocks // placement.size
+        space = ColumnSpace.between(memory_with(1), memory_with(even), even)
+    spaces = [ColumnSpace(*row) for row in parallel.gather_integers(space)]
+    longest = min(files.checkpoint.params.longest_context for files in models)
+    num_pages = batch_size * pages_for(args.max_seq_len or min(longest, DEFAULT_SEQ_LEN))
+    max_tokens = num_pages * PAGE_SIZE
+    if args.kv_cache_memory_bytes is not None:
+        max_tokens = min(
+            max_tokens, args.kv_cache_memory_bytes // max(space.per_token for space in spaces)
+        )
+    of_ranks = [spaces[rank :: placement.size] for rank in range(placement.size)]
+    counts = fill_columns(of_ranks, num_blocks, max_tokens)
+    is_usual = not counts or (placement.is_even and max(counts) - min(counts) <= 1)
+    return () if is_usual else counts
 
 
 def estimate_memory(

@@ -5,7 +5,6 @@ tensors both read it, so that modules and files agree on what a rank holds. It k
 no file.
 """
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -49,7 +48,7 @@ class RankShare:
             layers=placement.layers(params.n_layers, _lm_head_layers(params)),
             heads=heads,
             kv_heads=kv_heads,
-            ffn=placement.blocks(params.ffn_dim, math.gcd(placement.column_step, params.ffn_dim)),
+            ffn=placement.ffn_columns(params.ffn_dim),
             vocab=placement.blocks(params.vocab_size, N_BLOCK),
             has_embedding=placement.is_first or (placement.is_last and params.tied_output),
             has_lm_head=placement.is_last,

@@ -11,6 +11,7 @@ feed-forward columns and vocabulary rows.
 """
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -32,6 +33,7 @@ class Placement:
         column_step: Unequal parts of the feed-forward columns are multiples of it. Weights whose
             groups of columns share a scale, and a GPU's kernels, need larger steps than others.
         layer_counts: The number of layers of each stage. Empty: by the work of each.
+        ffn_shares: The relative share of the feed-forward columns of each rank. Empty: `shares`.
     """
 
     stage: int = 0
@@ -41,6 +43,7 @@ class Placement:
     shares: tuple[int, ...] = ()
     column_step: int = N_BLOCK
     layer_counts: tuple[int, ...] = ()
+    ffn_shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not (0 <= self.stage < self.stages and 0 <= self.rank < self.size):
@@ -48,10 +51,11 @@ class Placement:
                 f"stage {self.stage} of {self.stages} and rank {self.rank} of {self.size} do not "
                 "exist: stages and ranks are counted from 0"
             )
-        if self.shares and (len(self.shares) != self.size or min(self.shares) < 1):
-            raise ValueError(
-                f"shares={self.shares} must be {self.size} positive numbers, one for each rank"
-            )
+        for name, shares in (("shares", self.shares), ("ffn_shares", self.ffn_shares)):
+            if shares and (len(shares) != self.size or min(shares) < 1):
+                raise ValueError(
+                    f"{name}={shares} must be {self.size} positive numbers, one for each rank"
+                )
         counts = self.layer_counts
         if counts and (len(counts) != self.stages or min(counts) < 1):
             raise ValueError(
@@ -87,7 +91,7 @@ class Placement:
     @property
     def is_even(self) -> bool:
         """Whether all ranks of the group have equal shares."""
-        return len(set(self.shares)) <= 1
+        return len(set(self.shares)) <= 1 and len(set(self.ffn_shares)) <= 1
 
     def peers(self) -> "list[Placement]":
         """Return the placement of each rank of the group, in order."""
@@ -114,11 +118,24 @@ class Placement:
             count: The size of the whole dimension.
             step: The size of a block.
         """
-        if self.is_even and count % self.size == 0:
+        if len(set(self.shares)) <= 1 and count % self.size == 0:
             return self.span(count)
+        return self.span(count, self._block_size(count, step))
+
+    def ffn_columns(self, count: int) -> range:
+        """Return the feed-forward columns of this rank, of `count` in all."""
+        placement = replace(self, shares=self.ffn_shares or self.shares)
+        return placement.blocks(count, math.gcd(self.column_step, count))
+
+    def num_ffn_blocks(self, count: int) -> int:
+        """Return the blocks of feed-forward columns that unequal ranks divide."""
+        return count // self._block_size(count, math.gcd(self.column_step, count))
+
+    def _block_size(self, count: int, step: int) -> int:
+        """Return `step`, halved while a dimension has fewer such blocks than there are ranks."""
         while step > 1 and count // step < self.size:
             step //= 2
-        return self.span(count, step)
+        return step
 
     def heads(self, n_heads: int, n_kv_heads: int) -> tuple[range, range]:
         """Return the query heads and the key-value heads of this rank.

@@ -60,9 +60,10 @@ def forget() -> None:
     loaded.clear()
 
 
-def use_shares(shares: list[int] | None) -> None:
+def use_shares(shares: list[int] | None, ffn_shares: list[int] | None = None) -> None:
     """Let all builds that follow give the ranks these shares."""
-    Llama.build = staticmethod(functools.partial(_BUILD, shares=shares))  # type: ignore
+    options = {"shares": shares, "ffn_shares": ffn_shares}
+    Llama.build = staticmethod(functools.partial(_BUILD, **options))  # type: ignore
 
 
 def generate(folder: str, prompts: list, size: int | None = None, **kwargs) -> list:
