@@ -114,6 +114,12 @@ class Peers:
         return len(self.local) < len(self.all)
 
     @property
+    def awaits_remote(self) -> bool:
+        """Whether a rank of another machine may still work with this one."""
+        remote = [p for p in list(self.all.values()) if p.machine != self.own.machine]
+        return not all(peer.has_left for peer in remote)
+
+    @property
     def is_first(self) -> bool:
         """Whether no lower rank of this machine can still act."""
         lower = [peer for peer in self.local if peer.rank < self.own.rank]

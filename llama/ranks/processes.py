@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from llama.ranks.errors import say
+from llama.ranks.watchdog import stat
 
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes): linux/pidfd.h, since Linux 6.15
 _PIDFD_INFO_EXIT = 1 << 3
@@ -35,7 +37,7 @@ def open_process(pid: int) -> int | None:
 
 def has_ended(pid: int) -> bool:
     """Return whether a process has ended; a zombie has."""
-    return _stat(pid)[:1] in ([], ["Z"], ["X"])
+    return stat(pid)[:1] in ([], ["Z"], ["X"])
 
 
 def ranks_started_by(pid: int) -> dict[int, int]:
@@ -47,7 +49,7 @@ def ranks_started_by(pid: int) -> dict[int, int]:
         if _started_rank(pid) is not None:
             return {}
         pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-        children = [child for child in pids if _stat(child)[1:2] == [str(pid)]]
+        children = [child for child in pids if stat(child)[1:2] == [str(pid)]]
         ranks = [(_started_rank(child), child) for child in children]
     except PermissionError:
         return {}
@@ -93,6 +95,44 @@ def address_space_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
+class Watchdog:
+    """A process beside this one that kills it if it is stopped for too long (`ranks.watchdog`).
+
+    Args:
+        name: the name of this rank, for a message.
+        limit_s: how long this rank may be stopped.
+    """
+
+    def __init__(self, name: str, limit_s: float) -> None:
+        program = Path(__file__).with_name("watchdog.py")
+        command = [sys.executable, "-I", "-S", str(program), str(os.getpid()), name, str(limit_s)]
+        self._others: list[int] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(OSError):  # no memory for it; the kernel's timer is left
+            self._process = subprocess.Popen(
+                command,
+                bufsize=0,
+                cwd="/",
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def set_others(self, pids: list[int]) -> None:
+        """Let these processes of this machine, while one of them runs, decide about this rank."""
+        if self._process is None or self._process.stdin is None or pids == self._others:
+            return
+        self._others = pids
+        with contextlib.suppress(OSError):  # somebody has killed it
+            self._process.stdin.write(f"{' '.join(map(str, pids))}\n".encode())
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+
 class KillTimer:
     """A timer with which the kernel kills this process, even a stopped one (timer_create(2))."""
 
@@ -111,7 +151,7 @@ class KillTimer:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped by a signal or by a debugger."""
-    return _stat(pid)[:1] in (["T"], ["t"])
+    return stat(pid)[:1] in (["T"], ["t"])
 
 
 def is_suspended(pid: int) -> bool:
@@ -119,7 +159,7 @@ def is_suspended(pid: int) -> bool:
 
     A process that a debugger has stopped does not count, as the debugger will continue it.
     """
-    return _stat(pid)[:1] == ["T"]
+    return stat(pid)[:1] == ["T"]
 
 
 def wait_status(pid: int, pidfd: int) -> int | None:
@@ -128,7 +168,7 @@ def wait_status(pid: int, pidfd: int) -> int | None:
     /proc shows it until the parent has waited for the process (proc(5), `exit_code`); afterwards
     the pidfd does.
     """
-    fields = _stat(pid)
+    fields = stat(pid)
     if fields[:1] == ["Z"]:
         return int(fields[-1])
     info = bytearray(64)
@@ -213,11 +253,3 @@ def exit_now(code: int, before: Sequence[Callable[[], None]]) -> None:
         flushed.acquire(timeout=0.5)  # limited, as the main thread may hold the lock of a stream
     finally:
         os._exit(code)
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; none if the process has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []

@@ -19,7 +19,8 @@ end silently. Under torchrun they wait a moment for its SIGTERM, so that its sum
 rank that failed first as the root cause. The end of a process counts only after the store has been
 read again, as that rank may have claimed a cause, or left in order. A rank that is stopped while
 this one runs is given up after the limit of silence: Ctrl-Z of a whole job ends nothing, nor does a
-debugger of an idle rank.
+debugger of an idle rank. A machine whose ranks are all stopped is given up by the others, as it is
+silent; watchdogs kill its ranks then (`watchdog`).
 
 The file has more than 400 lines, as the states and their transitions must be read together.
 """
@@ -104,6 +105,7 @@ class Watch(threading.Thread):
         self._hook = sys.excepthook
         self._note_at = time.monotonic() + _NOTE_S
         self._kill_timer: processes.KillTimer | None = None
+        self._watchdog: processes.Watchdog | None = None
         rendezvous.own_state = self._state
         rendezvous.on_news = self._wake
 
@@ -148,6 +150,8 @@ class Watch(threading.Thread):
         self.join()
         if self._kill_timer is not None:
             self._kill_timer.set(0)
+        if self._watchdog is not None:
+            self._watchdog.close()
         SIGNALS.restore()
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook
@@ -286,6 +290,7 @@ class Watch(threading.Thread):
     def _look(self) -> None:
         """Check once for ended ranks, claimed causes, signals, and waits that take too long."""
         self._set_kill_timer()
+        self._set_watchdog()
         self.peers.note_ends()
         if self.rendezvous.cause is not None:
             self._follow(*self.rendezvous.cause)
@@ -342,6 +347,20 @@ class Watch(threading.Thread):
     def _set_kill_timer(self) -> None:
         if self._kill_timer is not None and self._max_limit_s and not self._stops:
             self._kill_timer.set(self._max_limit_s + LATER_S)
+
+    def _set_watchdog(self) -> None:
+        """Keep a watchdog from when a rank of another machine has arrived until all have left.
+
+        Such a rank gives up this machine if all ranks here are stopped, and cannot kill them.
+        """
+        if not self.peers.awaits_remote or sys.platform != "linux":
+            if self._watchdog is not None:
+                self._watchdog.close()
+                self._watchdog = None
+            return
+        if self._watchdog is None:
+            self._watchdog = processes.Watchdog(self.peers.own.name, SILENCE_S + GRACE_S)
+        self._watchdog.set_others([peer.pid for peer in self.peers.local if not peer.is_over])
 
     def _signalled(self, number: int) -> None:
         if self._is_known.is_set():  # torchrun has noticed which rank failed first

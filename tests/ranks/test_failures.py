@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import pytest
 from helpers import warm
 from helpers.launch import PROGRAMS, environment
 from helpers.ports import reserved_port
+from helpers.waiting import wait_until
+from llama.ranks import processes
 from llama.ranks.errors import NotMetError
 from llama.ranks.meeting import _open_store, meet_all
 from llama.ranks.peers import PeerInfo, Peers
@@ -101,7 +104,7 @@ def ended(folder, tmp_path_factory) -> dict[str, Any]:
         cases[name] = {**PAUSE, "fault": fault, "when": "decode", "drain_s": drain_s}
         cases[name]["timeout_s"] = 60
     cases["drain-chat"] = cases["drain"] | {"is_chat": True}
-    cases["apart"] = cases["stop"] | {"is_apart": True}
+    cases["apart"] = cases["stop"] | {"is_apart": True, "timeout_s": 60}
     out = tmp_path_factory.mktemp("cases")
     (out / "cases").write_text(json.dumps(cases))
     command = [sys.executable, str(PROGRAMS / "failing.py"), str(out / "cases"), folder]
@@ -272,12 +275,51 @@ def test_a_stage_that_has_finished_its_step_is_not_the_one_that_stalls():
 def test_a_rank_that_is_stopped_alone_on_its_machine_is_killed_there(ended):
     """A rank that is stopped alone on its machine is killed there.
 
-    The other machine loses contact and ends. On its own machine only the kernel can kill the rank:
-    the limit is the step's 2 seconds and 4 more.
+    The other machine loses contact and ends. On its own machine only the rank's watchdog can kill
+    the rank before the kernel's timer does, which waits for the limit of a step.
     """
-    assert ended["apart"]["statuses"] == [1, -signal.SIGKILL], ended["apart"]["said"]
-    assert "rank 1) did not respond for 3 s" in ended["apart"]["said"]
-    assert ended["apart"]["said"].count("error: ") == 1
+    said = ended["apart"]["said"]
+    assert ended["apart"]["statuses"] == [1, -signal.SIGKILL], said
+    assert "rank 1) did not respond for 3 s" in said and said.count("error: ") == 1
+    assert f"llama: rank 1 on {HOST} was stopped (by SIGSTOP or Ctrl-Z) for 4 s and" in said
+
+
+WATCHED = """
+import os, signal, subprocess, sys, time
+from llama.ranks.processes import Watchdog
+other = subprocess.Popen(["sleep", "60"])
+watchdog = Watchdog("rank 1 on a", 0.5)
+watchdog.set_others([other.pid])
+print(watchdog._process.pid, flush=True)
+os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("fault", ["SIGSTOP", "SIGKILL"])
+def test_a_watchdog_kills_a_rank_that_nobody_else_can_and_ends_with_it(fault):
+    """A watchdog kills a stopped rank once all ranks of the machine are stopped, and ends with it.
+
+    A stop of the whole process group, as by Ctrl-Z, does not stop the watchdog.
+    """
+    command = [sys.executable, "-c", WATCHED, fault]
+    pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(
+        command, env=environment(), text=True, start_new_session=True, **pipes
+    )
+    try:
+        watchdog = int(process.stdout.readline()) if process.stdout else 0
+        if fault == "SIGSTOP":
+            wait_until(lambda: processes.is_stopped(process.pid))
+            time.sleep(1.5)
+            assert process.poll() is None, "another rank runs, and may decide"
+            os.killpg(process.pid, signal.SIGSTOP)
+        assert process.wait(LIMIT_S) == -signal.SIGKILL
+        wait_until(lambda: processes.has_ended(watchdog))
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+    said = process.communicate()[1]
+    told = "llama: rank 1 on a was stopped (by SIGSTOP or Ctrl-Z) for 0.5 s and was killed: a job"
+    assert said.startswith(told) if fault == "SIGSTOP" else said == ""
 
 
 def test_the_kernel_kills_a_process_that_does_not_set_the_timer_again():
