@@ -286,9 +286,11 @@ class Rendezvous:
         return self._describe_lost() if self.peers.are_spread and not has_left else ""
 
     def _describe_lost(self) -> str:
+        holder = self.peers.all.get(0)  # or its launcher
+        suspects = "torchrun there" if holder is None else f"{holder.name}, its launcher"
         return (
-            f"torch's store at {self._address} does not answer: that machine, torchrun on it, "
-            "or the network is down"
+            f"torch's store at {self._address} does not answer: {suspects}, that machine or the "
+            "network is down, or stopped"
         )
 
     def _describe_silent(self, now: float) -> str:

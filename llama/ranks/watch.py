@@ -270,8 +270,9 @@ class Watch(threading.Thread):
         return self._siblings.launcher == os.getppid() and LAUNCHER not in os.environ
 
     def _grace(self, seconds: float) -> float:
-        """Return how long to wait for torchrun to end this rank; without torchrun it is 0."""
-        return seconds if self._has_torchrun else 0.0
+        """Return how long to wait until torchrun ends this rank, or others have read its store."""
+        holds_store = self.peers.own.rank == 0 and self.peers.are_spread
+        return seconds if self._has_torchrun or holds_store else 0.0
 
     def run(self) -> None:
         """Watch until `stop`; the thread runs this."""
@@ -418,7 +419,8 @@ class Watch(threading.Thread):
     def _end(self) -> None:
         """End this process, and before it the others of this machine if that is its task.
 
-        Without torchrun rank 0 may hold the store, so it waits until the others have read it.
+        Without torchrun rank 0 may hold the store, so it waits until the others have read it;
+        those of other machines have had the grace period for that.
         """
         if self._kills_survivors:
             self.peers.outlive(_UNWIND_S)

@@ -105,6 +105,7 @@ def ended(folder, tmp_path_factory) -> dict[str, Any]:
         cases[name]["timeout_s"] = 60
     cases["drain-chat"] = cases["drain"] | {"is_chat": True}
     cases["apart"] = cases["stop"] | {"is_apart": True, "timeout_s": 60}
+    cases["apart-3"] = cases["kill-prefill"] | {"is_apart": True}
     out = tmp_path_factory.mktemp("cases")
     (out / "cases").write_text(json.dumps(cases))
     command = [sys.executable, str(PROGRAMS / "failing.py"), str(out / "cases"), folder]
@@ -282,6 +283,13 @@ def test_a_rank_that_is_stopped_alone_on_its_machine_is_killed_there(ended):
     assert ended["apart"]["statuses"] == [1, -signal.SIGKILL], said
     assert "rank 1) did not respond for 3 s" in said and said.count("error: ") == 1
     assert f"llama: rank 1 on {HOST} was stopped (by SIGSTOP or Ctrl-Z) for 4 s and" in said
+
+
+def test_one_of_the_other_machines_says_which_one_is_gone(ended):
+    """Rank 0 has the store, and stays until the ranks of other machines have read the cause."""
+    assert ended["apart-3"]["statuses"] == [1, -signal.SIGKILL, 1], ended["apart-3"]["said"]
+    assert ended["apart-3"]["said"].count("error: ") == 1
+    assert "(rank 1) did not respond for 3 s: the machine, its" in ended["apart-3"]["said"]
 
 
 WATCHED = """

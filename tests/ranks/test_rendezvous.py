@@ -127,6 +127,7 @@ def test_what_is_silent_is_named():
         assert found[0].failure().startswith("b (rank 1, 2) did not respond for 1.5 s: ")
         store.delay_s = 2 * SILENCE_S
         wait_until(lambda: "torch's store at store:1 does not answer" in found[0].failure())
+        assert "answer: rank 0 on a, its launcher, that machine" in found[2]._describe_lost()
         store.delay_s = 0.0
     with ranks_of(DictStore(), ["a", "b"], limit_s=0.3) as (zero, one):
         zero.start()
