@@ -29,8 +29,8 @@ from llama.device import (
     pick_dtype,
     set_num_threads,
 )
-from llama.engine.rows import Step
 from llama.engine.runner import ModelRunner, RunningStep
+from llama.engine.step import Step
 from llama.loading import load_model
 from llama.ranks import groups
 from llama.ranks.groups import check_carries

@@ -169,7 +169,9 @@ def test_each_library_has_one_place(library, where):
     assert users or where == "nowhere"
 
 
-@pytest.mark.parametrize("name", ["request", "sequence", "pages", "waiting", "scheduler", "rows"])
+@pytest.mark.parametrize(
+    "name", ["request", "sequence", "pages", "waiting", "scheduler", "rows", "step"]
+)
 def test_the_books_of_the_engine_need_no_torch(name):
     path = REPO / "llama" / "engine" / f"{name}.py"
     assert not {i for i in imports(path) if i.split(".")[0] == "torch"}

@@ -21,12 +21,13 @@ from llama.engine.draft_model import ModelDrafter
 from llama.engine.lookup import Speculator
 from llama.engine.pages import PagePool
 from llama.engine.recorder import Recorder
-from llama.engine.rows import VERIFY, Reader, Scheduled, Step, StepResults
+from llama.engine.rows import VERIFY, Reader, Scheduled
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import FinishReason, SequenceState
 from llama.engine.speculative import Drafter
 from llama.engine.stages import Pipeline, StageRunner
+from llama.engine.step import Step, StepResults
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.cpu.openmp import SpinController

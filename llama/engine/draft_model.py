@@ -15,11 +15,12 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 
-from llama.engine.rows import SAMPLE, VERIFY, Scheduled, Step
+from llama.engine.rows import SAMPLE, VERIFY, Scheduled
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, DraftState
+from llama.engine.step import Step
 
 _FIRST_RATE = 0.7  # share of right drafts before any measurement
 _MAX_DRAFT_PASS = 16  # new tokens in the first pass that drafts; more are computed before it

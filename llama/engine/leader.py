@@ -21,8 +21,8 @@ from llama.checkpoint.unmerged import LoadedAdapter
 from llama.engine.core import EngineCore
 from llama.engine.interrupts import interrupt_ignored
 from llama.engine.request import SequenceSpec
-from llama.engine.rows import Step
 from llama.engine.sequence import SequenceState
+from llama.engine.step import Step
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.errors import RankError
 

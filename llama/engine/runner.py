@@ -27,18 +27,10 @@ from llama.engine.graphs import Decoded, DecodeGraphs, bucket_of
 from llama.engine.largest_step import largest_step
 from llama.engine.processors import LogitsProcessors
 from llama.engine.recorder import CaptureError, Recorder
-from llama.engine.rows import (
-    CapturedStates,
-    HiddenStates,
-    Reader,
-    Rows,
-    Scheduled,
-    Step,
-    StepResults,
-    Tokens,
-)
+from llama.engine.rows import CapturedStates, HiddenStates, Reader, Rows, Scheduled, Tokens
 from llama.engine.sampler import Sampled, needs_top_only, sample, score, top_of_ranks
 from llama.engine.sequence import SequenceState
+from llama.engine.step import Step, StepResults
 from llama.model.execution import NOTHING_WATCHED, Watched
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch

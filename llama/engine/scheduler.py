@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from itertools import chain, islice
 
 from llama.engine.pages import PagePool, page_hash
-from llama.engine.rows import PROMPT_KINDS, Scheduled, Step, StepResults
+from llama.engine.rows import PROMPT_KINDS, Scheduled
 from llama.engine.sequence import SequenceState, no_pages
+from llama.engine.step import Step, StepResults
 from llama.engine.waiting import WaitingQueue
 
 _PROMPT_STEPS = 4  # steps of each stage of a pipeline among which waiting prompts are divided

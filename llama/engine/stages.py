@@ -27,17 +27,9 @@ from torch import Tensor
 
 from llama.device import current
 from llama.engine import tables
-from llama.engine.rows import (
-    CapturedStates,
-    HiddenStates,
-    Reader,
-    Rows,
-    Scheduled,
-    Step,
-    StepResults,
-    Tokens,
-)
+from llama.engine.rows import CapturedStates, HiddenStates, Reader, Rows, Scheduled, Tokens
 from llama.engine.runner import ModelRunner, RunningStep
+from llama.engine.step import Step, StepResults
 from llama.model.execution import Watched
 from llama.ranks.stage_link import StageLink
 

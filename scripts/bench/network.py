@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llama import Llama
-    from llama.engine.rows import Reader, Step, StepResults
+    from llama.engine.rows import Reader
+    from llama.engine.step import Step, StepResults
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "llama-link"  # in each namespace

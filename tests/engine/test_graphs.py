@@ -28,10 +28,11 @@ from llama.engine.decode_inputs import DecodeInputs, DecodeStep
 from llama.engine.draft_model import ModelDrafter
 from llama.engine.graphs import bucket_of
 from llama.engine.recorder import CaptureError
-from llama.engine.rows import Scheduled, Step
+from llama.engine.rows import Scheduled
 from llama.engine.runner import RunningStep
 from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, DraftState
+from llama.engine.step import Step
 from llama.gpu import graph_check
 from llama.gpu.graph_check import compare
 from llama.gpu.job import JOB, Job

@@ -18,8 +18,8 @@ from helpers.scheduling import (
     watch_releases,
 )
 from llama.engine.pages import PagePool, page_hash
-from llama.engine.rows import Step, StepResults
 from llama.engine.scheduler import Scheduler
+from llama.engine.step import Step, StepResults
 from llama.engine.waiting import WaitingQueue
 
 

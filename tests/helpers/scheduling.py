@@ -9,11 +9,12 @@ from typing import Any
 from helpers.sequences import state_of
 from llama.engine.core import EngineCore
 from llama.engine.pages import PagePool
-from llama.engine.rows import Reader, Scheduled, Step, StepResults, Tokens
+from llama.engine.rows import Reader, Scheduled, Tokens
 from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, DraftState
 from llama.engine.stages import Pipeline
+from llama.engine.step import Step, StepResults
 from llama.ranks.collectives import ModelParallel
 
 VOCAB = 7  # small, so that prefixes often coincide

@@ -13,7 +13,8 @@ import openai
 
 from helpers.scheduling import FakeStep
 from llama import Llama
-from llama.engine.rows import Step, Tokens
+from llama.engine.rows import Tokens
+from llama.engine.step import Step
 from llama.prompts import ToolFormat
 from llama.server.app import make_app
 from llama.server.service import Limits, Service
