@@ -145,7 +145,7 @@ class ModelRunner:
     def _give_up_graphs(self, error: CaptureError) -> None:
         """Go on without graphs, which the other ranks of the group know of."""
         warnings.warn(f"steps run without graphs from now on: {error}", stacklevel=2)
-        self.close()
+        self._drop_graphs()
 
     def run(self, step: Step) -> StepResults:
         """Run a step and wait for its results."""
@@ -171,7 +171,7 @@ class ModelRunner:
         if not self.model.parallel.is_alone:
             raise error
         warnings.warn(f"torch runs in place of the GPU's kernels: {error}", stacklevel=3)
-        self.close()
+        self._drop_graphs()
         self.model.use_kernels(TORCH_ONLY)
 
     def decode_step(self, sampled: list[Scheduled], num_tokens: int) -> DecodeStep | None:
@@ -271,12 +271,16 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the KV cache, and the graphs: they hold collectives of groups that will end."""
-        if self._graphs is not None:
-            self._graphs.close()
-            self._graphs = None
+        self._drop_graphs()
         device = self.kv_cache.device
         self.kv_cache = torch.empty(0)
         free_unused(device)
+
+    def _drop_graphs(self) -> None:
+        """Free the graphs, and run steps without them from now on."""
+        if self._graphs is not None:
+            self._graphs.close()
+            self._graphs = None
 
 
 class RunningStep:
