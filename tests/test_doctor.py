@@ -161,6 +161,47 @@ def test_what_fits(make_checkpoint, monkeypatch):
     assert "do not fit into" in problems(*_fits(found, CPU))["fits"]
 
 
+def stages_of(capfd, *flags: str) -> tuple[dict[str, str], list[str], str]:
+    """Return the problems of the demo model with these flags, the stages and the line of bf16."""
+    main(["doctor", str(DEMO), *flags])
+    lines = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines()]
+    found = {name: text for name, text in lines if text.startswith("PROBLEM: ")}
+    texts = [text for name, text in lines if name == "stage"]
+    (bf16,) = [text for _, text in lines if text.startswith("bf16  ")] or [""]
+    return found, texts, bf16
+
+
+def test_what_the_stages_of_a_pipeline_hold(monkeypatch, capfd):
+    """Layers, ends and memory of each stage, on a machine like this; the least tokens count."""
+    monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 28)
+    _, texts, bf16 = stages_of(capfd, "--pipeline_parallel_size", "3", "--pipeline_layers", "1,1,2")
+    held = [
+        re.fullmatch(r"(.*); bf16 .* GiB per rank, KV cache ([0-9,]+) tokens", x) for x in texts
+    ]
+    assert [x and x[1] for x in held] == [
+        "0: layers 0 to 0, token embedding", "1: layers 1 to 1", "2: layers 2 to 3, lm_head",
+    ]  # fmt: skip
+    tokens = [int(x[2].replace(",", "")) for x in held if x]
+    assert max(tokens[:2]) > 1.5 * tokens[2] and f" {tokens[2]:,} tokens" in bf16
+    monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 20)
+    _, texts, _ = stages_of(capfd, "--pipeline_parallel_size", "2")
+    assert len(texts) == 2 and all("which does not fit into 0.0 GiB" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--pipeline_parallel_size 99", "=99 is more than the 4 layers of this model"),
+        ("--pipeline_parallel_size 2 --pipeline_layers 2,3", "=2,3 must have a number for each"),
+        ("--pipeline_parallel_size 2 --shares 2,1", "shares=2,1 has 2 numbers"),
+        ("--ffn_shares 2,1", "ffn_shares=2,1 has 2 numbers"),
+    ],
+)
+def test_stages_that_cannot_be_are_problems(flags, told, capfd):
+    found, *_ = stages_of(capfd, *flags.split())
+    assert any(told in text for text in found.values()), found
+
+
 def test_a_checkpoint_whose_chats_work():
     facts = {fact.name: fact.text for fact in _checkpoint(str(DEMO), CPU)}
     assert facts["tokenizer"] == f"{DEMO / 'tokenizer.model'}: 2048 tokens"

@@ -210,13 +210,22 @@ COMMANDS = {
     ),
     "doctor": Command(
         "Show what this machine offers, and its problems; the exit code is 1 if there are any.",
-        defaults={"ckpt_dir": None, "device": None, "ranks": 1, "shares": None},
+        defaults={
+            "ckpt_dir": None,
+            "device": None,
+            "ranks": 1,
+            "shares": None,
+            "ffn_shares": None,
+            "pipeline_parallel_size": 1,
+            "pipeline_layers": None,
+        },
         positional=["ckpt_dir"],
         function=commands.doctor,
         examples=[
             "llama doctor",
             "llama doctor Meta-Llama-3-8B",
             "llama doctor Meta-Llama-3-8B --ranks 3",
+            "llama doctor Meta-Llama-3-70B --pipeline_parallel_size 2",
         ],
     ),
     "plan": Command(

@@ -21,16 +21,17 @@ from typing import NamedTuple, TypeVar
 import torch
 
 import llama.device
-from llama.build_args import read_shares
+from llama.build_args import read_counts, read_shares
 from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.table import part_of
 from llama.checkpoint.tokenizer_files import load_tokenizer
+from llama.checks import FieldError, whole_number
 from llama.cli.plan.report import summary
 from llama.cli.ranks import global_rank
 from llama.gpu import selfcheck_cache
 from llama.loading.dialog_format import find_dialog_format
-from llama.loading.files import Files, stays_in_codes
+from llama.loading.files import Files, check_stages, layer_counts, stays_in_codes
 from llama.loading.memory import estimate_memory
 from llama.model.args import ModelArgs
 from llama.model.shares import RankShare, distinct_ranks
@@ -96,18 +97,38 @@ def _facts(options: argparse.Namespace) -> Iterator[Fact]:
     yield from environment_facts(os.environ, gpus=torch.cuda.device_count())
     if options.ckpt_dir is not None:
         try:
-            placement = _placement(options.shares, num_ranks)
-        except ValueError as e:
-            yield problem("shares", str(e))
+            placement = _placement(options, num_ranks)
+        except FieldError as e:
+            yield problem("ranks" if e.field == "pipeline_parallel_size" else e.field, str(e))
             placement = Placement(size=num_ranks)
-        yield from _checkpoint(options.ckpt_dir, device, placement)
+        yield from _checkpoint(options.ckpt_dir, device, placement, options.pipeline_layers)
 
 
-def _placement(shares: str | None, num_ranks: int) -> Placement:
-    """Return the first of ranks with these shares; those that a build would measure are equal."""
-    values = read_shares(shares)
-    check_shares(values, num_ranks)
-    return Placement(size=num_ranks, shares=values if isinstance(values, tuple) else ())
+def _placement(options: argparse.Namespace, num_ranks: int) -> Placement:
+    """Return the first of the ranks that the flags describe.
+
+    Shares that a build would measure are equal. A single process stands for one rank per stage,
+    each on a machine like this one.
+
+    Raises:
+        FieldError: The flags are not for so many ranks; it names the flag.
+    """
+    name = "pipeline_parallel_size"
+    stages = whole_number(name, options.pipeline_parallel_size, 1, 2**13)
+    if num_ranks > 1 and num_ranks % stages:
+        text = f"={stages} does not divide the {num_ranks} ranks: give a number that does"
+        raise FieldError.of(name, text)
+    size = max(1, num_ranks // stages)
+    shares = read_shares(options.shares)
+    ffn_shares = read_counts("ffn_shares", options.ffn_shares)
+    check_shares(shares, size)
+    check_shares(ffn_shares, size, "ffn_shares")
+    return Placement(
+        stages=stages,
+        size=size,
+        shares=shares if isinstance(shares, tuple) else (),
+        ffn_shares=ffn_shares or (),
+    )
 
 
 def _tried(name: str, find_out: Callable[[], _T], fallback: _T) -> tuple[_T, Fact | None]:
@@ -208,9 +229,19 @@ def _cpu_kernels() -> Fact:
 
 
 def _checkpoint(
-    ckpt_dir: str, device: torch.device, placement: Placement = WHOLE
+    ckpt_dir: str,
+    device: torch.device,
+    placement: Placement = WHOLE,
+    pipeline_layers: str | None = None,
 ) -> Iterator[Fact]:
-    """Describe a checkpoint. Its tokenizer is loaded; its weights are not read."""
+    """Describe a checkpoint. Its tokenizer is loaded; its weights are not read.
+
+    Args:
+        ckpt_dir: Its files.
+        device: The device of each rank.
+        placement: The first of the ranks.
+        pipeline_layers: The flag.
+    """
     try:
         checkpoint = find(ckpt_dir)
     except (OSError, ValueError) as e:
@@ -231,12 +262,17 @@ def _checkpoint(
     if checkpoint.purpose:
         yield Fact("purpose", checkpoint.purpose)
     yield from _tokenizer(checkpoint)
+    loaded = replace(checkpoint, in_codes=stays_in_codes(checkpoint, device))
     try:
         args.check_ranks(placement.size)
+        check_stages(args, placement.stages)
+        as_loaded = Files(loaded, torch.bfloat16, None, placement, device)
+        counts = layer_counts(pipeline_layers, None, as_loaded)
     except ValueError as e:
         yield problem("fits", str(e))
         return
-    loaded = replace(checkpoint, in_codes=stays_in_codes(checkpoint, device))
+    if pipeline_layers is not None:
+        placement = replace(placement, layer_counts=counts)
     yield from _shares(args, replace(placement, column_step=column_step(loaded, device)))
     yield from _fits(checkpoint, device, placement)
     yield from _plan(checkpoint, device, placement)
@@ -258,7 +294,7 @@ def _shares(args: ModelArgs, placement: Placement) -> Iterator[Fact]:
 
 def _plan(checkpoint: Checkpoint, device: torch.device, placement: Placement) -> Iterator[Fact]:
     """Yield the speed that the cost model expects, if it knows the device and shares are equal."""
-    if placement.is_even and not checkpoint.why_silent:
+    if placement.is_even and placement.stages == 1 and not checkpoint.why_silent:
         free = llama.device.free_bytes(device)
         text = summary(checkpoint, device, free, placement.size)
         if text is not None:
@@ -298,13 +334,20 @@ def _fits(
     is_shared = device.type == "cpu"  # The ranks of a machine divide its memory by their shares.
     shares = placement.shares if is_shared and placement.shares else (1,) * placement.size
     free = [total * share // sum(shares) for share in shares]
-    needs = [
-        _memory_by_format(checkpoint, device, peer, free[peer.rank]) for peer in placement.peers()
+    of_stages = [
+        [
+            _memory_by_format(checkpoint, device, replace(peer, stage=stage), free[peer.rank])
+            for peer in placement.peers()
+        ]
+        for stage in range(placement.stages)
     ]
+    if placement.stages > 1:
+        yield from _stages(checkpoint, of_stages)
+    needs = [need for ranks in of_stages for need in ranks]
     fitting = 0
     for name in needs[0]:
-        weights = max(memories[name].weights for memories in needs)
-        tokens = min(memories[name].kv_tokens for memories in needs)
+        weights = max(need[name].memory.weights for need in needs)
+        tokens = min(need[name].memory.kv_tokens for need in needs)
         cache = f"KV cache {tokens:,} tokens" if tokens else "does not fit"
         yield Fact("fits", f"{name:<6} {weights / _GIB:6.2f} GiB per rank, {cache}")
         fitting += tokens
@@ -316,9 +359,33 @@ def _fits(
         )
 
 
+class _Need(NamedTuple):
+    """The part of a model that a rank holds in one format, and the memory that it needs."""
+
+    share: RankShare
+    memory: Memory
+
+
+def _stages(checkpoint: Checkpoint, of_stages: list[list[dict[str, _Need]]]) -> Iterator[Fact]:
+    """Yield what each pipeline stage holds in the usual format, on a machine like this one."""
+    name = next(iter(of_stages[0][0]))
+    for stage, ranks in enumerate(of_stages):
+        share = ranks[0][name].share
+        ends = ["token embedding"] * share.has_embedding + ["lm_head"] * share.has_lm_head
+        parts = ", ".join([f"layers {share.layers.start} to {share.layers.stop - 1}", *ends])
+        weights = max(need[name].memory.weights for need in ranks)
+        tokens = min(need[name].memory.kv_tokens for need in ranks)
+        free = min(need[name].memory.free for need in ranks) / _GIB
+        text = f"{stage}: {parts}; {name or 'weights'} {weights / _GIB:.2f} GiB per rank"
+        if tokens:
+            yield Fact("stage", f"{text}, KV cache {tokens:,} tokens")
+        else:
+            yield Fact("stage", f"{text}, which does not fit into {free:.1f} GiB")
+
+
 def _memory_by_format(
     checkpoint: Checkpoint, device: torch.device, placement: Placement, free: int
-) -> dict[str, Memory]:
+) -> dict[str, _Need]:
     """Return what a rank needs of `free` bytes, for each format that the weights may have."""
     formats: dict[str, tuple[Checkpoint, str | None]] = {"bf16": (checkpoint, None)}
     if device.type != "mps" and llama.device.missing_bf16(device) is None:
@@ -333,7 +400,11 @@ def _memory_by_format(
     for name, (source, quantize) in formats.items():
         own = replace(placement, column_step=column_step(source, device))
         files = Files(source, torch.bfloat16, quantize, own, device)
-        needs[name] = estimate_memory(files, free, batch_size)
+        if not own.layer_counts:
+            own = replace(own, layer_counts=layer_counts(None, batch_size, files))
+            files = replace(files, placement=own)
+        share = RankShare.of(source.params, own)
+        needs[name] = _Need(share, estimate_memory(files, free, batch_size))
     return needs
 
 

@@ -5,6 +5,7 @@ the dtype, the quantized format and the rounding of activations that are chosen,
 names the argument that these files cannot satisfy. No weight is read here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from llama.checkpoint.find import Checkpoint, find
 from llama.checks import FieldError, path_like
 from llama.device import pick_dtype
 from llama.gpu import selfcheck_cache
+from llama.model.args import ModelArgs
 from llama.model.cost import Storage
 from llama.model.stage_layers import stage_layers
 from llama.ops.cpu import native
@@ -91,12 +93,7 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
     weights.check_quantize(quantize, chosen_dtype, device)
     checkpoint = find(path_like("ckpt_dir", args.ckpt_dir))
     checkpoint.params.check_ranks(placement.size)
-    if placement.stages > checkpoint.params.n_layers:
-        raise FieldError.of(
-            "pipeline_parallel_size",
-            f"={placement.stages} is more than the {checkpoint.params.n_layers} layers of this "
-            "model: give each stage a layer at least",
-        )
+    check_stages(checkpoint.params, placement.stages)
     longest = checkpoint.params.longest_context
     if args.max_seq_len is not None and args.max_seq_len > longest:
         raise ValueError(
@@ -130,19 +127,36 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
     activations = weights.check_activations(activations, device, is_plain=is_plain)
     placement = replace(placement, column_step=column_step(checkpoint, device))
     files = Files(checkpoint, chosen_dtype, quantize, placement, device, activations=activations)
-    counts = _layer_counts(args, files)
+    counts = layer_counts(args.pipeline_layers, args.max_batch_size, files)
     return replace(files, placement=replace(placement, layer_counts=counts))
 
 
-def _layer_counts(args: BuildArgs, files: Files) -> tuple[int, ...]:
+def check_stages(params: ModelArgs, stages: int) -> None:
+    """Raise a FieldError if a model has too few layers for so many pipeline stages."""
+    if stages > params.n_layers:
+        raise FieldError.of(
+            "pipeline_parallel_size",
+            f"={stages} is more than the {params.n_layers} layers of this model: give each stage a "
+            "layer at least",
+        )
+
+
+def layer_counts(
+    pipeline_layers: str | Sequence[int] | None, batch_size: int | None, files: Files
+) -> tuple[int, ...]:
     """Return the number of layers of each pipeline stage; empty without a pipeline.
+
+    Args:
+        pipeline_layers: The argument of `Llama.build`.
+        batch_size: max_batch_size, if the user gives one.
+        files: The files, of any rank.
 
     Raises:
         FieldError: The user's numbers are not for these stages, or not for this model.
     """
     params = files.checkpoint.params
     stages = files.placement.stages
-    given = read_counts("pipeline_layers", args.pipeline_layers)
+    given = read_counts("pipeline_layers", pipeline_layers)
     if given is not None and (len(given) != stages or sum(given) != params.n_layers):
         raise FieldError.of(
             "pipeline_layers",
@@ -153,7 +167,7 @@ def _layer_counts(args: BuildArgs, files: Files) -> tuple[int, ...]:
         return ()
     if given is not None:
         return given
-    batch_size = args.max_batch_size or default_batch_size(files.device)
+    batch_size = batch_size or default_batch_size(files.device)
     quantize = files.quantize or files.checkpoint.file_type
     is_known = quantize in weights.QUANTIZED  # else the matrices of a file are taken to be alike
     itemsize = files.dtype.itemsize
