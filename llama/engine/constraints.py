@@ -93,6 +93,14 @@ class TokenMasks:
         return bits
 
 
+def find_failure(seq: SequenceState, n_vocab: int) -> None:
+    """Let the constraint of a sequence that got no token find out why, in its `failure`.
+
+    A stage of a pipeline that does not sample has never asked it for the tokens that it allows.
+    """
+    _fill_rows(seq, seq, np.empty((1, -(-n_vocab // 32)), np.int32))
+
+
 def _fill_rows(first: SequenceState, last: SequenceState, bits: np.ndarray) -> None:
     """Set the bits of the rows of one sequence, given it without drafts and with all of them.
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.checkpoint.unmerged import LoadedAdapter
+from llama.engine.constraints import find_failure
 from llama.engine.draft_model import ModelDrafter
 from llama.engine.lookup import Speculator
 from llama.engine.pages import PagePool
@@ -380,7 +381,12 @@ class EngineCore:
 
     def _update(self, step: Step, results: StepResults) -> None:
         """Give the sequences of a step its results."""
-        self._moved += self.scheduler.update(step, results)
+        moved = self.scheduler.update(step, results)
+        self._moved += moved
+        if self._pipeline is not None:  # Only the last stage has asked the constraints.
+            for seq in moved:
+                if seq.finish_reason == "error" and seq.constraint is not None:
+                    find_failure(seq, self.runner.model.vocab_size)
         if self.explain_failure is not None and any(map(_has_no_token, self._moved)):
             explain = self.explain_failure
             self.explain_failure = None
@@ -397,6 +403,8 @@ class EngineCore:
         The content of all pages is forgotten. Sequences that never ran go on waiting.
         """
         self._forget_in_flight()
+        if self._pipeline is not None:
+            self._pipeline.break_off()
         for seq in self.scheduler.started():
             seq.finish_reason = seq.finish_reason or reason
         self.scheduler.clear_started()

@@ -31,6 +31,7 @@ from llama.engine.rows import CapturedStates, HiddenStates, Reader, Rows, Schedu
 from llama.engine.runner import ModelRunner, RunningStep
 from llama.engine.step import Step, StepResults
 from llama.model.execution import Watched
+from llama.ranks.errors import RankError
 from llama.ranks.stage_link import StageLink
 
 
@@ -57,6 +58,8 @@ class StageRunner(ModelRunner):
 class Pipeline:
     """The steps in flight on one stage, the oldest first."""
 
+    _is_broken = False  # A step was interrupted: messages of other stages may be on their way.
+
     def __init__(self, runner: StageRunner) -> None:
         placement = runner.model.parallel.placement
         self._runner = runner
@@ -75,7 +78,16 @@ class Pipeline:
         return len(self) == self._max_steps
 
     def start(self, step: Step) -> None:
-        """Take a step, and run the steps whose turn it is now."""
+        """Take a step, and run the steps whose turn it is now.
+
+        Raises:
+            RankError: An earlier step broke off.
+        """
+        if self._is_broken:
+            raise RankError(
+                "a step of the pipeline was interrupted, and the stages are out of step: start all "
+                "ranks anew"
+            )
         self._prepared.append(self._runner.start_stage(step))
         while len(self._prepared) > self._num_later:
             self._run_oldest()
@@ -88,9 +100,14 @@ class Pipeline:
         return running.step, running.read()
 
     def clear(self) -> None:
-        """Forget all steps, as after an error that ends the job."""
+        """Forget all steps."""
         self._prepared.clear()
         self._running.clear()
+
+    def break_off(self) -> None:
+        """Forget all steps after an error or an interrupt in one; no other can follow."""
+        self.clear()
+        self._is_broken = True
 
     def _run_oldest(self) -> None:
         running = self._prepared.popleft()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,11 +24,14 @@ from llama import Llama, ModelArgs
 from llama.build_args import BuildArgs
 from llama.checkpoint.convert import pack
 from llama.checks import FieldError
+from llama.engine.stages import Pipeline
+from llama.engine.step import Step
 from llama.loading.draft import check_drafter
 from llama.loading.files import find_files
 from llama.model.cost import Storage
 from llama.model.shares import RankShare
 from llama.model.stage_layers import stage_layers
+from llama.ranks.errors import RankError
 from llama.ranks.meeting import _mismatch
 from llama.ranks.peers import PeerInfo
 from llama.ranks.placement import Placement
@@ -225,6 +229,24 @@ def test_hidden_states_stay_on_the_gpu_with_nccl(monkeypatch):
             (device, 0, "previous"), (device, 4, "next")
         ]  # fmt: skip
         assert (gpu.waits == []) == (backend == "nccl")
+
+
+def test_no_step_follows_one_that_broke_off():
+    """No step follows one that broke off.
+
+    Messages of other stages may be on their way, so that a later step would wait for its own in
+    vain.
+    """
+    parallel = SimpleNamespace(placement=Placement(stage=0, stages=2))
+    runner: Any = SimpleNamespace(
+        model=SimpleNamespace(parallel=parallel), kv_cache=torch.zeros(1), start_stage=Mock()
+    )
+    pipeline = Pipeline(runner)
+    pipeline.start(Step([], {}))
+    pipeline.break_off()
+    assert not pipeline
+    with pytest.raises(RankError, match="a step of the pipeline was interrupted"):
+        pipeline.start(Step([], {}))
 
 
 SMALL = ModelArgs(
