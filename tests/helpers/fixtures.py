@@ -66,6 +66,11 @@ def _drafts_everywhere(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]
         print(f"\n{sum(x.accepted_tokens for x in stats)} of {sum(x.draft_tokens for x in stats)}")
 
 
+def model_params(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of params.json; helpers/over_ranks.py replaces this function."""
+    return {**PARAMS, **changes}
+
+
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory) -> Callable[..., tuple[Path, dict, dict]]:
     """A function make_checkpoint(num_shards, seed, **params) -> (folder, state, params)."""
@@ -73,7 +78,7 @@ def make_checkpoint(tmp_path_factory) -> Callable[..., tuple[Path, dict, dict]]:
     def make(
         num_shards: int = 1, seed: int = 0, num_tokens: int = 512, **changes
     ) -> tuple[Path, dict, dict]:
-        params = {**PARAMS, **changes}
+        params = model_params(changes)
         state = random_state(params, seed)
         folder = tmp_path_factory.mktemp("checkpoint")
         write_meta(folder, params, state, num_shards)

@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,9 @@ def test_a_constraint_that_fails_ends_its_own_request_only(demo):
     engine = demo.llm_engine
     params = SamplingParams(max_tokens=4, temperature=0)
     requests = [engine.prepare("", "The dog", params, index=i) for i in range(2)]
-    requests[0].answers[0].sequence.constraint = Broken()
+    seq = requests[0].answers[0].sequence
+    seq.constraint = Broken()
+    seq.spec = replace(seq.spec, is_constrained=True)
     broken, good = engine.run(requests)
     assert broken.error is not None and "no token to choose" in broken.error
     assert good.error is None and len(good.outputs[0].token_ids) == 4
