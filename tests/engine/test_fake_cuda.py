@@ -37,7 +37,10 @@ from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import Placement
 from llama.weights.groups import GroupedWeight
 
-pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")
+pytestmark = [
+    pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch opens a GPU that is present"),
+]
 
 GPU = torch.device("cuda", 3)
 PAGE = 16
