@@ -292,6 +292,7 @@ class RunningStep:
     def __init__(self, runner: ModelRunner, step: Step) -> None:
         self._runner = runner
         self._model = runner.model
+        self._processors = runner.processors
         self._step = step
         sampled = step.sampled()
         self._sequences = [item.sequence for item in sampled]
@@ -368,7 +369,7 @@ class RunningStep:
         mask = self._mask
         if runner.async_scheduling and self.needs_tokens:
             mask = runner.token_masks.start(self._sequences, at_once=True)
-        return sample(logits, self._sequences, mask, self._model.kernels, runner.processors)
+        return sample(logits, self._sequences, mask, self._model.kernels, self._processors)
 
     def score(self, hidden: HiddenStates, ids: list[int], num_top: int) -> Reader[Tokens]:
         """Score known tokens, from hidden states (R, E), beside the likeliest of each row.

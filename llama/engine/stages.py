@@ -18,6 +18,7 @@ The results of a step have sizes that follow from its rows. All ranks therefore 
 and begin to receive when the step is scheduled: a message then crosses a network once.
 """
 
+import itertools
 from collections import deque
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from llama.device import current
 from llama.engine import tables
+from llama.engine.processors import LogitsProcessors
 from llama.engine.rows import CapturedStates, HiddenStates, Reader, Rows, Scheduled, Tokens
 from llama.engine.runner import ModelRunner, RunningStep
 from llama.engine.step import Step, StepResults
@@ -47,10 +49,15 @@ class StageRunner(ModelRunner):
         link = self.model.parallel.link
         assert link is not None, "the model is not a stage of a pipeline"
         self.link: StageLink = link
+        # As many steps are in flight as there are stages, and sequences mostly keep their turns. So
+        # each turn has processors of its own, which find the same sequences again.
+        stages = self.model.parallel.placement.stages
+        self._turns = itertools.cycle([LogitsProcessors() for _ in range(stages)])
 
     def start_stage(self, step: Step) -> "_EarlierStep | _LastStep":
         """Prepare a step, and begin to receive what it needs."""
         is_last = self.model.parallel.placement.is_last
+        self.processors = next(self._turns)
         with torch.inference_mode(), current(self.kv_cache.device):
             return _LastStep(self, step) if is_last else _EarlierStep(self, step)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from helpers.sequences import state_of
 from helpers.tape import TapeRecorder
 from llama.engine.core import EngineCore
+from llama.engine.processors import LogitsProcessors
 from llama.engine.recorder import Outputs
 from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, DraftState
@@ -184,6 +185,37 @@ def test_stages_in_graphs_give_the_answers_of_one_process(stages, kv_format, dra
     (replays,) = {recorder.num_replays for recorder in recorders}  # type: ignore[attr-defined]
     assert replays > 10 and cores[0].stats.steps - replays < 40
     assert (cores[0].stats.accepted_tokens > 20) == drafts
+
+
+def test_steps_in_flight_count_the_tokens_of_their_own_sequences(monkeypatch):
+    """Two steps in flight have sequences of their own, which take turns.
+
+    The processors of logits look at sequences again only when they have changed, as with one stage.
+    """
+    begun: list[list[SequenceState]] = []
+    begin = LogitsProcessors._begin
+
+    def counted(self: LogitsProcessors, logits: Tensor, sequences: list[SequenceState]) -> None:
+        begun.append(sequences)
+        begin(self, logits, sequences)
+
+    monkeypatch.setattr(LogitsProcessors, "_begin", counted)
+
+    def tokens(core: EngineCore) -> list[list[int]]:
+        live = [state_of([i, 7, i], 40, i, repetition_penalty=1.3) for i in range(4)]
+        for seq in live:
+            core.add(seq)
+        while core.has_unfinished():
+            core.step()
+        return [seq.tokens for seq in live]
+
+    whole = filled(Transformer(ARGS))
+    wanted = tokens(core_of(whole, None))
+    begun.clear()
+    cores = [core_of(model, None) for model in stages_of(whole, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(tokens, cores, timeout=LIMIT_S)] == [wanted, wanted]
+    assert cores[0].stats.steps > 60 and len(begun) < 8
 
 
 @pytest.mark.parametrize(("stage", "is_wrong"), [(0, False), (1, False), (2, False), (1, True)])
