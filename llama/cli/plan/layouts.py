@@ -26,6 +26,7 @@ from llama.model.cost import (
 )
 from llama.model.plan import LayerPlan
 from llama.model.shares import distinct_ranks
+from llama.model.stage_layers import stage_layers
 from llama.ops.kv_cache import KVFormat
 from llama.ranks.placement import Placement
 from llama.sizes import CUDA_RESERVE, Memory, default_batch_size, step_bytes
@@ -189,17 +190,21 @@ def option_for(asked: Plan, layout: Layout) -> Option | None:
     Raises:
         ValueError: The model cannot be divided like this.
     """
+    args = asked.model.args
     stages = layout.pipeline
-    asked.model.args.check_ranks(layout.tensor)
+    args.check_ranks(layout.tensor)
+    batch = -(-asked.batch // layout.replicas) if asked.batch is not None else None
+    rows = max(1, (batch or default_batch_size(asked.torch_device)) // stages)
+    counts = stage_layers(args, asked.storage(), stages, rows, is_gpu=asked.is_gpu)
     memories = [  # The first stages have most layers, the first and the last have the ends.
-        asked.memory(replace(rank, stage=stage, stages=stages))
+        asked.memory(replace(rank, stage=stage, stages=stages, layer_counts=counts))
         for stage in sorted({0, min(1, stages - 1), stages - 1})
-        for rank in distinct_ranks(asked.model.args, Placement(size=layout.tensor))
+        for rank in distinct_ranks(args, Placement(size=layout.tensor))
     ]
     kv_tokens = min(memory.kv_tokens for memory in memories)
     sequences = min(kv_tokens // asked.context, default_batch_size(asked.torch_device))
-    if asked.batch is not None:
-        sequences = min(kv_tokens // asked.context, -(-asked.batch // layout.replicas))
+    if batch is not None:
+        sequences = min(kv_tokens // asked.context, batch)
     if sequences == 0:
         return None
     running = sequences * layout.replicas
