@@ -1,17 +1,25 @@
 """`activations=` of `Llama.build`: which matrices round their inputs, and what does not change."""
 
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from helpers.kernels import KERNELS_RUN
+from helpers.kernels import KERNELS_RUN, without_amx
 from llama import Llama
 from llama.ops.cpu import native
 from llama.weights import check_activations, packed, round_activations
 
 CPU = torch.device("cpu")
 needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
+
+
+@pytest.fixture(autouse=True)
+def _in_groups() -> Iterator[None]:
+    """Let a CPU with AMX round in groups, too."""
+    with without_amx():
+        yield
 
 
 def build(folder, **options) -> Llama:

@@ -37,10 +37,11 @@ def test_embeddings(tmp_path):
     for outputs in (llm.embed(TEXTS), llm.embed([{"prompt": text} for text in TEXTS])):
         for output, vector in zip(outputs, wanted, strict=True):
             assert isinstance(output, EmbeddingRequestOutput) and output.finished
-            assert output.outputs.embedding == vector.tolist()
+            assert np.allclose(output.outputs.embedding, vector, rtol=0, atol=1e-6)
             assert output.outputs.hidden_size == 128
     (one,) = llm.embed(wanted_ids := llm.llama.pooler.encode(TEXTS[0]))
-    assert one.outputs.embedding == wanted[0].tolist() and one.prompt_token_ids == wanted_ids
+    assert np.allclose(one.outputs.embedding, wanted[0], rtol=0, atol=1e-6)
+    assert one.prompt_token_ids == wanted_ids
     params = PoolingParams(dimensions=8, normalize=False)
     (encoded,) = llm.encode(TEXTS[0], params, pooling_task="embed", truncate_prompt_tokens=3)
     (raw,) = llm.llama.embed(TEXTS[:1], pooling="mean", dimensions=8, normalize=False, truncate=3)

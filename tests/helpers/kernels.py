@@ -3,13 +3,16 @@
 The GPU kernels run in Triton's interpreter.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from llama.ops.cpu import build, native
@@ -55,6 +58,19 @@ EMULATED_AVX_VNNI = _emulated(
 _VNNI = ("avx512_vnni", "avx_vnni", EMULATED_AVX_VNNI.name)
 INTEGER_BODIES = {x.name: x for x in (*INSTRUCTION_SETS, EMULATED_AMX, EMULATED_AVX_VNNI)}
 BODIES = {name: x for name, x in INTEGER_BODIES.items() if name not in _VNNI}
+
+
+@contextlib.contextmanager
+def without_amx() -> Iterator[None]:
+    """Run the kernels for AVX-512 on a CPU with AMX, where groups of activations are refused."""
+    if [x.name for x in native.allowed_instruction_sets()[:1]] != [_AMX.name]:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(native.VARIABLE, _AVX512_BF16.name)
+        native.kernels.cache_clear()
+        yield
+    native.kernels.cache_clear()
 
 
 def can_run(body: InstructionSet) -> bool:

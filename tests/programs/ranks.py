@@ -30,6 +30,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from helpers import drafts
+from helpers.kernels import without_amx
 from helpers.tape import Again
 from helpers.waiting import wait_until
 from llama import AsyncLLMEngine, Llama
@@ -535,12 +536,14 @@ def rounded(folder: str, odd: str, prompts: list) -> list:
     The error is that of a model whose columns on a rank do not fill groups.
     """
     error, options = "", dict[str, Any](quantize="int8", activations="int8", device="cpu")
-    with contextlib.redirect_stdout(io.StringIO()):
-        try:
-            Llama.build(odd, None, 128, 4, mute_ranks=False, **options)
-        except ValueError as e:
-            error = str(e)
-        llama = Llama.build(folder, None, 128, 4, mute_ranks=False, **options)
+    with without_amx():
+        with contextlib.redirect_stdout(io.StringIO()):
+            try:
+                Llama.build(odd, None, 128, 4, mute_ranks=False, **options)
+            except ValueError as e:
+                error = str(e)
+            llama = Llama.build(folder, None, 128, 4, mute_ranks=False, **options)
+        answers = llama.generate(prompts, 1, 0.0, logprobs=True, echo=True)
     layer, *_ = llama.model.blocks()
     matrices = (
         layer.attention.wqkv,
@@ -549,7 +552,7 @@ def rounded(folder: str, odd: str, prompts: list) -> list:
         layer.feed_forward.w2,
     )
     groups = [matrix.weight.activations for matrix in matrices]
-    return [llama.generate(prompts, 1, 0.0, logprobs=True, echo=True), groups, error]
+    return [answers, groups, error]
 
 
 def build_often(folder: str) -> list[list[int]]:
