@@ -27,18 +27,19 @@ _COUNTS_STEPS = "a_thousand_aborts"
 
 @dataclass(frozen=True)
 class Run:
-    """Tests over `stages` x `size` ranks."""
+    """Tests over `stages` x `size` ranks, of checkpoints with so many more layers."""
 
     stages: int
     size: int
-    layers: int = 1
+    layers: int = 0
     is_bf16: bool = False
 
     @property
     def name(self) -> str:
         """What the report calls it."""
         ranks = f"{self.stages}x{self.size}" if self.stages > 1 else f"{self.size}"
-        return f"{ranks} in {'bf16' if self.is_bf16 else 'float32'}, layers x {self.layers}"
+        more = f", {self.layers} more layers" if self.layers else ""
+        return f"{ranks} in {'bf16' if self.is_bf16 else 'float32'}{more}"
 
     @property
     def compared_with(self) -> "Run":
