@@ -328,6 +328,8 @@ class EngineCore:
                 settled.append(self._settle_oldest(pipeline))
             while pipeline and not self.has_unfinished():  # other stages have begun these, too
                 settled.append(self._settle_oldest(pipeline))
+            if not self.has_unfinished():
+                pipeline.flush()  # the caller may drop the model now, and other stages may be late
         except Exception:
             self.break_off("error")
             raise
@@ -349,6 +351,8 @@ class EngineCore:
         """Run the steps in flight to their end; every rank of a pipeline must do so alike."""
         while self._pipeline:
             self._settle_oldest(self._pipeline)
+        if self._pipeline is not None:
+            self._pipeline.flush()
 
     def _draft(self, step: Step) -> None:
         """Add drafts to a decode step, if this core speculates."""

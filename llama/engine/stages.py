@@ -106,6 +106,10 @@ class Pipeline:
         running = self._running.popleft()
         return running.step, running.read()
 
+    def flush(self) -> None:
+        """Wait until the other stages have the results that this one has sent."""
+        self._runner.link.flush()
+
     def clear(self) -> None:
         """Forget all steps."""
         self._prepared.clear()

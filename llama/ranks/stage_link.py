@@ -113,6 +113,15 @@ class StageLink:
             for work in self._sent.popleft()[0]:
                 work.wait()
 
+    def flush(self) -> None:
+        """Wait until all that this rank has sent has arrived.
+
+        What is still on its way when the link is dropped would be lost.
+        """
+        while self._sent:
+            for work in self._sent.popleft()[0]:
+                work.wait()
+
 
 class StepMessages:
     """The messages of one step. They have tags of their own, as steps of several models can cross.

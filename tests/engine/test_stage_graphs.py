@@ -58,6 +58,9 @@ class Link:
         self.deliver()
         self.sent.append(x)
 
+    def flush(self) -> None:
+        self.deliver()
+
     def deliver(self) -> None:
         for x in self.sent:
             self.links[self.stage + 1].hidden.put(x.clone())

@@ -58,8 +58,9 @@ class Run:
     def _run(self, own: Path, arguments: list[str]) -> None:
         command = [
             "-m", "pytest", "-p", "helpers.over_ranks", "-p", "no:cacheprovider", "-n", "0",
-            "--timeout", "600", "--record", str(own), "--stages", str(self.stages),
-            "--layers", str(self.layers), *["--bf16"] * self.is_bf16, *arguments,
+            "--capture", "sys", "--timeout", "600", "--record", str(own),
+            "--stages", str(self.stages), "--layers", str(self.layers),
+            *["--bf16"] * self.is_bf16, *arguments,
         ]  # fmt: skip
         if (world := self.stages * self.size) > 1:
             agent = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]

@@ -136,6 +136,9 @@ class FakePipeline(Pipeline):
         step, running = self.steps.popleft()
         return step, running.read()
 
+    def flush(self) -> None:
+        pass
+
     def clear(self) -> None:
         self.steps.clear()
 

@@ -501,7 +501,10 @@ def staged(
 
 
 def left_in_flight(folder: str, stages: int) -> list:
-    """Leave streams while a step of theirs is in flight, and call this model and another one."""
+    """Leave streams while a step of theirs is in flight, and call this model and another one.
+
+    Afterwards nothing may be on its way to another stage, where it would be lost with the model.
+    """
     options: dict[str, Any] = {"dtype": "bf16", "mute_ranks": False, "verbose": False}
     one, other = (
         Llama.build(folder, None, 128, 8, device="cpu", pipeline_parallel_size=stages, **options)
@@ -515,7 +518,9 @@ def left_in_flight(folder: str, stages: int) -> list:
     for stream in streams:
         stream.close()
     answers.append(one.generate([[256, 65, 66]], 5, 0.0)[0])
-    return answers
+    link = one.model.parallel.link
+    assert link is not None
+    return [*answers, len(link._sent)]
 
 
 def in_8_bits(folder: str, prompts: list) -> list:

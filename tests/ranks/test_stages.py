@@ -136,7 +136,7 @@ def test_no_draft_changes_a_bit_in_stages(two_stages):
 def test_a_step_that_nobody_waits_for_disturbs_no_other(folders, two_stages):
     llama = Llama.build(folders["untied"], None, 128, 8, dtype="bf16", device="cpu")
     wanted = llama.generate([[256, 65, 66]], 5, 0.0)[0]
-    assert [rank[-3]["result"] for rank in two_stages] == [[True, wanted, wanted]] * 2
+    assert [rank[-3]["result"] for rank in two_stages] == [[True, wanted, wanted, 0]] * 2
 
 
 def test_each_stage_holds_its_own_layers_and_their_cache(two_stages):
