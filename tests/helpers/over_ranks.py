@@ -321,6 +321,7 @@ _UNFIT_IN_BF16 = {
 }
 _UNFIT_WITH_MORE_LAYERS = {
     "stop_tokens_are_those_of_the_release": _SIZES,
+    r"beam_search_equals_transformers\[-1": _SIZES,  # within the error of fewer layers
     "streamed_equals_not_streamed_on_80_prompts": _SIZES,
 }
 _UNFIT_IN_STAGES = {
