@@ -51,7 +51,11 @@ def watch(pid: int, name: str, limit_s: float) -> None:
         looked_at = now
         stopped_s = stopped_s + elapsed if _state(pid) == "T" else 0.0
         if stopped_s > limit_s and all(_state(other) in ("", "T", "Z", "X") for other in others):
-            _kill(pid, f"{name} was stopped (by SIGSTOP or Ctrl-Z) for {limit_s:g} s")
+            os.kill(pid, signal.SIGKILL)
+            _say(
+                f"{name} was stopped (by SIGSTOP or Ctrl-Z) for {limit_s:g} s and was killed: a job "
+                "of several machines cannot pause"
+            )
             return
 
 
@@ -59,11 +63,10 @@ def _state(pid: int) -> str:
     return (stat(pid) or [""])[0]
 
 
-def _kill(pid: int, cause: str) -> None:
-    os.kill(pid, signal.SIGKILL)
-    message = f"llama: {cause} and was killed: a job of several machines cannot pause\n"
-    if select.select([], [2], [], 0)[1]:  # else nobody reads messages
-        os.write(2, message.encode())
+def _say(message: str) -> None:
+    """Write a message to stderr, unless nobody reads it and the write would wait."""
+    if select.select([], [2], [], 0)[1]:
+        os.write(2, f"llama: {message}\n".encode())
 
 
 if __name__ == "__main__":
