@@ -53,8 +53,8 @@ def watch(pid: int, name: str, limit_s: float) -> None:
         if stopped_s > limit_s and all(_state(other) in ("", "T", "Z", "X") for other in others):
             os.kill(pid, signal.SIGKILL)
             _say(
-                f"{name} was stopped (by SIGSTOP or Ctrl-Z) for {limit_s:g} s and was killed: a job "
-                "of several machines cannot pause"
+                f"{name} was stopped (by SIGSTOP or Ctrl-Z) for {limit_s:g} s and was killed: a "
+                "job of several machines cannot pause"
             )
             return
 
