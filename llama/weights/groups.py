@@ -31,7 +31,7 @@ from llama.weights.coded import Coded, CodedRows, hadamard
 from llama.weights.scales import SCALE_FORMATS, in_smallest_format, pack_scales, unpack_scales
 from llama.weights.weight import Weight
 
-_CHUNK_ELEMENTS = 1 << 26  # elements made plain per chunk
+_CHUNK_ELEMENTS = 1 << 27  # elements made plain per chunk: each matrix of the 8B's layers at once
 _GPU_COLUMNS = 128  # columns that a kernel of a GPU may read at once
 _TABLE_FORMATS = (ElementFormat.NIBBLES, ElementFormat.SIX_BITS)  # codes are looked up in a table
 _FILE_ADAPTER = "adaptor"  # the adapter's name in files of packed weights
@@ -336,7 +336,7 @@ class GroupedWeight(BlockedWeight):
             end = min(begin + chunk_rows, n)
             plain = gpu.plain(weight, begin, end, x.dtype)
             products.append(linear(x, plain, dtype=dtype))
-        return torch.cat(products, -1)
+        return join_columns(products)
 
     def has_integers(self) -> bool:
         """Return whether all elements are whole numbers from -128 to 127."""
@@ -471,6 +471,11 @@ class GroupedWeight(BlockedWeight):
             self.rank,
             *strides_and_gaps,
         ]
+
+
+def join_columns(products: list[Tensor]) -> Tensor:
+    """Return products (..., N) side by side; a single one is not copied."""
+    return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 
 def pack_extras(coded: Coded) -> dict[str, Tensor]:

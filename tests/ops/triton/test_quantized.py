@@ -140,6 +140,10 @@ def test_what_runs_for_how_many_rows(launches, monkeypatch):
         torch.testing.assert_close(got, x @ weight.exact().T, atol=1e-2, rtol=1e-4)
         assert launches == expected
         assert torch.equal(weight.linear(x), x @ weight.exact().T)  # the PyTorch implementation
+    monkeypatch.setattr("llama.weights.groups._CHUNK_ELEMENTS", n * k)
+    monkeypatch.setattr(torch, "cat", None)  # the product of a single part is not copied
+    weight.linear(x, context=ForwardContext(kernels=INTERPRETED))
+    assert launches == ["plain_kernel"] * 3
 
 
 @pytest.mark.parametrize("name", FILES)
