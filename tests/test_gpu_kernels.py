@@ -89,6 +89,19 @@ def test_what_fails_is_dropped_with_one_warning(gpu):
     assert (job.n_heads, job.n_kv_heads, job.head_dim) == (8, 2, 16)
 
 
+@pytest.mark.parametrize("activations", [None, "fp8"])
+def test_the_kernel_that_rounds_is_checked_where_it_is_used(gpu, activations):
+    """Rounding to e4m3 is checked for `activations="fp8"` alone; PyTorch rounds where it fails."""
+    jobs = gpu({"round_rows": "3 of 9 ids differ"})
+    allowed = ALL | {"round_rows"}
+    with warnings.catch_warnings(record=True) as warned:
+        found = kernels_for(
+            PARAMS, Rank(), GPU, torch.bfloat16, allowed, activations=activations
+        ).names
+    assert found == ALL and len(warned) == (activations == "fp8")
+    assert ("round_rows" in jobs[0].names) == (activations == "fp8")
+
+
 def test_ranks_use_the_same_kernels(gpu):
     gpu({})
     with pytest.warns(UserWarning, match="add_norm: another rank dropped it"):
@@ -197,7 +210,7 @@ def test_the_variable_turns_kernels_off(gpu, monkeypatch):
     assert use(Rank(), allowed=frozenset()) == frozenset() and len(jobs) == 1
     assert describe(model_with([])) == ", torch's kernels"
     for text, names in {
-        "": ALL | {"graph"},
+        "": ALL | {"graph", "round_rows"},
         "none": set(),
         "linear, sample": {"linear", "sample"},
     }.items():

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from llama.device import DTYPES
 from llama.gpu.job import Job
+from llama.ops import scaled
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch, ForwardContext
 from llama.ops.kv_cache import FORMATS, format_of
@@ -269,6 +270,13 @@ class Cases:
             op = partial(_multiply, weight, None, self.dtype)
             yield Case(name, op, (self.normal(m, k),), tolerance=_E4M3_TOLERANCE)
 
+    def round_rows(self) -> Iterator[Case]:
+        """Yield rows of each width that are rounded to e4m3, among them a row of zeros."""
+        for k in sorted({k for _, k in self._weight_shapes()}):
+            x = self.normal(MAX_EXACT_ROWS + 1, k)
+            x[0] = 0
+            yield Case(f"{len(x)} rows of {k}", _round_rows, (x,))
+
     def out_dtype(self, n: int) -> torch.dtype:
         """Return the dtype of a product with N outputs: logits are float32."""
         return torch.float32 if n == self.job.vocab_rows else self.dtype
@@ -404,6 +412,12 @@ def _rope_and_read(
     after = read_cache(last_pages)
     last_pages.copy_(before)
     return queries, after
+
+
+def _round_rows(x: Tensor, kernels: KernelSet) -> Results:
+    """Return the bits of the codes and of the scales."""
+    rows = scaled.round_rows(x, kernels)
+    return rows.codes.view(torch.uint8), rows.scales.view(torch.int32)
 
 
 def _multiply(

@@ -22,13 +22,13 @@ from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
-from llama.ops.triton.kernels import GRAPH, NAMES, TORCH_ONLY, KernelSet
+from llama.ops.triton.kernels import GRAPH, NAMES, ROUND_ROWS, TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import WHOLE, Placement
 from llama.weights import QUANTIZED
 
 VARIABLE = "LLAMA_GPU_KERNELS"
-_ALL = (*NAMES, GRAPH)
+_ALL = (*NAMES, ROUND_ROWS, GRAPH)
 
 
 def allowed_kernels() -> frozenset[str]:
@@ -77,11 +77,13 @@ def kernels_for(
         return TORCH_ONLY
     plan = LayerPlan.of(params, parallel.placement, kv_format)
     job = replace(job_for(params, plan, device, dtype, formats), activations=activations)
+    if activations == "fp8" and "linear" in job.names:
+        job = replace(job, names=(*job.names, ROUND_ROWS))
     result = CheckResult()
     if allowed and selfcheck_cache.unsupported_reason(device) is None:
         result = selfcheck_cache.load_or_check(job)
     passed = allowed & set(result.passed)
-    in_use = [name for name in NAMES if parallel.all_reduce_min(int(name in passed))]
+    in_use = [name for name in job.names if parallel.all_reduce_min(int(name in passed))]
     if GRAPH in allowed:
         # Without the kernel for products the weights are plain.
         formats_in_use: Formats = formats if "linear" in in_use else (None,)
@@ -172,5 +174,5 @@ def describe(model: Transformer) -> str:
     """Return the kernels that a model on a GPU runs, for the line that a build prints."""
     if model.norm.weight.device.type != "cuda":
         return ""
-    names = [name for name in NAMES if name in model.kernels.names]
+    names = [name for name in (*NAMES, ROUND_ROWS) if name in model.kernels.names]
     return f", kernels {'+'.join(names)}" if names else ", torch's kernels"

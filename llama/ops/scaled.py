@@ -1,8 +1,8 @@
 """Products of rows with a weight in e4m3, where the rows are rounded to e4m3 as well.
 
 In: rows of activations, and the codes of a weight (N, K), both with one scale per row. Out: the
-product. On a GPU, PyTorch's scaled product multiplies the codes, twice as fast as bf16; elsewhere,
-and in other types, the definition does:
+product. On a GPU, a kernel in triton/scaled.py rounds, and PyTorch's scaled product multiplies the
+codes, twice as fast as bf16; elsewhere, and in other types, the definition does:
 
     scale = max|x| / 448, and 1 for a row of zeros
     code = x / scale, rounded to the nearest number of e4m3
@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from llama.ops.triton.kernels import ROUND_ROWS, TORCH_ONLY, KernelSet
 
 E4M3 = torch.float8_e4m3fn
 MAX_E4M3 = 448.0
@@ -35,11 +37,21 @@ class ScaledRows(NamedTuple):
     scales: Tensor
 
 
-def round_rows(x: Tensor) -> ScaledRows:
-    """Return rows (M, K) in e4m3; a row with NaN or infinity becomes NaN."""
+def round_rows(x: Tensor, kernels: KernelSet = TORCH_ONLY) -> ScaledRows:
+    """Return rows (M, K) in e4m3; a row with NaN or infinity becomes NaN.
+
+    Args:
+        x: The rows.
+        kernels: The Triton kernels that may run.
+    """
+    if kernels.has(ROUND_ROWS, x):
+        from llama.ops.triton import scaled
+
+        return ScaledRows(*scaled.round_rows(x))
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True)
-    scales = largest / MAX_E4M3
+    # By a tensor: on a GPU, PyTorch multiplies by the inverse of a Python number.
+    scales = largest / torch.full_like(largest, MAX_E4M3)
     scales = scales.masked_fill(scales == 0, 1)
     codes = (wide / scales).clamp(-MAX_E4M3, MAX_E4M3).to(E4M3)
     return ScaledRows(codes, scales)

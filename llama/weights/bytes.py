@@ -17,7 +17,7 @@ from llama.ops.cpu.constants import N_BLOCK, ElementFormat, num_blocks
 from llama.weights.blocks import Layout, in_blocks, in_whole_blocks, workspace
 from llama.weights.coded import Coded
 from llama.weights.fragments import bytes_in_fragments, rows_of_bytes
-from llama.weights.groups import GroupedWeight, pack_extras
+from llama.weights.groups import GroupedWeight, join_columns, pack_extras
 from llama.weights.scales import pack_scales, unpack_scales
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -133,8 +133,8 @@ class Fp8Weight(BytesWeight):
     large.
 
     Attributes:
-        rounds_to_e4m3: Whether the rows of x are rounded to e4m3 where there are more than
-            `MAX_EXACT_ROWS`.
+        row_scales: The scales of the rows (N, 1) in float32, where the rows of x are rounded to
+            e4m3 if there are more than `MAX_EXACT_ROWS`; None where they are not.
     """
 
     kind = ElementFormat.FP8.value
@@ -145,7 +145,7 @@ class Fp8Weight(BytesWeight):
     )
     in_files = ("float", 8)
     element_factor = 2**-8
-    rounds_to_e4m3: bool = False
+    row_scales: Tensor | None = None
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
@@ -177,18 +177,19 @@ class Fp8Weight(BytesWeight):
             return False
         if n % scaled.STEP or k % scaled.STEP:
             return False
-        self.rounds_to_e4m3 = True
+        scales = unpack_scales(self.scales).view(-1, 1)[:n]
+        self.row_scales = scales * self.element_factor
         return True
 
     def _linear(self, x: Tensor, dtype: torch.dtype | None, context: ForwardContext) -> Tensor:
         """Return the product of rows and this weight where the CPU kernels do not compute it."""
         n, k = self.shape
         m = x.numel() // k
-        if not self.rounds_to_e4m3 or m <= MAX_EXACT_ROWS:
+        scales = self.row_scales
+        if scales is None or m <= MAX_EXACT_ROWS:
             return super()._linear(x, dtype, context)
         dtype = dtype or x.dtype
-        rows = scaled.round_rows(x.reshape(m, k))
-        scales = unpack_scales(self.scales).view(-1, 1)[:n] * self.element_factor
+        rows = scaled.round_rows(x.reshape(m, k), context.kernels)
         blocks = self.blocks() if context.kernels.has("linear", x) else None
         if blocks is None:
             ids = torch.arange(n, device=self.values.device)
@@ -204,7 +205,7 @@ class Fp8Weight(BytesWeight):
             codes = quantized.codes(blocks, begin, end).view(E4M3.dtype)
             weight = scaled.ScaledRows(codes, scales[begin:end])
             products.append(scaled.multiply(rows, weight, dtype))
-        return torch.cat(products, -1).view(*x.shape[:-1], n)
+        return join_columns(products).view(*x.shape[:-1], n)
 
     def has_integers(self) -> bool:
         """Return False: elements of e4m3 may be fractions."""

@@ -17,10 +17,10 @@ import torch
 
 from llama.ops.cpu import build, native
 from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
-from llama.ops.triton.kernels import NAMES, KernelSet
+from llama.ops.triton.kernels import NAMES, ROUND_ROWS, KernelSet
 
 SUPPORTED = [x for x in build.INSTRUCTION_SETS if native.cpu_flags() >= x.needs]
-INTERPRETED = KernelSet(frozenset(NAMES), frozenset({torch.float16, torch.float32}))
+INTERPRETED = KernelSet(frozenset({*NAMES, ROUND_ROWS}), frozenset({torch.float16, torch.float32}))
 
 HAS_KERNELS = bool(SUPPORTED) and build.find_compiler() is not None
 # the environment does not disable them

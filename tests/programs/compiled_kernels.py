@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
-from llama.ops.triton import attention, elementwise, linear, quantized
+from llama.ops.triton import attention, elementwise, linear, quantized, scaled
 
 _AMD = "gfx942"
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -39,6 +39,8 @@ _TYPES = {  # argument types, by name
     **dict.fromkeys(("table", "query_starts", "seq_lens", "slots"), "*i64"),
     **dict.fromkeys(("partial", "logsumexp", "freqs"), "*fp32"),
     "outer_scales": "*fp16",
+    "codes": "*fp8e4nv",
+    "scales": "*fp32",
     **dict.fromkeys(("width", "num_decodes", "num_prefills", "m", "n", "first", "magic"), "i32"),
     "plane": "i64",
     **dict.fromkeys(("score_scale", "eps"), "fp32"),
@@ -62,7 +64,8 @@ def jobs(capability: int, *, every: bool) -> list[Job]:
     """Return attention jobs, also over an 8-bit cache: for 8B, or with `every` for all shapes."""
     found = attention_jobs(capability) + elementwise_jobs(capability)
     over_cache = [x for x in found if "W" in x.constants and (every or x.shape.startswith("8B"))]
-    return found + [_in_8_bits(x) for x in over_cache] + linear_jobs(capability)
+    products = scaled_jobs(capability) + linear_jobs(capability)
+    return found + [_in_8_bits(x) for x in over_cache] + products
 
 
 def attention_jobs(capability: int) -> list[Job]:
@@ -115,6 +118,20 @@ def elementwise_jobs(capability: int) -> list[Job]:
             Job(elementwise.silu_mul_kernel, shape, capability, silu),
         ]
     return found
+
+
+def scaled_jobs(capability: int) -> list[Job]:
+    """Return the kernels of products of rows in e4m3, which the older device does not have."""
+    if capability < 89:
+        return []
+    found = []
+    for shape, (_, ffn) in _WIDTHS.items():
+        block, warps = scaled.row_block(ffn)
+        sizes = {"K": ffn, "BLOCK": block}
+        found.append(Job(scaled.round_rows_kernel, shape, capability, sizes, warps))
+    sizes = {"KIND": 2, "K": 14336, "FRAGMENTS": 4}
+    types = {"weight": "*i32", "out": "*u8"}
+    return [*found, Job(quantized.codes_kernel, "8B", capability, sizes, types=types)]
 
 
 def linear_jobs(capability: int) -> list[Job]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "sample")
+ROUND_ROWS = "round_rows"  # listed beside NAMES where activations are rounded to e4m3
 GRAPH = "graph"  # listed beside the kernels where decode steps may be CUDA graphs
 Sizes = tuple[int, int, int, int]  # the weight's `ElementFormat`, N, K and M of a product
 _LOGITS_DTYPE = torch.float32  # what "sample" takes, whatever the model's dtype
@@ -96,7 +97,7 @@ class KernelSet:
     """The kernels of one model that passed their check.
 
     Attributes:
-        names: Some of NAMES, and GRAPH where decode steps may be CUDA graphs.
+        names: Some of NAMES, ROUND_ROWS, and GRAPH where decode steps may be CUDA graphs.
         dtypes: The dtypes of a model's tensors that they take. float32 is for tests: a GPU would
             round products to TF32.
         tiles: The fastest tile for M rows times a weight (N, K). M is a power of 2 up to 256, to
@@ -108,7 +109,7 @@ class KernelSet:
     tiles: Mapping[Sizes, Tile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if unknown := self.names - {*NAMES, GRAPH}:
+        if unknown := self.names - {*NAMES, ROUND_ROWS, GRAPH}:
             raise ValueError(f"unknown kernels {sorted(unknown)}: there are {', '.join(NAMES)}")
 
     def has(self, name: str, *tensors: Tensor) -> bool:

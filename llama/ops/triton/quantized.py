@@ -169,6 +169,7 @@ def codes(weight: Blocks, first: int, end: int) -> Tensor:
         KIND=weight.kind,
         K=k,
         FRAGMENTS=_PLAIN_COLUMNS // fragment_columns(weight.kind),
+        **pdl_options(out.device),
     )
     return out[: end - first]
 
@@ -715,11 +716,14 @@ def codes_kernel(
     KIND: tl.constexpr,
     K: tl.constexpr,
     FRAGMENTS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ) -> None:
     """Write some columns of the bytes of a block of 32 rows to out (..., K).
 
     first: The block whose rows are the first of out.
     """
+    if PDL:
+        launch_dependents()
     block = tl.program_id(0)
     begin = tl.program_id(1) * FRAGMENTS
     end_row = (first + block + 1) * 32
@@ -730,4 +734,6 @@ def codes_kernel(
     elements = _in_order(tl.join(upper_row, lower_row), KIND, 2, FRAGMENTS, 0)
     rows = block.to(tl.int64) * 32 + tl.arange(0, 32)
     columns = begin * 32 + tl.arange(0, FRAGMENTS * 32)
+    if PDL:
+        wait_for_dependency()  # the previous kernel may still read the memory of out
     tl.store(out + rows[:, None] * K + columns[None, :], elements)

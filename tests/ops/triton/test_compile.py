@@ -80,9 +80,11 @@ def test_a_byte_takes_at_most_three_instructions(compiled):
 def test_only_weights_are_read_before_the_previous_kernel_has_ended(compiled):
     """Before its predecessor has ended, a kernel only reads weights: the norm's, and a product's.
 
-    A product prefetches them. On older GPUs no kernel is launched early.
+    A product prefetches them, and what copies a weight loads it. On older GPUs no kernel is
+    launched early.
     """
-    early = {"norm_kernel": ["LDG"]} | {name: ["CCTL"] for name in _PRODUCTS}
+    early = {"norm_kernel": ["LDG"], "codes_kernel": ["LDG"]}
+    early |= {name: ["CCTL"] for name in _PRODUCTS}
     for x in compiled:
         name = x["kernel"]
         if x["capability"] < 90 or name in ("prefill_kernel", "plain_kernel"):

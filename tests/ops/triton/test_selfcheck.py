@@ -121,6 +121,7 @@ KERNELS = {  # the kernels that each self-check must launch
     "rope_and_store": {"rope_kernel"},
     "silu_mul": {"silu_mul_kernel"},
     "linear": {"product_kernel"},
+    "round_rows": {"round_rows_kernel"},
 }
 
 
