@@ -109,11 +109,12 @@ class BuildArgs:
         activations: "int8" also rounds the inputs of each layer's matrices on the CPU, with one
             scale for each group of 32, if the elements of these matrices are whole numbers, as they
             are with quantize="int8" or "int4" and in most quantized files: prompts and batches take
-            a third less time. lm_head is multiplied as before, and "int8_lm_head" rounds its
-            inputs, too. "int8_token" has one scale per token instead, which loses more. "fp8" is
-            for quantize="fp8" on NVIDIA GPUs of compute capability 8.9 and up: in steps of more
-            than 256 tokens the inputs are rounded to e4m3, with one scale per token. "bf16" rounds
-            none. Default: as W8A8 files ask, which is "int8_token", and otherwise "bf16".
+            a third less time. lm_head is multiplied as before. "int8_lm_head" rounds its
+            inputs, too, and computes the largest logits of each row again without rounding.
+            "int8_token" has one scale per token instead, which loses more. "fp8" is for
+            quantize="fp8" on NVIDIA GPUs of compute capability 8.9 and up: in steps of more than
+            256 tokens the inputs are rounded to e4m3, with one scale per token. "bf16" rounds none.
+            Default: as W8A8 files ask, which is "int8_token", and otherwise "bf16".
         lora: LoRA or DoRA adapters in PEFT's format that are merged into the weights while these
             are loaded: the folder of one, several with commas between them, or a list, which are
             merged in order. The result is a model like any other, so that it takes no longer to

@@ -17,6 +17,14 @@ fused multiply-add is written as such:
 A piece has `PIECE` columns, or as many as a group of the weight if these are fewer. A weight with
 one scale per row multiplies the total by it at the end.
 
+The products of lm_head are logits, of which the largest decide almost all of the next token's
+distribution. So the blocks of neighbouring outputs that have the largest products of a row,
+`top_blocks`, are computed again with the row as it is:
+
+    w = element * scale, or fma(element, scale, offset)
+    even = fma(w, x, even) over the even columns from the first to the last; odd likewise
+    product = even + odd
+
 Shapes: M rows, N outputs, K inputs; P pieces of K / P columns; G groups of K / G columns, which
 share a scale of the weight.
 """
@@ -24,10 +32,13 @@ share a scale of the weight.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 PIECE = 32  # columns whose products are summed as integers
 MAX_CODE = 127
+BLOCK = 32  # neighbouring outputs that are computed again together
+TOP_BLOCKS = 8  # blocks of a row that are computed again
 _MIN_MAGNITUDE = 2.0**-100  # the quotient 127 / max|x| of smaller magnitudes may be infinite
 
 
@@ -35,9 +46,9 @@ class IntegerWeight(NamedTuple):
     """A weight whose elements are whole numbers from -128 to 127.
 
     Attributes:
-        elements: (N, K) float32.
-        scales: (N, G) float32.
-        offsets: (N, G) float32, which are added to element * scale; None without offsets.
+        elements: (N, K) float32, or (M, N, K) where each row of activations has other outputs.
+        scales: (N, G) or (M, N, G) float32.
+        offsets: The same shape, float32, which are added to element * scale; None without offsets.
     """
 
     elements: Tensor
@@ -119,6 +130,44 @@ def multiply(x: RoundedRows, weight: IntegerWeight) -> Tensor:
         x_scale = x.scales[:, begin // x_group, None]
         total = fused_multiply_add(term, x_scale, total)
     return total * weight.scales.t() if has_row_scale else total
+
+
+def top_blocks(products: Tensor) -> Tensor:
+    """Return the indices (M, T) of the blocks of each row that have its largest products.
+
+    The block with the largest product comes first; of equal ones, the first of the row. NaN counts
+    as the smallest product.
+
+    Args:
+        products: The products (M, N), float32. The last of N / `BLOCK` blocks may be shorter.
+    """
+    infinity = torch.inf
+    ordered = products.nan_to_num(nan=-infinity, posinf=infinity, neginf=-infinity)
+    padded = F.pad(ordered, (0, -products.shape[1] % BLOCK), value=-infinity)
+    largest = padded.unflatten(1, (-1, BLOCK)).amax(-1)
+    blocks: Tensor = largest.sort(dim=1, descending=True, stable=True).indices
+    return blocks[:, :TOP_BLOCKS]
+
+
+def multiply_exactly(x: Tensor, weight: IntegerWeight) -> Tensor:
+    """Return the products (M, N) of rows that are not rounded and a weight, in float32.
+
+    Args:
+        x: The rows (M, K), of any floating-point type.
+        weight: The weight. Each row of activations may have outputs of its own.
+    """
+    groups = weight.scales.shape[-1]
+    elements = weight.elements.unflatten(-1, (groups, -1))
+    weights = elements * weight.scales[..., None]
+    if weight.offsets is not None:
+        scales, offsets = weight.scales[..., None], weight.offsets[..., None]
+        weights = fused_multiply_add(elements, scales, offsets)
+    weight_pairs = weights.flatten(-2).unflatten(-1, (-1, 2))
+    x_pairs = x.float().unflatten(-1, (-1, 2))
+    totals: Tensor = x_pairs.new_zeros(1)
+    for i in range(x_pairs.shape[1]):
+        totals = fused_multiply_add(weight_pairs[..., i, :], x_pairs[:, None, i], totals)
+    return totals.sum(-1)
 
 
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

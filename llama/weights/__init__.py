@@ -55,7 +55,8 @@ class ActivationFormat(NamedTuple):
             "cuda" to e4m3.
         in_files: The `input_activations` by which compressed-tensors describes it; None if no
             description means exactly this.
-        with_lm_head: Whether the rows that lm_head multiplies are rounded, too.
+        with_lm_head: Whether the rows that lm_head multiplies are rounded, too. The largest logits
+            are then computed again without rounding.
     """
 
     per_token: bool
@@ -223,7 +224,7 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
     for matrix, weight in matrices.items():
         if has_amx and not _fits_tiles(weight):
             continue
-        if weight.round_activations(per_token):
+        if weight.round_activations(per_token, exact_top=matrix == LM_HEAD):
             is_any = True
         elif weight.has_integers() and weight.shape[1] % rounded.PIECE:
             raise ValueError(

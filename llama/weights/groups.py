@@ -73,6 +73,8 @@ class GroupedWeight(BlockedWeight):
         first: The element of code 0, where elements are consecutive integers.
         activations: The number of columns of x that share a scale, where x is rounded to 8 bits; 0
             where x is multiplied as it is.
+        exact_top: Whether the largest of the products in float32 are computed again with x as it
+            is, where x is rounded. A weight with an adapter or a rotation of its own does not.
         is_fragmented: Whether the values are in fragment order, for the kernels of a GPU; see
             `llama.weights.fragments`.
     """
@@ -82,6 +84,7 @@ class GroupedWeight(BlockedWeight):
     adapter: Tensor | None
     rotated: Tensor | None
     activations: int = 0
+    exact_top: bool = False
     is_fragmented: bool = False
 
     def __init__(
@@ -310,7 +313,11 @@ class GroupedWeight(BlockedWeight):
             is_rounded = bool(self.activations) and native.kernels() is None
             has_blocks = context.kernels.has("linear", x) and self.blocks() is not None
             if not (is_rounded or has_blocks or self.is_fragmented):
-                return super().linear(x, dtype, context, updates)
+                product = super().linear(x, dtype, context, updates)
+                if self.exact_top and dtype is torch.float32:
+                    assert updates is None, "requests choose adapters of the layers only"
+                    self._compute_top_again(x, product)
+                return product
         product = self._linear(x, dtype, context)
         return product if updates is None else updates.add_to(product, x)
 
@@ -343,19 +350,20 @@ class GroupedWeight(BlockedWeight):
         is_whole = self.table.round() == self.table
         return bool(is_whole.all() and self.table.min() >= -128 and self.table.max() <= 127)
 
-    def round_activations(self, per_token: bool = False) -> bool:
+    def round_activations(self, per_token: bool = False, exact_top: bool = False) -> bool:
         """Round the rows of x to 8 bits in every product from now on."""
         k = self.shape[1]
         if not self.has_integers() or not rounded.can_multiply(k, self.group):
             return False
         self.activations = k if per_token else rounded.PIECE
+        self.exact_top = exact_top and not self.is_extended
         return True
 
     def refilled(self, plain: Tensor) -> Weight:
         """Return other elements, (N, K) of any float type, in this format."""
         weight = super().refilled(plain)
         if self.activations:
-            weight.round_activations(per_token=self.activations == self.shape[1])
+            weight.round_activations(self.activations == self.shape[1], self.exact_top)
         return weight
 
     def _linear_of_rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -371,7 +379,31 @@ class GroupedWeight(BlockedWeight):
         if self.adapter is not None:
             down, up = self._adapter_factors(self.adapter)
             out += x.float() @ down.float().t() @ up.float().t()
+        if self.exact_top and dtype is torch.float32:
+            blocks = rounded.top_blocks(out)
+            outputs = blocks[..., None] * rounded.BLOCK + torch.arange(rounded.BLOCK)
+            outputs = outputs.flatten(1).clamp(max=n - 1)  # the last block may be shorter
+            ids = self.stored_ids(outputs)
+            scales = unpack_scales(self.scales, ids).unbind(-1)
+            weight = rounded.IntegerWeight(self.elements(ids), *scales)
+            out.scatter_(1, outputs, rounded.multiply_exactly(x, weight))
         return out.to(dtype).view(*leading, n)
+
+    def _compute_top_again(self, x: Tensor, products: Tensor) -> None:
+        """Replace the largest products of rounded rows by those of the rows as they are.
+
+        Args:
+            x: The rows (..., K), bf16.
+            products: The products (..., N) of the rounded rows, float32.
+        """
+        n, k = self.shape
+        m = products.numel() // n
+        count = min(rounded.TOP_BLOCKS, num_blocks(n))
+        rows = x.float().contiguous()
+        matrix = torch.tensor(self.native_matrix())
+        chosen = torch.empty(m, count, dtype=torch.int64)
+        largest = torch.empty(m, count)
+        native.call("exact_top", rows, matrix, products, chosen, largest, m, n, k, count)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows (..., K) of ids (...) in bf16; IndexError where there is no such row."""

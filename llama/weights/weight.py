@@ -94,11 +94,13 @@ class Weight(nn.Module):
         """Return whether all elements, before they are scaled, are whole numbers in 8 bits."""
         return False
 
-    def round_activations(self, per_token: bool = False) -> bool:
+    def round_activations(self, per_token: bool = False, exact_top: bool = False) -> bool:
         """Round the rows of x to 8 bits in every product from now on; see `llama.ops.rounded`.
 
         Args:
             per_token: Whether a row has one scale. Otherwise each group of columns has one.
+            exact_top: Whether the largest products of a row are computed again with x as it is.
+                That applies to products in float32.
 
         Returns:
             Whether it does; False where the elements are not whole numbers.

@@ -177,6 +177,52 @@ def test_a_product_has_the_bits_of_the_definition(integer_kernels, which, per_to
     assert torch.equal(alone, expected[6:7])
 
 
+def test_the_blocks_with_the_largest_products_come_first():
+    products = torch.zeros(2, 1000)
+    products[0, 999], products[0, 64], products[0, 70] = 3, 2, 1
+    products[1] = -torch.inf
+    products[1, 500], products[1, 900] = torch.nan, -5
+    blocks = rounded.top_blocks(products)
+    assert blocks.shape == (2, rounded.TOP_BLOCKS)
+    assert blocks[0, :5].tolist() == [31, 2, 0, 1, 3]  # of equal ones, the first
+    assert blocks[1, :3].tolist() == [28, 0, 1]
+    assert rounded.top_blocks(products[:, :40])[0].tolist() == [0, 1]
+
+
+TOPS = [  # which, (N, K), group, offsets, type of the scales
+    ("symmetric", (1000, 96), 32, False, torch.float16),
+    ("unsigned", (1000, 128), 16, True, torch.uint8),
+    ("six bits", (544, 1056), 16, False, torch.float32),
+    ("bytes", (545, 1056), 1056, False, torch.float32),
+    ("bytes", (96, 2112), 1056, True, torch.float32),  # a group across the edge of a K block
+]
+
+
+@pytest.mark.parametrize("which", TOPS, ids=str)
+def test_the_largest_products_are_those_of_rows_that_are_not_rounded(kernels, which, monkeypatch):
+    """So it is with each instruction set, for a row alone and in any batch, on several threads."""
+    n, k = which[1]
+    held, plain = packed(coded(*which)), packed(coded(*which))
+    assert isinstance(held, GroupedWeight) and held.round_activations(exact_top=True)
+    assert plain.round_activations()
+    x = rows(3, k)
+    products = plain.linear(x, torch.float32)
+    assert torch.equal(held.linear(x), plain.linear(x)), "only in float32"
+    out = held.linear(x, torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "kernels", lambda: None)
+        assert torch.equal(out, held.linear(x, torch.float32))
+    blocks = torch.arange(n) // rounded.BLOCK
+    is_top = (blocks == rounded.top_blocks(products)[..., None]).any(1)
+    assert is_top.sum(1).max() <= rounded.TOP_BLOCKS * rounded.BLOCK
+    assert torch.equal(out[~is_top], products[~is_top])
+    exact = (x.double() @ held.exact().double().t()).float()
+    assert ((out - exact)[is_top].abs() < 1e-3 * (products - exact).abs().max()).all()
+    torch.set_num_threads(3)  # conftest restores the number
+    assert torch.equal(held.linear(x[2:], torch.float32), out[2:])
+    assert torch.equal(held.linear(x.repeat(4, 1), torch.float32), out.repeat(4, 1))
+
+
 @pytest.mark.parametrize("table", ["unsigned", "six bits", "bytes"])
 def test_the_largest_sums_do_not_overflow(integer_kernels, table):
     """All codes and all activations have their largest magnitude, in each combination of signs."""
@@ -222,7 +268,8 @@ def test_an_adapter_reads_rows_that_are_not_rounded(integer_kernels):
     for is_rotated in (False, True):
         plain = packed(replace(file, is_rotated=is_rotated))
         adapted = packed(replace(file, is_rotated=is_rotated, down=down, up=up))
-        assert plain.round_activations() and adapted.round_activations()
+        assert plain.round_activations() and adapted.round_activations(exact_top=True)
+        assert not adapted.exact_top
         turned = hadamard(x.float()).bfloat16() if is_rotated else x
         added = turned.double() @ down.double().t() @ up.double().t()
         difference = adapted.linear(x, torch.float32) - plain.linear(x, torch.float32)

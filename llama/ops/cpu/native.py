@@ -309,6 +309,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[_Kind, ...]]] = {
     "pack_gguf": (None, (Tensor, Tensor, _F32, _I64, *[int] * 11)),
     "linear_workspace": (int, (int, int, int)),
     "linear_packed": (None, (_BF16, _I64, Tensor, _U8, _I64, _F32, *[int] * 4, bool)),
+    "exact_top": (None, (_F32, _I64, _F32, _I64, _F32, *[int] * 4)),
     "weight_rows": (int, (_I64, _I64, _BF16, int, int, int, int)),
     "layers_workspace": (int, (_I64, _I64, *[int] * 8)),
     "layers_bf16": (None, (*_OF_LAYERS, *[int] * 14, float, float)),
