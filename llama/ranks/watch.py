@@ -50,6 +50,7 @@ from llama.ranks.stalls import find_left_early, find_stalled_rank, rank_state
 
 LATER_S = 5.0  # collectives and the kernel time out later than the watch, which names the cause
 _UNWIND_S = 2.0  # time for a failed rank to run its `finally` blocks, and for others to follow
+_LONG_S = 1.0  # a wait after which the frames of its thread are read
 _NOTE_S = 10.0  # time after which the user is informed which ranks are missing
 _TIMED_OUT = "(the limit is timeout_s)"  # part of the message about a stall
 
@@ -256,8 +257,8 @@ class Watch(threading.Thread):
 
     def _end_after(self, cause: str, seconds: float) -> None:
         if _TIMED_OUT in cause:  # show the user where this rank is
-            _, what = self._current_wait()
-            activity = what or "no step"
+            _, wait = self._current_wait()
+            activity = wait.what if wait is not None else "no step"
             say(f"--- {self.peers.own.name}, {self.steps} steps begun, now in {activity}:")
             with contextlib.suppress(OSError):
                 faulthandler.dump_traceback(2)
@@ -393,14 +394,22 @@ class Watch(threading.Thread):
                     yield f"{name}: the others waited {limit}"
 
     def _state(self) -> dict[str, Any]:
-        thread, what = self._current_wait()
-        return rank_state(thread, what, self.steps)
+        """Return the state of this rank; frames of a thread are read only if it waits for long.
 
-    def _current_wait(self) -> tuple[int | None, str]:
-        """Return a thread that waits for other ranks, and what it waits in, if there is one."""
+        The others compare states when a wait has reached its limit. Reading the frames of a thread
+        that runs once ended a process by SIGSEGV.
+        """
+        thread, wait = self._current_wait()
+        if wait is None:
+            return rank_state(None, "", self.steps)
+        is_long = time.monotonic() - wait.since > min(_LONG_S, wait.limit_s / 2)
+        return rank_state(thread if is_long else None, wait.what, self.steps)
+
+    def _current_wait(self) -> tuple[int | None, _Wait | None]:
+        """Return a thread that waits for other ranks, and its wait, if there is one."""
         for thread, wait in list(self._waits.items()):
-            return thread, wait.what
-        return None, ""
+            return thread, wait
+        return None, None
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
