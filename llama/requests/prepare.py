@@ -112,29 +112,33 @@ class Preparer:
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         if reads is None:
             self.check_generates()
-        text = prompt if isinstance(prompt, str) else None
-        ids = prompt if text is None else self.tokenizer.encode(text, bos=True, eos=False)
         name = "the prompt" if index is None else f"prompt {index}"
         context = min(max_context or self.max_seq_len, self.max_seq_len)
-        ids = _token_ids(name, ids, context, self.tokenizer.n_words)
+        ids = self._prompt_ids(name, prompt, context)
         params.check_vocab(self.tokenizer.n_words)
-        if reads is not None:
+        if reads is None:
+            max_len = _max_len(len(ids), params, context)
+        else:
             _check_reads(name, reads, len(ids))
-        max_len = len(ids) if reads is not None else _max_len(len(ids), params, context)
+            max_len = len(ids)
         if must_fit:
             _check_fits(len(ids), params, max_len, context)
         root = prefix_root(tenant, params.cache_salt)
         answers = self._answers(ids, params, min(max_len, context), root)
-        if isinstance(reads, Pooling):
-            _change_spec(answers, pooling=reads)
-        elif reads is not None:
-            _change_spec(answers, capture=reads)
+        _set_reads(answers, reads)
         if digest:
             _change_spec(answers, adapter=digest, prefix_root=adapter_root(root, digest))
+        text = prompt if isinstance(prompt, str) else None
         request = Request(request_id, text, params, answers, index or 0)
         if params.seed is not None:
             request.set_seed(derived_seed(params.seed, request.index))
         return request
+
+    def _prompt_ids(self, name: str, prompt: str | list[int], context: int) -> list[int]:
+        """Return the checked token ids of a prompt, which fit the context length."""
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt, bos=True, eos=False)
+        return _token_ids(name, prompt, context, self.tokenizer.n_words)
 
     def _answers(
         self, ids: list[int], params: SamplingParams, max_len: int, root: bytes
@@ -246,6 +250,14 @@ def _change_spec(answers: list[Answer], **changes: Any) -> None:
     """Change fields of the specification of each answer."""
     for answer in answers:
         answer.sequence.spec = replace(answer.sequence.spec, **changes)
+
+
+def _set_reads(answers: list[Answer], reads: Pooling | Capture | None) -> None:
+    """Store what is wanted of the hidden states of the prompt in each answer."""
+    if isinstance(reads, Pooling):
+        _change_spec(answers, pooling=reads)
+    elif reads is not None:
+        _change_spec(answers, capture=reads)
 
 
 def prefix_root(tenant: bytes, cache_salt: str | None) -> bytes:

@@ -16,7 +16,7 @@ from llama.checks import brief
 from llama.prompts.fields import Fields, chosen_by
 from llama.prompts.messages import Dialog
 from llama.requests.request import RequestOutput
-from llama.requests.scoring import ranked
+from llama.requests.scoring import ClassificationHead, ranked
 from llama.server.accepted import LabelFields
 from llama.server.errors import ApiError, ErrorFields
 from llama.server.exchange import body_router
@@ -120,15 +120,9 @@ def routes(service: Service) -> APIRouter:
         truncate = body.truncate(llama.model.params.max_seq_len)
         make = functools.partial(llama.classifier.request, truncate=truncate)
         outputs = await pooled_outputs(service, http, inputs, make, fields)
-        data = []
-        for index, output in enumerate(outputs):
-            found = head.classify(output)
-            probs = found.logits if body.use_activation is False else found.probs
-            label = {"index": index, "label": found.label}
-            data.append({**label, "probs": probs, "num_classes": head.num_labels})
         content = {
             **_head_of(service, http, "classify", body.model),
-            "data": data,
+            "data": [_label_of(i, head, output, body) for i, output in enumerate(outputs)],
             "usage": _usage(outputs),
         }
         return await json_response(content, len(outputs) * head.num_labels)
@@ -168,6 +162,15 @@ def routes(service: Service) -> APIRouter:
         return await json_response({**content, "usage": _usage(outputs)}, len(results))
 
     return router
+
+
+def _label_of(
+    index: int, head: ClassificationHead, output: RequestOutput, body: ClassifyBody
+) -> dict[str, Any]:
+    """Return the label of one input as /classify reports it."""
+    found = head.classify(output)
+    probs = found.logits if body.use_activation is False else found.probs
+    return {"index": index, "label": found.label, "probs": probs, "num_classes": head.num_labels}
 
 
 async def _scores_of(
