@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.drafts import MostlyRight
 from helpers.kernels import KERNELS_RUN
 from helpers.sequences import state_of
 from helpers.tape import NotCapturable, TapeRecorder
@@ -31,7 +32,6 @@ from llama.engine.recorder import CaptureError
 from llama.engine.rows import Scheduled
 from llama.engine.runner import RunningStep
 from llama.engine.sequence import SequenceState
-from llama.engine.speculative import Drafter, DraftState
 from llama.engine.step import Step
 from llama.gpu import graph_check
 from llama.gpu.graph_check import compare
@@ -157,21 +157,6 @@ def test_the_answers_do_not_depend_on_how_steps_run(model, plain, graphs, ahead)
             recorded = core.runner._graphs._graphs  # type: ignore[union-attr]
             assert len({rows for rows, _, _ in recorded}) > 1, "the graphs were not used"
     assert preempted, "nobody was preempted: the test tests less than it says"
-
-
-class MostlyRight(Drafter):
-    """A drafter of up to five mostly right tokens; it knows each sequence's result by its seed."""
-
-    def __init__(self, model: Transformer, wanted: dict[int, list[int]]) -> None:
-        super().__init__(5, model.parallel, [])
-        self.wanted, self.rng = wanted, random.Random(4)
-
-    def _begin(self, seq: SequenceState) -> DraftState:
-        return DraftState(seq, [])
-
-    def _draft(self, states: list[DraftState], seconds: float) -> list[list[int]]:
-        rests = [self.wanted[x.seq.spec.seed][len(x.seq.tokens) :] for x in states]
-        return [[t if self.rng.random() < 0.8 else 9 for t in rest[:5]] for rest in rests]
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])

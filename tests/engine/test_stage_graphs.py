@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.drafts import MostlyRight
 from helpers.sequences import state_of
 from helpers.tape import TapeRecorder
 from llama.engine.core import EngineCore
 from llama.engine.processors import LogitsProcessors
 from llama.engine.recorder import Outputs
 from llama.engine.sequence import SequenceState
-from llama.engine.speculative import Drafter, DraftState
 from llama.gpu import graph_check
 from llama.gpu.graph_check import compare
 from llama.gpu.job import Job
@@ -99,21 +99,6 @@ class Counting(TapeRecorder):
         return outputs, counted
 
 
-class Oracle(Drafter):
-    """A drafter of up to five mostly right tokens."""
-
-    def __init__(self, model: Transformer, wanted: list[list[int]]) -> None:
-        super().__init__(5, model.parallel, [])
-        self.wanted, self.rng = wanted, random.Random(4)
-
-    def _begin(self, seq: SequenceState) -> DraftState:
-        return DraftState(seq, [])
-
-    def _draft(self, states: list[DraftState], seconds: float) -> list[list[int]]:
-        rests = [self.wanted[x.seq.spec.seed][len(x.seq.tokens) :] for x in states]
-        return [[t if self.rng.random() < 0.8 else 9 for t in rest[:5]] for rest in rests]
-
-
 def filled(model: Transformer) -> Transformer:
     torch.manual_seed(0)
     for weight in model.parameters():
@@ -179,7 +164,9 @@ def test_stages_in_graphs_give_the_answers_of_one_process(stages, kv_format, dra
     cores = [core_of(model, recorder) for model, recorder in zip(models, recorders, strict=True)]
     for core in cores if drafts else ():
         core.speculate(5)
-        core.drafter = Oracle(core.runner.model, [tokens for tokens, *_ in wanted])
+        core.drafter = MostlyRight(
+            core.runner.model, {seed: tokens for seed, (tokens, *_) in enumerate(wanted)}
+        )
     with ThreadPoolExecutor(stages) as threads:
         for found in threads.map(answers, cores, timeout=LIMIT_S):
             for ours, theirs in zip(found, wanted, strict=True):

@@ -16,6 +16,7 @@ from llama import Llama, SamplingParams
 from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, DraftState
 from llama.gpu.cases import read_cache
+from llama.model import Transformer
 from llama.ranks.collectives import ModelParallel
 from llama.requests.request import Request
 
@@ -157,3 +158,18 @@ def vectors_of(llama: Llama) -> list[str]:
     for output in llama.llm_engine.run([*others, *captures])[len(others) :]:
         found += [torch.cat(output.captured[number]) for number in sorted(output.captured)]
     return [repr(tensor.tolist()) for tensor in found]
+
+
+class MostlyRight(Drafter):
+    """A drafter of up to five mostly right tokens; it knows each sequence's result by its seed."""
+
+    def __init__(self, model: Transformer, wanted: dict[int, list[int]]) -> None:
+        super().__init__(5, model.parallel, [])
+        self.wanted, self.rng = wanted, random.Random(4)
+
+    def _begin(self, seq: SequenceState) -> DraftState:
+        return DraftState(seq, [])
+
+    def _draft(self, states: list[DraftState], seconds: float) -> list[list[int]]:
+        rests = [self.wanted[x.seq.spec.seed][len(x.seq.tokens) :] for x in states]
+        return [[t if self.rng.random() < 0.8 else 9 for t in rest[:5]] for rest in rests]
