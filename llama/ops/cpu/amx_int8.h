@@ -82,7 +82,7 @@ inline void multiply_byte_panel(const char* packed, const ByteTiles& x, const Pa
           block + 1 < blocks ? address(block + 1, begin) : address(0, begin + BYTE_TILE_K_BLOCK);
       compiler_barrier();  // the tiles must have loaded the previous quads
       // Where K ends within a step, the tiles multiply the rest of old quads by zeros.
-      make_quads(source, address(block, begin), prefetch, std::min(x.k - begin, count_k), quads);
+      make_quads(source, address(block, begin), std::min(x.k - begin, count_k), quads, prefetch);
       compiler_barrier();
       for (long b = first_row_block; b < end_row_block; b++) {
         const long tile = row_blocks.first(b);

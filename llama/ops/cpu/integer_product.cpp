@@ -12,9 +12,11 @@
 
 namespace {
 
-// A part of a weight block, some k of its 32 rows.
+// A part of a weight block, some k of its 32 rows, and the memory to prefetch meanwhile. All row
+// blocks together prefetch it once, so each step fetches only a share of a step's bytes.
 struct QuadBlock {
   const char *weights, *prefetch;
+  long step_prefetch;   // bytes to prefetch at each step
   long count;           // number of k
   const float* scales;  // of the groups, from the first on: (G, 2, 32)
   long group;           // k of a group
@@ -77,10 +79,13 @@ template <Scaling SCALING, int R, int VECTORS, int SETS>
   }
 }
 
-// Prefetches the bytes of a step of all 32 rows into L2, or some of their lines.
-template <class Source> void prefetch_step(const char* address) {
-  for (int line = 0; line < Source::PREFETCH_LINES; line++)
-    __builtin_prefetch(address + line * (Source::STEP / Source::PREFETCH_LINES), 0, 2);
+// Prefetches into L2 what VECTORS of the vectors of a step must: some lines, evenly spaced over
+// their share of `bytes`.
+template <class Source, int VECTORS> void prefetch_step(const char* address, long bytes) {
+  constexpr int PASSES = N_BLOCK / (VECTORS * LANES);
+  constexpr int LINES = std::max(Source::PREFETCH_LINES / PASSES, 1);
+  for (int line = 0; line < LINES; line++)
+    __builtin_prefetch(address + line * bytes / (PASSES * LINES), 0, 2);
 }
 
 // Adds the integer products of R rows of x and a part of a weight block to the sums (R, 32).
@@ -97,11 +102,11 @@ void multiply_tokens(const Source& source, const QuadRows& x, const QuadBlock& b
         sums[0][r][v] = load<Ints>((int32_t*)sums_of_block + r * N_BLOCK + first + v * LANES) +
                         broadcast_quad((const char*)(x.terms + r));
     const char* w = block.weights + first * Source::ROW_BYTES;
-    const char* prefetch = block.prefetch;
+    const char* prefetch = block.prefetch + first * block.step_prefetch / N_BLOCK;
     const char* quads = x.quads;
     for (long k = 0; k < block.count; k += STEP_K, w += Source::STEP, quads += STEP_K * R) {
-      if (first == 0) prefetch_step<Source>(prefetch);
-      prefetch += Source::STEP;
+      prefetch_step<Source, VECTORS>(prefetch, block.step_prefetch);
+      prefetch += block.step_prefetch;
       multiply_step(source, w, quads, sums);
     }
 #pragma GCC unroll 16
@@ -127,7 +132,7 @@ void multiply_quads(const Source& source, const QuadRows& x, const QuadBlock& bl
       for (int v = 0; v < VECTORS; v++)
         totals[r][v] = load<Floats>((float*)totals_of_block + r * N_BLOCK + first + v * LANES);
     const char* w = block.weights + first * Source::ROW_BYTES;
-    const char* prefetch = block.prefetch;
+    const char* prefetch = block.prefetch + first * block.step_prefetch / N_BLOCK;
     const char* quads = x.quads;
     const float* terms = x.terms;
     const float* scales = block.scales + first;
@@ -141,8 +146,8 @@ void multiply_quads(const Source& source, const QuadRows& x, const QuadBlock& bl
       // The number of steps is no template argument: that would double the instances, and a loop
       // of one or two steps is as fast.
       for (long i = 0; i < block.piece; i += STEP_K, w += Source::STEP, quads += STEP_K * R) {
-        if (first == 0) prefetch_step<Source>(prefetch);
-        prefetch += Source::STEP;
+        prefetch_step<Source, VECTORS>(prefetch, block.step_prefetch);
+        prefetch += block.step_prefetch;
         multiply_step(source, w, quads, sums);
       }
       add_piece<SCALING>(sums, scales, terms, totals);
@@ -208,6 +213,7 @@ void multiply_rounded(const RoundedLayout& x, const char* packed, long m_block,
   const long first_row = x.row_blocks.first(first_block);
   const long rows_of_all = x.row_blocks.first(end_block) - first_row;
   const bool is_in_place = x.m <= IN_PLACE_ROWS;
+  const long step_prefetch = is_in_place ? Source::STEP : Source::STEP / (end_block - first_block);
   const long k = weight.k, group = weight.group;
   const Parameters parameters(weight, block);
   // The address of the i-th k of this block; after the last k, the next block follows.
@@ -224,12 +230,13 @@ void multiply_rounded(const RoundedLayout& x, const char* packed, long m_block,
     const long prefetch_k = is_in_place ? 16384 / Source::STEP * STEP_K : end - begin;
     QuadBlock part = {is_in_place ? address(begin) : quads,
                       address(begin + prefetch_k),
+                      step_prefetch,
                       end - begin,
                       scales,
                       group,
                       group - begin % group,
                       x.piece};
-    if (!is_in_place) make_quads(source, address(begin), part.prefetch, part.count, quads);
+    if (!is_in_place) make_quads(source, address(begin), part.count, quads);
     for (long b = first_block; b < end_block; b++) {
       const long row = x.row_blocks.first(b), rows = x.row_blocks.size(b);
       const QuadRows x_part = x.part(packed, row, rows, begin);
@@ -240,7 +247,10 @@ void multiply_rounded(const RoundedLayout& x, const char* packed, long m_block,
       else
         select_quad_tile<Ready<Source>, IN_PLACE_TILE, REGISTER_ROWS>(rows, scaling)(
             Ready<Source>(weight), x_part, part, out);
-      part.prefetch = part.weights;  // the first row block has prefetched what follows
+      if (is_in_place)
+        part.prefetch = part.weights;  // the first row block has prefetched all that follows
+      else
+        part.prefetch += step_prefetch * (part.count / STEP_K);
     }
   }
   if (scaling >= Scaling::GROUPS) return;

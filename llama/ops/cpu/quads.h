@@ -26,7 +26,7 @@ constexpr long STEP_K = 4 * STEP_QUADS;  // k of a step
 // STEP: bytes of a step for all 32 rows.
 // load(address): loads a step of LANES rows, whose first row is at the address.
 // quad(step, j): the j-th quad of each of these rows.
-// PREFETCH_LINES: cache lines that a product of few rows prefetches at each step.
+// PREFETCH_LINES: cache lines that a product prefetches at each step.
 
 struct ByteQuads : InMemory {
   static constexpr int BITS = 8;
@@ -97,7 +97,7 @@ struct SixBitQuads {
 template <int BITS_> struct ReadyQuads : InMemory {
   static constexpr int BITS = BITS_;
   static constexpr long ROW_BYTES = 4, STEP = STEP_K * N_BLOCK;
-  static constexpr int PREFETCH_LINES = 0;
+  static constexpr int PREFETCH_LINES = 4;
   explicit ReadyQuads(const Weight&) {}
   UInts quad(Step step, int j) const { return ::load<UInts>(step.address + j * 4 * N_BLOCK); }
 };
@@ -110,12 +110,13 @@ template <class Source> using Ready = ReadyQuads<Source::BITS>;
 #endif
 
 // Makes the quads of `count` k of a weight block: out (count / 4, 32, 4). Prefetches as many bytes
-// into L2, from `prefetch` on.
+// into L2, from `prefetch` on, unless it is null because the product does so meanwhile.
 template <class Source>
-void make_quads(const Source& source, const char* weights, const char* prefetch, long count,
-                char* out) {
-  for (long k = 0; k < count; k += STEP_K, weights += Source::STEP, prefetch += Source::STEP) {
-    for (long line = 0; line < Source::STEP; line += 64) __builtin_prefetch(prefetch + line, 0, 2);
+void make_quads(const Source& source, const char* weights, long count, char* out,
+                const char* prefetch = nullptr) {
+  for (long k = 0; k < count; k += STEP_K, weights += Source::STEP) {
+    for (long line = 0; prefetch && line < Source::STEP; line += 64, prefetch += 64)
+      __builtin_prefetch(prefetch, 0, 2);
     for (long row = 0; row < N_BLOCK; row += LANES) {
       const auto step = source.load(weights + row * Source::ROW_BYTES);
       for (int j = 0; j < STEP_QUADS; j++)
