@@ -124,9 +124,15 @@ def test_a_gguf_file_is_run_as_it_is(tmp_path):
     asked = run.Bench(model=str(path), vs="ours_bf16")
     with asked.folders("latency") as folders:
         assert folders == {"folder": str(path), "gguf": str(path)}
-    names = ("ours", "llama_cpp", "ik_llama_cpp", "ours_rounded", "ours_bf16")
-    assert [asked._dtypes(name)["dtype"] for name in names] == ["auto"] * 4 + ["bf16"]
-    assert [asked._dtypes(name)["activations"] for name in names] == [None] * 3 + ["int8", None]
+    names = ("ours", "llama_cpp", "ik_llama_cpp", "ours_bf16")
+    assert [asked._dtypes(name)["dtype"] for name in names] == ["auto"] * 3 + ["bf16"]
+    assert [asked._dtypes(name)["activations"] for name in names] == [None] * 4
+    for name, activations in {
+        "ours_rounded": "int8",
+        "ours_rounded_lm_head": "int8_lm_head",
+    }.items():
+        own = asked._dtypes(name)
+        assert (own["dtype"], own["activations"]) == ("auto", activations)
     cache = 20 * 2 * PARAMS["n_layers"] * 2 * 32 * 2  # keys and values of two heads, for 20 tokens
     read = cost.decode_bytes(asked.args, contexts=[10, 10], **asked.storage({"dtype": "auto"}))
     assert read == path.stat().st_size + cache
@@ -147,7 +153,7 @@ def test_a_quantized_folder_is_run_as_it_is(tmp_path):
     }  # fmt: skip
     size = (path / "model.safetensors").stat().st_size
     assert asked.storage({"dtype": "auto"}) == {"itemsize": 2, "file_bytes": size}
-    with pytest.raises(ValueError, match="only ours_bf16, ours_rounded, transformers, vllm run"):
+    with pytest.raises(ValueError, match=r"only ours_bf16, .*, transformers, vllm run"):
         run.Bench(model=str(path), vs="llama_cpp")
 
 

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import torch
 
-from bench.engines import ENGINES
+from bench.engines import ACTIVATIONS, ENGINES
 from bench.machine import facts, matrix_flops, read_bandwidth
 from bench.report import Column, table
 from bench.shapes import (
@@ -53,7 +53,8 @@ class Bench:
     `flags.FLAGS` describes the flags.
 
     The dtypes int8, fp8 and int4 concern our weights only; `--vs ours_bf16` runs our own engine in
-    bf16 beside them, and `--vs ours_rounded` in the same dtype with activations in int8.
+    bf16 beside them, `--vs ours_rounded` in the same dtype with activations in int8, and `--vs
+    ours_rounded_lm_head` with those of lm_head as well.
     """
 
     model: str = "demo"
@@ -86,7 +87,7 @@ class Bench:
         elif is_quantized_folder(self.model):
             readers = {"transformers", "vllm"}
         self.is_run_as_it_is = bool(readers)
-        readers |= {"ours_bf16", "ours_rounded"}
+        readers |= {"ours_bf16", *ACTIVATIONS}
         if self.is_run_as_it_is and self.pythons.keys() - {"ours", *readers}:
             names = ", ".join(sorted(readers))
             raise ValueError(f"vs={self.vs!r}: of {self.model} only {names} run")
@@ -202,14 +203,14 @@ class Bench:
     def _dtypes(self, engine: str) -> Row:
         """Return what an engine computes with, and torch's name of the dtype in the files."""
         dtype = "bf16" if engine == "ours_bf16" else self.stored
-        if engine in ("ours", "ours_packed", "ours_rounded"):
+        if engine in ("ours", "ours_packed", *ACTIVATIONS):
             dtype = self.dtype
         if self.is_run_as_it_is and engine != "ours_bf16":
             dtype = "auto"  # the formats of the file
         return {
             "dtype": dtype,
             "torch_dtype": str(DTYPES[self.stored]).removeprefix("torch."),
-            "activations": "int8" if engine == "ours_rounded" else None,  # None: as the files ask
+            "activations": ACTIVATIONS.get(engine),  # None: as the files ask
         }
 
     def _job(self, measure: str) -> Row:

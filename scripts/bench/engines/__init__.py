@@ -55,12 +55,15 @@ def _as_our_commands_do() -> AbstractContextManager[None]:
     return quick_imports()
 
 
+# How engines of ours round activations.
+ACTIVATIONS = {"ours_rounded": "int8", "ours_rounded_lm_head": "int8_lm_head"}
 _OURS = Peer(Ours, ("torch", "llama.generation"), importing=_as_our_commands_do)
 ENGINES = {
     "ours": _OURS,
     "ours_bf16": _OURS,  # the comparison where --dtype is another
     "ours_packed": _OURS,  # reads a folder of packed weights
-    "ours_rounded": _OURS,  # rounds activations to int8
+    "ours_rounded": _OURS,
+    "ours_rounded_lm_head": _OURS,
     "transformers": Peer(
         Transformers, ("torch", "transformers", "transformers.models.llama.modeling_llama")
     ),
