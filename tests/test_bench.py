@@ -375,15 +375,33 @@ def test_ranks_times_a_step_of_one_process_too(bench):
 
 
 def test_layouts_of_two_machines_are_compared_with_one():
-    """Wall times are medians; of processor times, the least of the busiest rank counts."""
+    """Each turn is compared with its own; of processor times, the least of the busiest counts."""
 
     def record(layout: str, speed: float, *busy_ms: float) -> dict[str, Any]:
         return {"layout": layout, "sequences": 16, "tokens_per_s": speed, "busy_ms": busy_ms}
 
-    records = [record("one", 100, 10.0), record("halves", 160, 12.0, 12.5)]
-    records += [record("PP2", 150, 6.0, 6.25), record("PP2", 170, 6.1, 6.5)]
-    wanted = {"halves": {"16": [1.6, 1.6]}, "PP2": {"16": [1.6, 1.6]}}
-    assert stages.compared(records) == wanted
+    records = [record("one", 100, 10.0), record("PP2", 150, 6.0, 6.25)]
+    records += [record("one", 80, 12.5), record("PP2", 160, 6.1, 6.5)]
+    records += [record("one", 100, 10.5), record("PP2", 140, 7.0, 7.0)]
+    wanted = {"wall": 1.5, "range": [1.4, 2.0], "processor": 1.6}
+    assert stages.compared(records) == {"PP2": {"16": wanted}}
+    halves = [record("one", 100, 10.0), record("halves", 160, 12.0, 12.5)]
+    wanted = {"wall": 1.6, "range": [1.6, 1.6], "processor": 1.6}
+    assert stages.compared(halves) == {"halves": {"16": wanted}}
+
+
+def test_a_layout_stays_loaded_between_its_turns(tmp_path):
+    """The ranks of a layout run each turn that they are asked for, and their end is reported."""
+    folder = shapes.write_checkpoint(tmp_path / "model", SMALL, torch.bfloat16)
+    case = stages.Case(str(folder), "one", max_sequences=2, num_tokens=3, quantize="", layers="")
+    with stages.loaded([[]], [case]) as (ranks,):
+        for count in (2, 1):
+            record = ranks.run(count)
+            assert (record["layout"], record["sequences"]) == ("one", count)
+            assert record["tokens_per_s"] > 0 < min(record["busy_ms"])
+        ranks.processes[0].kill()
+        with pytest.raises(RuntimeError, match="a rank of one ended with -9"):
+            ranks.run(1)
 
 
 def test_linear_compares_every_kernel(bench, monkeypatch):
