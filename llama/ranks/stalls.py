@@ -4,7 +4,9 @@ In: the states of the ranks, from their records in torch's store, and local proc
 of a message that names the rank. It must not know how a job ends.
 """
 
-import sys
+import faulthandler
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ from llama.ranks import processes
 from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.rendezvous import SILENCE_S
 
-_COLLECTIVES = {
-    str(Path(__file__).with_name(name)) for name in ("collectives.py", "groups.py", "stage_link.py")
-}
+# The lines of faulthandler: a thread, then its frames.
+_THREAD_LINE = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
+_COLLECTIVES = tuple(
+    f'File "{Path(__file__).with_name(name)}"'.encode("ascii", "backslashreplace").decode()
+    for name in ("collectives.py", "groups.py", "stage_link.py")
+)
 
 
 def rank_state(thread: int | None, activity: str, steps: int) -> dict[str, Any]:
@@ -29,12 +34,32 @@ def rank_state(thread: int | None, activity: str, steps: int) -> dict[str, Any]:
         the activity, the steps, and whether the rank is inside of a collective: this distinguishes
         a rank that waits from one that computes or is stuck.
     """
-    frame = sys._current_frames().get(thread) if thread is not None else None
-    in_collective = False
-    while frame is not None:
-        in_collective = in_collective or frame.f_code.co_filename in _COLLECTIVES
-        frame = frame.f_back
+    in_collective = thread is not None and _is_in_collective(thread)
     return {"activity": activity, "in_collective": in_collective, "steps": steps}
+
+
+def _is_in_collective(thread: int) -> bool:
+    """Return whether a thread, which may be running, is inside of a collective.
+
+    faulthandler writes where all threads are and makes no frame objects. Walking along `f_back`
+    makes them, which is not safe for a thread that runs: a garbage collection may begin meanwhile,
+    and a destructor may release the GIL, as those of tensors do. Then the thread returns from its
+    function, and the frame object describes memory that has another use (CPython 3.11 crashes).
+    """
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:  # no folder for temporary files: others do not learn where this rank is
+        return False
+    is_asked = False
+    for line in lines:
+        if header := _THREAD_LINE.match(line):
+            is_asked = int(header[1], 16) == thread
+        elif is_asked and line.strip().startswith(_COLLECTIVES):
+            return True
+    return False
 
 
 def find_left_early(peers: Peers, group: range) -> str:

@@ -50,7 +50,7 @@ from llama.ranks.stalls import find_left_early, find_stalled_rank, rank_state
 
 LATER_S = 5.0  # collectives and the kernel time out later than the watch, which names the cause
 _UNWIND_S = 2.0  # time for a failed rank to run its `finally` blocks, and for others to follow
-_LONG_S = 1.0  # a wait after which the frames of its thread are read
+_LONG_S = 1.0  # a wait after which the state says where its thread is
 _NOTE_S = 10.0  # time after which the user is informed which ranks are missing
 _TIMED_OUT = "(the limit is timeout_s)"  # part of the message about a stall
 
@@ -394,10 +394,9 @@ class Watch(threading.Thread):
                     yield f"{name}: the others waited {limit}"
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of this rank; frames of a thread are read only if it waits for long.
+        """Return the state of this rank; where a thread is, is found only if it waits for long.
 
-        The others compare states when a wait has reached its limit. Reading the frames of a thread
-        that runs once ended a process by SIGSEGV.
+        The others compare states when a wait has reached its limit.
         """
         thread, wait = self._current_wait()
         if wait is None:
