@@ -79,8 +79,8 @@ template <Scaling SCALING, int R, int VECTORS, int SETS>
   }
 }
 
-// Prefetches into L2 what VECTORS of the vectors of a step must: some lines, evenly spaced over
-// their share of `bytes`.
+// Prefetches into L2, from an address on, the share of a step's `bytes` that belongs to one pass
+// over VECTORS vectors of rows: a few lines at equal distances.
 template <class Source, int VECTORS> void prefetch_step(const char* address, long bytes) {
   constexpr int PASSES = N_BLOCK / (VECTORS * LANES);
   constexpr int LINES = std::max(Source::PREFETCH_LINES / PASSES, 1);
