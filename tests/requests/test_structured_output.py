@@ -136,7 +136,7 @@ PERSON: dict[str, Any] = {
     "properties": {
         "name": {"type": "string", "maxLength": 20},
         "likes": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
-        "age": {"type": "integer"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
     },
     "required": ["name", "likes", "age"],
     "additionalProperties": False,
