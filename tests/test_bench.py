@@ -153,7 +153,8 @@ def test_a_quantized_folder_is_run_as_it_is(tmp_path):
     }  # fmt: skip
     size = (path / "model.safetensors").stat().st_size
     assert asked.storage({"dtype": "auto"}) == {"itemsize": 2, "file_bytes": size}
-    with pytest.raises(ValueError, match=r"only ours_bf16, .*, transformers, vllm run"):
+    readers = "ours_bf16, ours_rounded, ours_rounded_lm_head, transformers, vllm"
+    with pytest.raises(ValueError, match=f"only {readers} run"):
         run.Bench(model=str(path), vs="llama_cpp")
 
 

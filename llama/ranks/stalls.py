@@ -41,6 +41,8 @@ def rank_state(thread: int | None, activity: str, steps: int) -> dict[str, Any]:
 def _is_in_collective(thread: int) -> bool:
     """Return whether a thread, which may be running, is inside of a collective.
 
+    A thread whose place is unknown counts as inside, so that no rank is named without a reason.
+
     faulthandler writes where all threads are and makes no frame objects. Walking along `f_back`
     makes them, which is not safe for a thread that runs: a garbage collection may begin meanwhile,
     and a destructor may release the GIL, as those of tensors do. Then the thread returns from its
@@ -51,15 +53,16 @@ def _is_in_collective(thread: int) -> bool:
             faulthandler.dump_traceback(file)
             file.seek(0)
             lines = file.read().decode(errors="replace").splitlines()
-    except OSError:  # no folder for temporary files: others do not learn where this rank is
-        return False
-    is_asked = False
+    except OSError:  # there is no folder for temporary files
+        return True
+    is_known = is_asked = False
     for line in lines:
         if header := _THREAD_LINE.match(line):
             is_asked = int(header[1], 16) == thread
+            is_known = is_known or is_asked
         elif is_asked and line.strip().startswith(_COLLECTIVES):
             return True
-    return False
+    return not is_known  # faulthandler writes at most 100 threads
 
 
 def find_left_early(peers: Peers, group: range) -> str:

@@ -105,22 +105,16 @@ class Preparer:
             ValueError: A value cannot be used.
             ContextLengthError: The request exceeds the context length.
         """
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id={brief(request_id)} must be a string")
+        _check_types(request_id, params)
         digest = self.adapters.digest_of(adapter)
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         if reads is None:
             self.check_generates()
         name = "the prompt" if index is None else f"prompt {index}"
         context = min(max_context or self.max_seq_len, self.max_seq_len)
         ids = self._prompt_ids(name, prompt, context)
         params.check_vocab(self.tokenizer.n_words)
-        if reads is None:
-            max_len = _max_len(len(ids), params, context)
-        else:
-            _check_reads(name, reads, len(ids))
-            max_len = len(ids)
+        _check_reads(name, reads, len(ids))
+        max_len = _max_len(len(ids), params, context) if reads is None else len(ids)
         if must_fit:
             _check_fits(len(ids), params, max_len, context)
         root = prefix_root(tenant, params.cache_salt)
@@ -223,6 +217,13 @@ class Preparer:
         return tuple(ids[: self.max_seq_len])
 
 
+def _check_types(request_id: object, params: object) -> None:
+    if not isinstance(request_id, str):
+        raise TypeError(f"request_id={brief(request_id)} must be a string")
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+
+
 def _max_len(num_ids: int, params: SamplingParams, context: int) -> int:
     """Return the tokens of prompt and answer together that a request asks for."""
     return context if params.max_tokens is None else num_ids + params.max_tokens
@@ -237,7 +238,7 @@ def _check_fits(num_ids: int, params: SamplingParams, max_len: int, context: int
         raise ContextLengthError("max_tokens", message, max_len, context)
 
 
-def _check_reads(name: str, reads: Pooling | Capture, num_tokens: int) -> None:
+def _check_reads(name: str, reads: Pooling | Capture | None, num_tokens: int) -> None:
     """Raise a ValueError if a mean leaves out all tokens of a prompt."""
     if isinstance(reads, Pooling) and reads.skip >= num_tokens:
         raise ValueError(

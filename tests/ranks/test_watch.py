@@ -86,6 +86,7 @@ def test_a_thread_inside_of_a_collective_is_recognised(monkeypatch):
         }  # fmt: skip
         assert not rank_state(threading.get_ident(), "a step", 2)["in_collective"]
         assert not rank_state(None, "", 2)["in_collective"]
+        assert rank_state(1, "a step", 2)["in_collective"]  # there is no such thread
     finally:
         may_leave.set()
         waiter.join()

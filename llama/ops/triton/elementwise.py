@@ -2,7 +2,8 @@
 
 In and out: as `llama.ops.norm`, `llama.ops.rope` and `llama.ops.swiglu`, which define them. The
 kernels round where the torch bodies round, so nearly all results in 16 bits are the same bits. A
-sum may be added in another order, and an exponential may differ in its last bit.
+sum may be added in another order, and an exponential may differ in its last bit. rope_kernel has
+over 60 lines, as Triton passes each pointer and size as an argument of its own.
 
 Shapes: T rows, E model dim, F FFN dim, H query heads, K KV heads, D head dim, P pages, S slots per
 page, W elements of a row of the cache.
