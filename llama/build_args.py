@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
-from llama.checks import (
+from llama.common.checks import (
     FieldError,
     FieldTypeError,
     brief,

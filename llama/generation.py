@@ -21,11 +21,12 @@ import torch
 
 from llama.build_args import BuildArgs, taking
 from llama.checkpoint.pooling import GENERATES, HeadSettings, PoolingSettings
-from llama.checks import path_like, whole_number
+from llama.common.checks import path_like, whole_number
 from llama.engine.core import EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.gpu.selection import recorder_for
 from llama.loading import load_model
+from llama.loading.sizes import pages_for, step_bytes
 from llama.model.transformer import Transformer
 from llama.prompts.chat import ChatOptions
 from llama.prompts.dialog_format import DialogFormat, MetaFormat
@@ -54,7 +55,6 @@ from llama.requests.scoring import (
     PairScorer,
     ranked,
 )
-from llama.sizes import pages_for, step_bytes
 from llama.tokenizer import ChatFormat, Tokenizer
 
 __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
@@ -70,10 +70,10 @@ class Llama:
 
     Building a model changes the process in these ways. The groups of torch.distributed and
     fairscale exist afterwards, also in a single process, as with Meta's build. The number of CPU
-    threads of torch is set, unless the user has chosen one (see `llama.device`). With several
-    ranks, the stdout of all ranks but 0 is muted until `close`, and SIGTERM and `sys.excepthook`
-    are watched until the groups end, so that all ranks end together. The default dtype and the
-    global seeds stay unchanged.
+    threads of torch is set, unless the user has chosen one (see `llama.common.device`). With
+    several ranks, the stdout of all ranks but 0 is muted until `close`, and SIGTERM and
+    `sys.excepthook` are watched until the groups end, so that all ranks end together. The default
+    dtype and the global seeds stay unchanged.
 
     Rank 0 prints one line, "Loaded in ... seconds", to stdout, as Meta's build does, unless
     `verbose` is false. All other messages go to the logger `llama` of the module `logging`. If no

@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from pydantic import PlainValidator
 
-from llama.checks import FieldError, brief, number, whole_number
-from llama.validation import (
+from llama.common.checks import FieldError, brief, number, whole_number
+from llama.common.validation import (
     Length,
     Range,
     TupleOf,

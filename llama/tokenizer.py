@@ -15,7 +15,7 @@ from typing import Literal, TypedDict, get_args
 import tiktoken
 
 from llama.storage.gguf import Header
-from llama.token_files import (
+from llama.storage.token_files import (
     BEGIN,
     END,
     END_HEADER,
@@ -26,7 +26,7 @@ from llama.token_files import (
     PYTHON_TAG,
     START_HEADER,
 )
-from llama.vocabulary import read_vocabulary
+from llama.storage.vocabulary import read_vocabulary
 
 Role = Literal["system", "user", "assistant", "ipython", "tool"]
 

@@ -32,8 +32,8 @@ from helpers.kernels import KERNELS_RUN, without_amx
 from helpers.launch import REPO, environment
 from helpers.waiting import wait_until
 from llama import ModelArgs
-from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
+from llama.checkpoint.write.convert import convert
 from llama.engine.pages import PagePool
 from llama.model import cost
 

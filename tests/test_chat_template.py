@@ -13,7 +13,7 @@ from llama import Llama
 from llama.build_args import BuildArgs
 from llama.checkpoint.find import find
 from llama.checkpoint.tokenizer_files import load_tokenizer
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.loading.dialog_format import find_dialog_format
 from llama.prompts.call_format import CALL_PARSERS
 from llama.prompts.dialog_format import DialogFormat, MetaFormat, MissingFormat

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llama.checks import FieldError, brief, number, path_like, whole_number
+from llama.common.checks import FieldError, brief, number, path_like, whole_number
 
 SEVEN = [
     7,

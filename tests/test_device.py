@@ -19,9 +19,9 @@ import torch
 from helpers import warm
 from helpers.fake_cuda import FakeCuda
 from helpers.launch import environment
-from llama import device as device_module
 from llama.build_args import BuildArgs
-from llama.device import (
+from llama.common import device as device_module
+from llama.common.device import (
     available_cores,
     free_bytes,
     free_unused,
@@ -468,7 +468,7 @@ def test_free_memory_is_limited_by_the_address_space():
     """Free memory is limited by `ulimit -v`, less what the process has mapped."""
     code = """
 import resource, torch
-from llama.device import free_bytes
+from llama.common.device import free_bytes
 device, used = torch.device("cpu"), int(open("/proc/self/statm").read().split()[0]) << 12
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28),) * 2)
 assert 1 << 27 < free_bytes(device) <= 1 << 28, free_bytes(device)

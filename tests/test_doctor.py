@@ -15,9 +15,9 @@ from helpers.checkpoints import change_params
 from helpers.launch import DEMO
 from helpers.prompts import user
 from helpers.weights import change_json
-from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.checkpoint.memory import bytes_of
+from llama.checkpoint.write.convert import convert
 from llama.cli import doctor, main
 from llama.cli.doctor import (
     Fact,
@@ -29,9 +29,9 @@ from llama.cli.doctor import (
 )
 from llama.loading.files import Files
 from llama.loading.memory import estimate_memory
+from llama.loading.sizes import Memory, choose_sizes, step_bytes
 from llama.model.plan import LayerPlan
 from llama.ranks.placement import Placement
-from llama.sizes import Memory, choose_sizes, step_bytes
 from llama.tokenizer import ChatFormat, Tokenizer
 from llama.weights import QUANTIZED
 
@@ -133,7 +133,7 @@ def test_the_tokens_that_fit_are_those_that_build_takes():
 )  # fmt: skip
 def test_gpus_other_than_nvidia_s_are_described(monkeypatch, device, hip, text):
     """What an Apple or an AMD GPU supports is reported, and that none has run this yet."""
-    monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr("llama.common.device.free_bytes", lambda _: 1 << 30)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr("llama.cli.doctor._gpu_kernels", lambda device: [])
@@ -143,7 +143,7 @@ def test_gpus_other_than_nvidia_s_are_described(monkeypatch, device, hip, text):
 
 def test_what_fits(make_checkpoint, monkeypatch):
     """The memory of one rank is reported, and a number of ranks that is more than the heads."""
-    monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr("llama.common.device.free_bytes", lambda _: 1 << 30)
     folder = make_checkpoint()[0]
     found = find(folder)  # 4 heads over 2 key-value heads
     for ranks in (1, 4):
@@ -157,7 +157,7 @@ def test_what_fits(make_checkpoint, monkeypatch):
     ]  # fmt: skip
     refused = problems(*_checkpoint(str(folder), CPU, Placement(size=8)))
     assert "8 is more than n_heads=4" in refused["fits"]
-    monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr("llama.common.device.free_bytes", lambda _: 1 << 20)
     assert "do not fit into" in problems(*_fits(found, CPU))["fits"]
 
 
@@ -173,7 +173,7 @@ def stages_of(capfd, *flags: str) -> tuple[dict[str, str], list[str], str]:
 
 def test_what_the_stages_of_a_pipeline_hold(monkeypatch, capfd):
     """Layers, ends and memory of each stage, on a machine like this; the least tokens count."""
-    monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 28)
+    monkeypatch.setattr("llama.common.device.free_bytes", lambda _: 1 << 28)
     _, texts, bf16 = stages_of(capfd, "--pipeline_parallel_size", "3", "--pipeline_layers", "1,1,2")
     held = [
         re.fullmatch(r"(.*); bf16 .* GiB per rank, KV cache ([0-9,]+) tokens", x) for x in texts
@@ -183,7 +183,7 @@ def test_what_the_stages_of_a_pipeline_hold(monkeypatch, capfd):
     ]  # fmt: skip
     tokens = [int(x[2].replace(",", "")) for x in held if x]
     assert max(tokens[:2]) > 1.5 * tokens[2] and f" {tokens[2]:,} tokens" in bf16
-    monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr("llama.common.device.free_bytes", lambda _: 1 << 20)
     _, texts, _ = stages_of(capfd, "--pipeline_parallel_size", "2")
     assert len(texts) == 2 and all("which does not fit into 0.0 GiB" in text for text in texts)
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from helpers.launch import REPO
-from llama import extras
 from llama.cli import main
+from llama.common import extras
 
 WHEEL = "file:///downloads/llama-0.4.0-py3-none-any.whl"
 

@@ -27,13 +27,13 @@ from helpers.kernels import KERNELS_RUN
 from helpers.launch import REPO
 from helpers.prompts import prompts_of
 from llama import Llama, ModelArgs, Tokenizer, Transformer, generation
-from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.checkpoint.reader import CheckpointReader
+from llama.checkpoint.write.convert import convert
 from llama.cli import COMMANDS
 from llama.cli.flags import read
 from llama.cli.model import load
-from llama.device import free_bytes, pick_dtype
+from llama.common.device import free_bytes, pick_dtype
 from llama.loading import Loaded
 from llama.model.layers import Linear
 from llama.ops.kv_cache import pick_kv_format

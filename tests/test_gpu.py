@@ -14,7 +14,7 @@ import torch
 
 from helpers.launch import REPO, environment
 from llama import Llama, SamplingParams
-from llama.device import free_bytes
+from llama.common.device import free_bytes
 from llama.engine.graphs import DecodeGraphs
 from llama.engine.recorder import CudaRecorder
 from programs.gpu_ranks import PROMPTS

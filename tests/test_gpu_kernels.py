@@ -14,8 +14,8 @@ import torch
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
 from llama.checkpoint import memory
-from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
+from llama.checkpoint.write.convert import convert
 from llama.cli import doctor
 from llama.gpu import graph_check, selfcheck_cache
 from llama.gpu.job import CheckResult, Job

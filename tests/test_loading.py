@@ -10,13 +10,13 @@ import torch
 from helpers.checkpoints import write_meta
 from helpers.kernels import KERNELS_RUN
 from llama import Llama
-from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
+from llama.checkpoint.write.convert import convert
 from llama.cli.flags import FLAGS
 from llama.cli.model import BUILD_FLAGS
+from llama.loading.sizes import Memory, choose_sizes, step_bytes
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
-from llama.sizes import Memory, choose_sizes, step_bytes
 
 GIB = 2**30
 LLAMA_8B = 131072  # bytes per token: 2 x 32 layers x 8 kv heads x 128 x 2 bytes

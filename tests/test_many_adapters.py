@@ -20,9 +20,9 @@ from helpers.checkpoints import shard_of, write_byte_tokenizer
 from helpers.kernels import HAS_KERNELS, without_amx
 from helpers.weights import hf_model, loaded, metas_state
 from llama import Llama
-from llama.checkpoint import unmerged
-from llama.checkpoint.convert import convert, pack
 from llama.checkpoint.find import find
+from llama.checkpoint.lora import unmerged
+from llama.checkpoint.write.convert import convert, pack
 from llama.ops.adapters import AdapterWeights
 from llama.ops.cpu import native
 from llama.requests.adapters import AdapterInUseError

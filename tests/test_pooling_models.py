@@ -15,7 +15,7 @@ from helpers.embedders import last_states, pooling_files, write_model
 from helpers.kernels import KERNELS_RUN
 from helpers.prompts import prompts_of
 from llama import Llama
-from llama.checkpoint.convert import convert, pack
+from llama.checkpoint.write.convert import convert, pack
 from llama.cli import doctor
 
 IDS = prompts_of([9, 1, 33, 18], seed=4)

@@ -13,18 +13,12 @@ from llama.build_args import BuildArgs, read_shares
 from llama.checkpoint.column_blocks import columns_per_block
 from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.table import rank_shapes
-from llama.checks import FieldError
 from llama.cli.plan.models import num_elements
-from llama.device import available_cores, free_bytes, part_of_machine
+from llama.common.checks import FieldError
+from llama.common.device import available_cores, free_bytes, part_of_machine
 from llama.loading.files import Files
 from llama.loading.memory import estimate_memory, with_ffn_shares
-from llama.model.args import ModelArgs
-from llama.model.plan import LayerPlan
-from llama.model.shares import RankShare
-from llama.ops.kv_cache import AS_COMPUTED
-from llama.ranks.collectives import ModelParallel
-from llama.ranks.placement import Placement
-from llama.shares import (
+from llama.loading.shares import (
     ColumnSpace,
     check_shares,
     column_step,
@@ -32,7 +26,13 @@ from llama.shares import (
     resolve_shares,
     tightest_memory,
 )
-from llama.sizes import Memory
+from llama.loading.sizes import Memory
+from llama.model.args import ModelArgs
+from llama.model.plan import LayerPlan
+from llama.model.shares import RankShare
+from llama.ops.kv_cache import AS_COMPUTED
+from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -82,7 +82,7 @@ def test_each_rank_needs_a_share():
 
 def test_measured_shares_are_those_of_the_slowest_copy_of_each_rank(monkeypatch):
     """Two groups of two ranks: the values of a rank's copies are 90 and 80, and 31 and 40."""
-    monkeypatch.setattr("llama.shares.free_bytes", lambda _: 1)
+    monkeypatch.setattr("llama.loading.shares.free_bytes", lambda _: 1)
     parallel = Ranks(Placement(size=2), [[90], [31], [80], [40]])
     assert resolve_shares("memory", parallel, CPU) == (16, 6)
     assert resolve_shares("memory", Ranks(Placement(size=2), [[90], [89]]), CPU) == ()
@@ -225,9 +225,9 @@ def test_the_rank_with_the_smallest_cache_decides_for_all():
 )
 def test_ranks_of_a_machine_divide_it_by_their_shares(monkeypatch, rank, local_rank, cores):
     """Four ranks on two machines of eight cores, in groups of two with shares of 3 and 1."""
-    monkeypatch.setattr("llama.device.machine_cores", lambda: 8)
-    monkeypatch.setattr("llama.device._available_memory", lambda: 800)
-    monkeypatch.setattr("llama.device._cgroup_headroom", lambda: 1 << 60)
+    monkeypatch.setattr("llama.common.device.machine_cores", lambda: 8)
+    monkeypatch.setattr("llama.common.device._available_memory", lambda: 800)
+    monkeypatch.setattr("llama.common.device._cgroup_headroom", lambda: 1 << 60)
     variables = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))

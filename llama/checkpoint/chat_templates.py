@@ -7,7 +7,7 @@ and what a template renders is not known.
 from pathlib import Path
 
 from llama.checkpoint.find import Checkpoint
-from llama.checks import brief
+from llama.common.checks import brief
 from llama.storage.downloads import broken, read_json
 from llama.storage.gguf import Header
 

@@ -22,10 +22,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from llama.checkpoint.gguf_blocks import GGUFMatrix
+from llama.checkpoint.gguf.blocks import GGUFMatrix
 from llama.checkpoint.quantized_matrix import QuantizedMatrix
-from llama.checks import brief
-from llama.device import available_cores
+from llama.common.checks import brief
+from llama.common.device import available_cores
 from llama.storage.downloads import broken, check_download, check_utf8
 from llama.storage.gguf import Header, TensorInfo, is_gguf, read_header
 

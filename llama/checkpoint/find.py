@@ -16,12 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llama.checkpoint import gguf_args, hf_quantized, huggingface, meta_quantized
-from llama.checkpoint.adapters import TIED, Adapter, open_adapters
+from llama.checkpoint import meta_quantized
 from llama.checkpoint.files import MappedTensor, open_tensors, read_metadata
+from llama.checkpoint.gguf import args as gguf_args
+from llama.checkpoint.hf import config as huggingface
+from llama.checkpoint.hf import quantized as hf_quantized
+from llama.checkpoint.lora.adapters import TIED, Adapter, open_adapters
 from llama.checkpoint.pooling import GENERATES, PoolingSettings, is_causal, settings_of
 from llama.checkpoint.vision import VisionParts, split_config, split_params
-from llama.checks import brief
+from llama.common.checks import brief
 from llama.model.args import ModelArgs
 from llama.storage import gguf
 from llama.storage.downloads import check_utf8, read_json, shown

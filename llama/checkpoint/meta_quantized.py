@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from llama.checkpoint import hf_formats
 from llama.checkpoint.files import MappedTensor, open_tensors
-from llama.checks import brief, errors_in, number, whole_number
+from llama.checkpoint.hf import formats as hf_formats
+from llama.common.checks import brief, errors_in, number, whole_number
 from llama.storage.downloads import broken
 
 

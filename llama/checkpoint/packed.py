@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from llama import weights
-from llama.checkpoint import loader, writing
+from llama.checkpoint import loader
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.find import PACKED_FORMAT, Checkpoint
 from llama.checkpoint.table import part_of, share, whole_shapes
-from llama.checks import brief, torchrun_number
+from llama.checkpoint.write import atomic as writing
+from llama.common.checks import brief, torchrun_number
 from llama.model.layers import Matrix, RMSNorm
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from llama.checks import brief
+from llama.common.checks import brief
 from llama.storage.downloads import read_json, read_small
 
 PoolingKind = Literal["last", "mean", "first"]

@@ -17,16 +17,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama.checkpoint import huggingface as hf
-from llama.checkpoint.adapters import TIED
 from llama.checkpoint.files import FileReader, MappedTensor
 from llama.checkpoint.find import Checkpoint
-from llama.checkpoint.merged import copy_merged
-from llama.checkpoint.merging import Update
+from llama.checkpoint.hf import config as hf
+from llama.checkpoint.lora.adapters import TIED
+from llama.checkpoint.lora.merged import copy_merged
+from llama.checkpoint.lora.merging import Update
 from llama.checkpoint.shards import Shard, open_shards
 from llama.checkpoint.stacked import Part, StackedParts
 from llama.checkpoint.table import ROTATED, as_slice, name_in, share, whole_shapes
-from llama.checks import errors_in
+from llama.common.checks import errors_in
 from llama.ops.cpu.constants import N_BLOCK
 from llama.ranks.placement import WHOLE, Placement
 from llama.storage.downloads import broken

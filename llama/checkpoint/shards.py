@@ -11,10 +11,10 @@ from torch import Size
 from llama.checkpoint import meta_quantized
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.find import Checkpoint, is_tied
-from llama.checkpoint.hf_quantized import join_parts
+from llama.checkpoint.hf.quantized import join_parts
 from llama.checkpoint.pooling import HEAD
 from llama.checkpoint.table import name_in, shard_shapes
-from llama.checks import brief
+from llama.common.checks import brief
 
 Shard = dict[str, MappedTensor]
 

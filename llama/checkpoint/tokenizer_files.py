@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from llama.checkpoint.find import Checkpoint
-from llama.checks import path_like
+from llama.common.checks import path_like
 from llama.storage.gguf import Header
 from llama.tokenizer import Tokenizer
 

@@ -29,7 +29,7 @@ from llama.checkpoint.files import MappedTensor, first_line
 from llama.checkpoint.find import Checkpoint, find, is_plain
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.table import whole_shapes
-from llama.checks import brief, torchrun_number
+from llama.common.checks import brief, torchrun_number
 from llama.model.transformer import Transformer
 from llama.storage.downloads import (
     Digest,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.checkpoint.files import MappedTensor
-from llama.checks import brief, errors_in, whole_number
+from llama.common.checks import brief, errors_in, whole_number
 
 _MAX_LAYERS = 2**13
 _NUM_CROSS_LAYERS = "vision_num_cross_attention_layers"

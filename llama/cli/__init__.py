@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import llama
-from llama.checks import nearest
 from llama.cli import commands, ranks, servers
 from llama.cli.completion import completion_script
 from llama.cli.download import download
@@ -31,6 +30,7 @@ from llama.cli.flags import (
 )
 from llama.cli.model import BUILD_FLAGS
 from llama.cli.serve import NETWORK_FLAGS, serve
+from llama.common.checks import nearest
 
 _QUANTIZE = replace(
     FLAGS["quantize"],

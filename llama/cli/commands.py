@@ -280,15 +280,15 @@ def verify(options: argparse.Namespace) -> int:
 
 def reshard(options: argparse.Namespace) -> int:
     """Write a checkpoint in another number of shards, and print which files were written."""
-    from llama.checkpoint.convert import reshard as write
+    from llama.checkpoint.write.convert import reshard as write
 
     return _write_weights(write, options, options.model_parallel_size)
 
 
 def convert(options: argparse.Namespace) -> int:
     """Write a checkpoint in another layout, and print which files were written."""
-    from llama.checkpoint.convert import convert as write_layout
-    from llama.checkpoint.convert import pack
+    from llama.checkpoint.write.convert import convert as write_layout
+    from llama.checkpoint.write.convert import pack
 
     asked = _picked(options, "quantize", "lora")
     if not options.packed:

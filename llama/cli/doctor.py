@@ -20,26 +20,26 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-import llama.device
+import llama.common.device
 from llama.build_args import read_counts, read_shares
 from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.table import part_of
 from llama.checkpoint.tokenizer_files import load_tokenizer
-from llama.checks import FieldError, whole_number
 from llama.cli.plan.report import summary
 from llama.cli.ranks import global_rank
+from llama.common.checks import FieldError, whole_number
 from llama.gpu import selfcheck_cache
 from llama.loading.dialog_format import find_dialog_format
 from llama.loading.files import Files, check_stages, layer_counts, stays_in_codes
 from llama.loading.memory import estimate_memory
+from llama.loading.shares import check_shares, column_step
+from llama.loading.sizes import Memory, default_batch_size
 from llama.model.args import ModelArgs
 from llama.model.shares import RankShare, distinct_ranks
 from llama.ops.cpu import native
 from llama.ranks.placement import WHOLE, Placement
 from llama.ranks.world import check_interfaces, started_processes
-from llama.shares import check_shares, column_step
-from llama.sizes import Memory, default_batch_size
 from llama.weights import QUANTIZED
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -83,7 +83,9 @@ def doctor(options: argparse.Namespace) -> int:
 def _facts(options: argparse.Namespace) -> Iterator[Fact]:
     cpu = torch.device("cpu")
     num_ranks, ranks_problem = _tried("ranks", started_processes, 1)
-    device, device_problem = _tried("device", lambda: llama.device.pick_device(options.device), cpu)
+    device, device_problem = _tried(
+        "device", lambda: llama.common.device.pick_device(options.device), cpu
+    )
     yield Fact("llama", f"{llama.__version__} in {_PACKAGE}")
     yield from _import_problems(Path.cwd())
     yield Fact("python", f"{platform.python_version()} in {sys.prefix}")
@@ -169,7 +171,7 @@ def _import_problems(folder: Path) -> Iterator[Fact]:
 def _device(device: torch.device) -> Iterator[Fact]:
     title = torch.cuda.get_device_name(device) if device.type == "cuda" else "torch"
     yield Fact("device", f"{device} ({title}); CUDA devices: {torch.cuda.device_count()}")
-    free = llama.device.free_bytes(device) / _GIB
+    free = llama.common.device.free_bytes(device) / _GIB
     yield Fact("memory", f"{free:.1f} GiB free for a process on {device}")
     if device.type == "mps":
         yield Fact("support", f"{_MPS}; {_NOT_RUN}")
@@ -202,15 +204,15 @@ def _gpu_kernels(device: torch.device) -> Iterator[Fact]:
 
 
 def _cpu() -> Iterator[Fact]:
-    llama.device.set_num_threads()  # A build does the same.
-    cores = llama.device.available_cores()
+    llama.common.device.set_num_threads()  # A build does the same.
+    cores = llama.common.device.available_cores()
     chosen = os.environ.get("OMP_NUM_THREADS") or "not set"
     yield Fact(
         "cores",
         f"{cores} of {os.cpu_count()} are available; torch uses {torch.get_num_threads()} threads; "
         f"OMP_NUM_THREADS is {chosen}",
     )
-    yield from thread_facts(os.environ, llama.device.machine_cores())
+    yield from thread_facts(os.environ, llama.common.device.machine_cores())
     present = [name for name in _INSTRUCTION_SETS if name in native.cpu_flags()]
     yield Fact("cpu", f"{platform.machine()} with {', '.join(present) or 'no AVX2'}")
     yield Fact("g++", shutil.which("g++") or shutil.which("c++") or "not found")
@@ -295,7 +297,7 @@ def _shares(args: ModelArgs, placement: Placement) -> Iterator[Fact]:
 def _plan(checkpoint: Checkpoint, device: torch.device, placement: Placement) -> Iterator[Fact]:
     """Yield the speed that the cost model expects, if it knows the device and shares are equal."""
     if placement.is_even and placement.stages == 1 and not checkpoint.why_silent:
-        free = llama.device.free_bytes(device)
+        free = llama.common.device.free_bytes(device)
         text = summary(checkpoint, device, free, placement.size)
         if text is not None:
             yield Fact("plan", text)
@@ -330,7 +332,7 @@ def _fits(
 
     The KV cache has as many tokens on all ranks: those of the rank with the smallest one.
     """
-    total = llama.device.free_bytes(device) * placement.size
+    total = llama.common.device.free_bytes(device) * placement.size
     is_shared = device.type == "cpu"  # The ranks of a machine divide its memory by their shares.
     shares = placement.shares if is_shared and placement.shares else (1,) * placement.size
     free = [total * share // sum(shares) for share in shares]
@@ -388,7 +390,7 @@ def _memory_by_format(
 ) -> dict[str, _Need]:
     """Return what a rank needs of `free` bytes, for each format that the weights may have."""
     formats: dict[str, tuple[Checkpoint, str | None]] = {"bf16": (checkpoint, None)}
-    if device.type != "mps" and llama.device.missing_bf16(device) is None:
+    if device.type != "mps" and llama.common.device.missing_bf16(device) is None:
         formats |= {name: (checkpoint, name) for name in QUANTIZED}
     if checkpoint.packed is not None:
         formats = {checkpoint.file_type or "bf16": (checkpoint, None)}

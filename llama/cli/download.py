@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Never
 
-from llama.checks import nearest
 from llama.cli.flags import UsageError, extra
+from llama.common.checks import nearest
 from llama.storage.downloads import Digest, broken, check_digest
 from llama.storage.hub import hub_cache, model_folder, repository
 

@@ -17,8 +17,8 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, NoReturn, get_args
 
 from llama.build_args import BuildArgs
-from llama.checks import FieldError, nearest
-from llama.extras import install_hint
+from llama.common.checks import FieldError, nearest
+from llama.common.extras import install_hint
 
 REQUIRED = object()  # the default of a flag that must be given
 

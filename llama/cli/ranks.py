@@ -15,8 +15,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 
-from llama.checks import number
 from llama.cli.flags import HelpWanted, UsageError, usage_errors
+from llama.common.checks import number
 from llama.ranks.errors import NotMetError, RankError
 from llama.ranks.launch import LAUNCHER, launch
 from llama.ranks.processes import address_space_limit

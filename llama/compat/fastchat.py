@@ -26,7 +26,7 @@ from llama.server.auth import ONE_TENANT
 from llama.server.encoding import JsonResponse, unless_client_leaves
 from llama.server.errors import ApiError, ErrorFields
 from llama.server.exchange import beside_if_large, body_router
-from llama.server.openai.request import OpenAIRequest
+from llama.server.request import ApiRequest
 from llama.server.respond import MAX_IN_LOOP, check_answer_size, num_items
 from llama.server.service import Service, State, log
 
@@ -148,7 +148,7 @@ class FastChatWorker:
                 request.prompt, request.sampling, fields, tenant=ONE_TENANT
             )
             has_echo = bool(request.echo)
-            size = OpenAIRequest(request.sampling, prompts=(request.prompt,), echo=has_echo)
+            size = ApiRequest(request.sampling, prompts=(request.prompt,), echo=has_echo)
             check_answer_size(size, [prepared], self.service.limits.max_answer_mb)
             outputs = self.service.outputs([prepared], http.state.request_id, fields)
             async with contextlib.aclosing(outputs):

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llama.checks import brief, errors_in, whole_number
+from llama.common.checks import brief, errors_in, whole_number
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.generation import Llama
 from llama.requests.async_engine import AsyncLLMEngine

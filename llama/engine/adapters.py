@@ -8,7 +8,7 @@ names its adapter by the hash in `SequenceSpec.adapter`.
 import threading
 from collections.abc import Iterable
 
-from llama.checkpoint.unmerged import LoadedAdapter, load
+from llama.checkpoint.lora.unmerged import LoadedAdapter, load
 from llama.engine.rows import Scheduled
 from llama.model.transformer import Transformer
 from llama.ops.adapters import AdapterRows, AdapterWeights

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama.checkpoint.unmerged import LoadedAdapter
+from llama.checkpoint.lora.unmerged import LoadedAdapter
 from llama.engine.constraints import find_failure
 from llama.engine.draft_model import ModelDrafter
 from llama.engine.lookup import Speculator

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.allocation import pinned
+from llama.common.allocation import pinned
 from llama.engine.rows import Scheduled
 from llama.ops.batch import Batch
 

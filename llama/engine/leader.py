@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
-from llama.checkpoint.unmerged import LoadedAdapter
+from llama.checkpoint.lora.unmerged import LoadedAdapter
 from llama.engine.core import EngineCore
 from llama.engine.interrupts import interrupt_ignored
 from llama.engine.request import SequenceSpec

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.device import current, free_unused, peak_bytes
+from llama.common.device import current, free_unused, peak_bytes
 from llama.engine import tables
 from llama.engine.adapters import AdapterStore
 from llama.engine.constraints import TokenMasks

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.device import current
+from llama.common.device import current
 from llama.engine import tables
 from llama.engine.processors import LogitsProcessors
 from llama.engine.rows import CapturedStates, HiddenStates, Reader, Rows, Scheduled, Tokens

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llama.device import DTYPES
+from llama.common.device import DTYPES
 from llama.gpu.job import Job
 from llama.ops import scaled
 from llama.ops.attention import paged_attention

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llama.device import DTYPES, current
+from llama.common.device import DTYPES, current
 from llama.engine.decode_inputs import DecodeStep
 from llama.engine.graphs import Decoded, DecodeGraphs
 from llama.engine.recorder import CudaRecorder, Recorder

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
-from llama.device import DTYPES
+from llama.common.device import DTYPES
 from llama.ops.triton.kernels import KernelSet, Sizes, Tile
 from llama.weights import QuantKey
 
@@ -20,7 +20,7 @@ class Job:
 
     Attributes:
         device: A torch device, such as "cuda:0".
-        dtype: One of `llama.device.DTYPES`.
+        dtype: One of `llama.common.device.DTYPES`.
         names: The kernels to check, or `GRAPH`.
         vocab_size: Outputs of lm_head on all ranks.
         vocab_rows: Outputs of lm_head on this rank.

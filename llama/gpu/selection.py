@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from llama.device import dtype_name
+from llama.common.device import dtype_name
 from llama.engine.core import PAGE_SIZE
 from llama.engine.recorder import CudaRecorder, Recorder
 from llama.gpu import graph_check, selfcheck_cache

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama.device import available_cores
+from llama.common.device import available_cores
 from llama.gpu.cases import Case, Cases, Op, Results
 from llama.gpu.job import Choice, Job
 from llama.gpu.program import run

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import TypeAdapter
 
-from llama.device import is_closed_to_others
+from llama.common.device import is_closed_to_others
 from llama.gpu.job import JOB, RESULT, CheckResult, Job
 from llama.gpu.program import PARENT
 from llama.ops.cpu import native
@@ -47,7 +47,7 @@ _MAX_MESSAGE = 300  # characters of a child's last line in a reason
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = ("engine", "gpu", "model", "ops", "ranks", "weights")
 # The sources that a result depends on.
-_SOURCES = ("allocation.py", "checks.py", "device.py", *(f"{name}/**/*.py" for name in _FOLDERS))
+_SOURCES = ("common/**/*.py", *(f"{name}/**/*.py" for name in _FOLDERS))
 
 _Key = dict[str, Any]  # all that a result depends on: the job's fields, and versions
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llama.checkpoint.chat_templates import DEFAULT, find_chat_templates, read_template
 from llama.checkpoint.find import Checkpoint
-from llama.checks import path_like
+from llama.common.checks import path_like
 from llama.prompts.call_format import check_call_parser
 from llama.prompts.dialog_format import DialogFormat, MetaFormat, MissingFormat
 from llama.prompts.reasoning import find_marks

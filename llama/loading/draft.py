@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from llama.build_args import BuildArgs
 from llama.checkpoint.tokenizer_files import load_tokenizer
-from llama.checks import FieldError, brief
+from llama.common.checks import FieldError, brief
 from llama.engine.core import DRAFTERS
 from llama.loading.files import Files, find_files
 from llama.tokenizer import Tokenizer

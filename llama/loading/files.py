@@ -14,17 +14,17 @@ from llama import weights
 from llama.build_args import BuildArgs, read_counts
 from llama.checkpoint import memory, packed
 from llama.checkpoint.find import Checkpoint, find
-from llama.checks import FieldError, path_like
-from llama.device import pick_dtype
+from llama.common.checks import FieldError, path_like
+from llama.common.device import pick_dtype
 from llama.gpu import selfcheck_cache
+from llama.loading.shares import column_step
+from llama.loading.sizes import DEFAULT_SEQ_LEN, default_batch_size
 from llama.model.args import ModelArgs
 from llama.model.cost import Storage
 from llama.model.stage_layers import stage_layers
 from llama.ops.cpu import native
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.placement import Placement
-from llama.shares import column_step
-from llama.sizes import DEFAULT_SEQ_LEN, default_batch_size
 
 
 @dataclass(frozen=True)

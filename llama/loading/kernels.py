@@ -7,7 +7,7 @@ plain weights where no kernel multiplies by quantized ones.
 import warnings
 from dataclasses import replace
 
-from llama.device import dtype_name
+from llama.common.device import dtype_name
 from llama.gpu import selection
 from llama.loading.files import Files
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat

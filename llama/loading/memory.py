@@ -8,14 +8,11 @@ from dataclasses import dataclass
 
 from llama.build_args import BuildArgs, read_counts
 from llama.checkpoint import memory, packed
-from llama.device import free_bytes
+from llama.common.device import free_bytes
 from llama.engine.core import PAGE_SIZE
 from llama.loading.files import Files
-from llama.model.plan import LayerPlan
-from llama.ops.kv_cache import AS_COMPUTED, KVFormat
-from llama.ranks.collectives import ModelParallel
-from llama.shares import ColumnSpace, fill_columns, tightest_memory
-from llama.sizes import (
+from llama.loading.shares import ColumnSpace, fill_columns, tightest_memory
+from llama.loading.sizes import (
     CUDA_RESERVE,
     DEFAULT_SEQ_LEN,
     Memory,
@@ -25,6 +22,9 @@ from llama.sizes import (
     pages_for,
     step_bytes,
 )
+from llama.model.plan import LayerPlan
+from llama.ops.kv_cache import AS_COMPUTED, KVFormat
+from llama.ranks.collectives import ModelParallel
 
 
 @dataclass(frozen=True)

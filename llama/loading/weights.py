@@ -19,8 +19,8 @@ from llama.checkpoint.pooling import HEAD
 from llama.checkpoint.reader import find_not_finite
 from llama.checkpoint.shards import open_head
 from llama.checkpoint.verify import LoadCheck
-from llama.checks import brief
-from llama.device import dtype_name, set_num_threads
+from llama.common.checks import brief
+from llama.common.device import dtype_name, set_num_threads
 from llama.loading.files import Files
 from llama.loading.memory import RunSizes
 from llama.model.layers import Matrix, RMSNorm

@@ -6,7 +6,7 @@ In: the contents of the file. Out: a `ModelArgs`. No file is opened, and no tens
 from dataclasses import dataclass, fields
 from typing import Any
 
-from llama.checks import brief, errors_in, limits_of, number, whole_number, within
+from llama.common.checks import brief, errors_in, limits_of, number, whole_number, within
 
 # Keys that some releases of params.json carry and that change nothing here.
 HARMLESS_PARAMS = frozenset({"max_batch_size", "max_seq_len", "model_parallel_size"})

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from llama import weights
-from llama.allocation import use_huge_pages, zeros
-from llama.device import current
+from llama.common.allocation import use_huge_pages, zeros
+from llama.common.device import current
 from llama.model.args import ModelArgs
 from llama.model.execution import (
     NOTHING_WATCHED,

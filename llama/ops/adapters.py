@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama.allocation import use_huge_pages
+from llama.common.allocation import use_huge_pages
 from llama.ops.cpu.constants import (
     DELTA_FIELDS,
     N_BLOCK,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.allocation import pinned
+from llama.common.allocation import pinned
 from llama.ops.adapters import AdapterRows, ProductUpdates
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import MAX_HEAD_DIM, KvFormat
 

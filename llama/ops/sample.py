@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.allocation import pinned
+from llama.common.allocation import pinned
 from llama.ops.cpu import native
 from llama.ops.fixed_point import exponential, share, split_mix, uniform
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet

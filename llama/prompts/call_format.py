@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llama.checks import FieldError, brief
+from llama.common.checks import FieldError, brief
 from llama.prompts.grammar import functions_of, json_rule, text_rule, texts_that_call_none
 from llama.prompts.tools import Tools
 

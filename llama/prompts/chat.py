@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
+from llama.common.validation import with_message
 from llama.prompts.dialog_format import DialogFormat, PromptOptions
 from llama.prompts.fields import UNUSED, Fields, read_as
 from llama.prompts.messages import check_json
 from llama.prompts.reasoning import ReasoningMarks, effort_options
 from llama.prompts.tools import ToolFields, Tools
 from llama.sampling_params import MAX_COUNT, ReasoningRule, SamplingParams, StructuredOutput
-from llama.validation import with_message
 
 _NO_SCHEMA = " must be an object with a schema"
 _SCALARS = " must be an object whose values are texts, numbers or booleans"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.prompts.grammar import call_grammar
 from llama.prompts.messages import ChatMessage
 from llama.prompts.parser import ToolCallParser

@@ -23,8 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, PydanticOmit
 
-from llama.checks import brief
-from llama.validation import custom_error, field_error, join_path
+from llama.common.checks import brief
+from llama.common.validation import custom_error, field_error, join_path
 
 _T = TypeVar("_T")
 UNUSED = object()  # marks a field without effect: a lenient reader ignores values it cannot take

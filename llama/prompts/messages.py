@@ -21,10 +21,10 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from llama.checks import brief
+from llama.common.checks import brief
+from llama.common.validation import custom_error, field_error, json_type, with_message
 from llama.prompts.fields import NO_IMAGES, Fields, read_as
 from llama.tokenizer import Role
-from llama.validation import custom_error, field_error, json_type, with_message
 
 # The roles of messages, and the role that the prompt has for each of them. A new role is also a
 # value of `role` in the class of its messages below, and in chat_template.jinja.

@@ -6,7 +6,7 @@ tokens or as plain text, and the rule of `SamplingParams` that follows from them
 
 from dataclasses import dataclass
 
-from llama.checks import FieldError, brief
+from llama.common.checks import FieldError, brief
 from llama.sampling_params import ReasoningRule
 from llama.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.prompts.messages import (
     HEADER_ROLES,
     AssistantMessage,

@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from llama.checks import FieldError, brief
+from llama.common.checks import FieldError, brief
 from llama.prompts.call_format import (
     KNOWN_FORMATS,
     CallFormat,

@@ -19,10 +19,10 @@ from pydantic import (
     model_validator,
 )
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
+from llama.common.validation import custom_error, with_message
 from llama.prompts.fields import SKIP_OTHER_TYPES, Fields
 from llama.prompts.messages import check_json
-from llama.validation import custom_error, with_message
 
 CODE = "code_interpreter"
 SEARCHES = ("brave_search", "wolfram_alpha")  # a call is written brave_search.call(query="...")

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llama.checks import FieldError, torchrun_number
+from llama.common.checks import FieldError, torchrun_number
 
 
 def started_processes() -> int:

@@ -7,7 +7,7 @@ requests that use an adapter.
 
 import threading
 
-from llama.checkpoint.unmerged import LoadedAdapter
+from llama.checkpoint.lora.unmerged import LoadedAdapter
 from llama.requests.adapters import AdapterInfo, AdapterInUseError, AdapterNames
 from llama.requests.rank_calls import RankCalls
 from llama.requests.registry import RequestRegistry

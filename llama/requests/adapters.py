@@ -7,7 +7,7 @@ adapter. Ranks, threads and the requests that use an adapter are in `adapter_loa
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llama.checks import FieldError, FieldTypeError, brief
+from llama.common.checks import FieldError, FieldTypeError, brief
 
 _MAX_NAME = 256  # characters
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from llama.checks import FieldError
-from llama.extras import install_hint
+from llama.common.checks import FieldError
+from llama.common.extras import install_hint
 from llama.sampling_params import StructuredOutput
 from llama.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llama.checkpoint.pooling import PoolingKind, PoolingSettings, TokenTemplate
-from llama.checks import FieldError, FieldTypeError, brief, index_of, whole_number
+from llama.common.checks import FieldError, FieldTypeError, brief, index_of, whole_number
 from llama.engine.request import Capture, Pooling
 from llama.requests.prepare import not_ids
 from llama.requests.request import Request, RequestOutput

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from llama.checks import FieldError, brief, index_of
+from llama.common.checks import FieldError, brief, index_of
 from llama.engine.request import Capture, Constraint, Pooling, SequenceSpec
 from llama.engine.sequence import SequenceState
 from llama.requests.adapters import AdapterNames

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llama.checks import FieldError, FieldTypeError, whole_number
+from llama.common.checks import FieldError, FieldTypeError, whole_number
 from llama.prompts.chat import ChatOptions
 from llama.prompts.dialog_format import DialogFormat
 from llama.requests.llm_engine import LLMEngine

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from llama.checkpoint.unmerged import LoadedAdapter
+from llama.checkpoint.lora.unmerged import LoadedAdapter
 from llama.engine.core import EngineCore
 from llama.engine.leader import Follower, Leader
 from llama.engine.sequence import SequenceState

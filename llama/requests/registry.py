@@ -10,7 +10,7 @@ threads, ranks or the core.
 import functools
 from collections.abc import Iterable
 
-from llama.checks import FieldError, brief
+from llama.common.checks import FieldError, brief
 from llama.engine.sequence import SequenceState
 from llama.requests.adapters import AdapterNames
 from llama.requests.answer import Answer

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llama.checkpoint.pooling import HeadSettings
-from llama.checks import FieldError, FieldTypeError, brief
+from llama.common.checks import FieldError, FieldTypeError, brief
 from llama.prompts.dialog_format import DialogFormat, PromptOptions
 from llama.requests.pooling import EmbeddingOptions, Pooler
 from llama.requests.request import Request, RequestOutput

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from llama.common.validation import with_message
 from llama.prompts.fields import UNUSED, Fields
-from llama.validation import with_message
 
 # Without this, 0 and 0.0 would pass, since they equal False.
 _NO_NUMBER = BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
-from llama.checkpoint.adapter_config import CONFIG_FILE
-from llama.checks import FieldError, brief
+from llama.checkpoint.lora.config import CONFIG_FILE
+from llama.common.checks import FieldError, brief
 from llama.prompts.fields import Fields
 from llama.requests.adapters import AdapterInUseError
 from llama.server.errors import ApiError

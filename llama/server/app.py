@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import llama
-from llama.checks import FieldError, brief
+from llama.common.checks import FieldError, brief
 from llama.server import adapters, routes, scoring, tokens
 from llama.server.auth import ApiKeys, AuthAndLimits
 from llama.server.encoding import JsonResponse

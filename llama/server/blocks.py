@@ -19,7 +19,7 @@ from llama.server.encoding import SERVER_SENT_EVENTS, StreamFormat
 from llama.server.endings import ending_of
 from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
-from llama.server.openai.request import OpenAIRequest
+from llama.server.request import ApiRequest
 
 Events = Iterator[dict[str, Any]]
 
@@ -78,7 +78,7 @@ class BlockAnswer(ABC):
     _deltas: AnswerDeltas
 
     def __init__(
-        self, request: OpenAIRequest, dialog_format: DialogFormat, meta: ResponseMeta
+        self, request: ApiRequest, dialog_format: DialogFormat, meta: ResponseMeta
     ) -> None:
         self.request = request
         self.dialog_format = dialog_format

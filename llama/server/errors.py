@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 
 log = logging.getLogger("llama.server")
 # Limits in bytes of JSON: a message may quote what the client sent, and the name of a field may be

@@ -18,11 +18,11 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.prompts.fields import read_as
 from llama.requests.request import Request as EngineRequest
 from llama.server.errors import ApiError
-from llama.server.openai.request import OpenAIRequest
+from llama.server.request import ApiRequest
 from llama.server.service import Service
 
 _T = TypeVar("_T")
@@ -223,7 +223,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"JSON has no {name}")
 
 
-async def chat_ids(service: Service, http: Request, chat: OpenAIRequest) -> list[int]:
+async def chat_ids(service: Service, http: Request, chat: ApiRequest) -> list[int]:
     """Return the token ids of a dialog.
 
     Raises:
@@ -236,7 +236,7 @@ async def chat_ids(service: Service, http: Request, chat: OpenAIRequest) -> list
 
 
 async def prepare_chat(
-    service: Service, http: Request, chat: OpenAIRequest, *, must_fit: bool
+    service: Service, http: Request, chat: ApiRequest, *, must_fit: bool
 ) -> EngineRequest:
     """Return the engine's request for a dialog.
 

@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 from fastapi import APIRouter
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.generation import Llama
 from llama.ranks.signals import stop_requested
 from llama.server.app import make_app

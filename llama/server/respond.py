@@ -29,7 +29,7 @@ from llama.server.encoding import (
 )
 from llama.server.errors import ApiError
 from llama.server.openai.answers import Completion, ResponseMeta
-from llama.server.openai.request import OpenAIRequest
+from llama.server.request import ApiRequest
 from llama.server.service import Service
 
 # Tokens, log-probabilities and tokens of a prediction that are encoded in the event loop at a time;
@@ -44,9 +44,9 @@ _LOGPROB_BYTES = 128
 async def respond(
     service: Service,
     http: Request,
-    request: OpenAIRequest,
+    request: ApiRequest,
     prepared: list[EngineRequest],
-    make_answer: Callable[[OpenAIRequest, DialogFormat, ResponseMeta], Completion | BlockAnswer],
+    make_answer: Callable[[ApiRequest, DialogFormat, ResponseMeta], Completion | BlockAnswer],
 ) -> Response:
     """Return the response to a request, whole or as a stream.
 
@@ -79,7 +79,7 @@ async def respond(
 
 
 async def _whole_response(
-    request: OpenAIRequest, last: list[RequestOutput], answer: Completion | BlockAnswer
+    request: ApiRequest, last: list[RequestOutput], answer: Completion | BlockAnswer
 ) -> Response:
     """Return the response to a finished request; a large one is made beside the event loop."""
 
@@ -106,7 +106,7 @@ async def _last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[Re
 
 
 async def _encoded(
-    request: OpenAIRequest,
+    request: ApiRequest,
     outputs: AsyncGenerator[RequestOutput, None],
     answer: Completion | BlockAnswer,
 ) -> AsyncGenerator[bytes, None]:
@@ -140,7 +140,7 @@ async def _encoded(
 
 
 def num_items(
-    request: OpenAIRequest, output: RequestOutput, earlier: RequestOutput | None = None
+    request: ApiRequest, output: RequestOutput, earlier: RequestOutput | None = None
 ) -> int:
     """Return how many tokens and log-probabilities an output has that an earlier one has not."""
     num_tokens = output.usage.completion_tokens
@@ -157,7 +157,7 @@ def _num_logprobs(params: SamplingParams) -> int:
 
 
 def check_answer_size(
-    request: OpenAIRequest, prepared: list[EngineRequest], max_answer_mb: int
+    request: ApiRequest, prepared: list[EngineRequest], max_answer_mb: int
 ) -> None:
     """Check the largest size that an answer can have, before any work for it begins.
 
@@ -189,7 +189,7 @@ def check_answer_size(
         raise ApiError(400, message, param=_largest_field(request))
 
 
-def _largest_field(request: OpenAIRequest) -> str:
+def _largest_field(request: ApiRequest) -> str:
     """Return the field of a body that makes its answer large."""
     name = "max_tokens" if request.params.logprobs is None else "logprobs"
     return request.fields.names.get(name, "echo" if request.echo else name)

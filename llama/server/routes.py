@@ -20,7 +20,7 @@ from llama.server.errors import ApiError
 from llama.server.exchange import beside_if_large, body_router, chat_ids, prepare_chat
 from llama.server.openai.answers import Completion
 from llama.server.openai.models import CHAT_URL, TEXT_URL, ChatBody, CompletionBody
-from llama.server.openai.request import OpenAIRequest
+from llama.server.request import ApiRequest
 from llama.server.respond import respond
 from llama.server.responses.answers import ResponseAnswer
 from llama.server.responses.models import RESPONSES_URL, ResponsesBody
@@ -87,7 +87,7 @@ def routes(service: Service) -> APIRouter:
 
 
 async def _prepare_prompts(
-    service: Service, http: Request, request: OpenAIRequest
+    service: Service, http: Request, request: ApiRequest
 ) -> list[EngineRequest]:
     """Return the engine's request for each prompt of a completion."""
     num_prompts = len(request.prompts)

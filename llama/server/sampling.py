@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, create_model
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
+from llama.common.validation import with_message
 from llama.prompts.fields import Fields
 from llama.sampling_params import (
     BIAS,
@@ -24,7 +25,6 @@ from llama.sampling_params import (
     StopTexts,
     Text,
 )
-from llama.validation import with_message
 
 _DERIVED = {
     "prompt_logprobs",

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, Tag
 from starlette.responses import Response
 
-from llama.checks import brief
+from llama.common.checks import brief
 from llama.prompts.fields import Fields, chosen_by
 from llama.prompts.messages import Dialog
 from llama.requests.request import RequestOutput

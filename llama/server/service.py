@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from llama.checks import FieldError, brief
+from llama.common.checks import FieldError, brief
 from llama.generation import Llama
 from llama.prompts import ToolFormat
 from llama.prompts.dialog_format import DialogFormat

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama.checks import brief
+from llama.common.checks import brief
 
 _HEAD_BYTES = 512  # enough to recognise an error page that a server sent instead of the file
 _MAX_SMALL_BYTES = 64 << 20  # limit for a file that is read whole; the largest tokenizer has 17 MB

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama.checks import brief
+from llama.common.checks import brief
 from llama.storage.downloads import broken, check_download
 
 MAGIC = b"GGUF"

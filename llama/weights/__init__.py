@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama.checks import FieldError
-from llama.device import dtype_name, missing_bf16
+from llama.common.checks import FieldError
+from llama.common.device import dtype_name, missing_bf16
 from llama.ops import rounded
 from llama.ops.cpu import native
 from llama.ops.cpu.constants import ElementFormat, ScaleFormat

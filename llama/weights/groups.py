@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llama.allocation import use_huge_pages
+from llama.common.allocation import use_huge_pages
 from llama.ops import rounded
 from llama.ops.adapters import ProductUpdates
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from llama.allocation import use_huge_pages
+from llama.common.allocation import use_huge_pages
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
 _MAX_RUNS = 5

@@ -31,7 +31,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from llama.device import available_cores
+from llama.common.device import available_cores
 from llama.ops.triton import linear, quantized
 from llama.ops.triton.kernels import Blocks, Tile
 

@@ -37,9 +37,9 @@ from bench.shapes import (
     write_checkpoint,
 )
 from llama import ModelArgs
-from llama.checkpoint.convert import pack
 from llama.checkpoint.find import find
-from llama.device import pick_device
+from llama.checkpoint.write.convert import pack
+from llama.common.device import pick_device
 from llama.weights import QUANTIZED
 
 Row = dict[str, Any]

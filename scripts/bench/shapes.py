@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from llama import ModelArgs, Transformer
-from llama.checkpoint.convert import convert, reshard
 from llama.checkpoint.find import Checkpoint, find
+from llama.checkpoint.write.convert import convert, reshard
 from llama.model import shapes
 
 # The params of each shape.

@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BpeTokenizer
 
-from llama.token_files import byte_alphabet
+from llama.storage.token_files import byte_alphabet
 from llama.tokenizer import Tokenizer
 
 NUM_RANKS = 1792  # with the 256 special tokens, a vocabulary of 2,048

@@ -37,10 +37,11 @@ from helpers.launch import torchrun
 from helpers.weights import from_hf, hf_logits, hf_model, loaded, metas_state, tokens_of
 from llama import Llama
 from llama.build_args import lora_paths
-from llama.checkpoint import adapter_config, reader
-from llama.checkpoint.convert import convert, pack
+from llama.checkpoint import reader
 from llama.checkpoint.find import find
+from llama.checkpoint.lora import config as adapter_config
 from llama.checkpoint.verify import verify
+from llama.checkpoint.write.convert import convert, pack
 from llama.cli import main
 from llama.model import Transformer
 

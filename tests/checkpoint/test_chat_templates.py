@@ -10,7 +10,7 @@ from helpers.checkpoints import write_byte_tokenizer
 from helpers.gguf_files import PARAMS, write_gguf
 from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.find import find
-from llama.checkpoint.hf_tokenizer import tokenizer_json
+from llama.checkpoint.hf.tokenizer import tokenizer_json
 from llama.tokenizer import Tokenizer
 
 TEXT = "<s>{{ messages[0].content }}"

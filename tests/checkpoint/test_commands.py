@@ -5,8 +5,8 @@ import shlex
 import pytest
 
 from helpers.launch import DEMO
-from llama.checkpoint import writing
 from llama.checkpoint.verify import verify
+from llama.checkpoint.write import atomic as writing
 from llama.cli import main
 
 RESHARD = ["--model_parallel_size", "2"]

@@ -27,9 +27,9 @@ from helpers.weights import (
     shapes_of,
     tokens_of,
 )
-from llama.checkpoint import convert
 from llama.checkpoint.find import find
 from llama.checkpoint.verify import verify
+from llama.checkpoint.write import convert
 
 
 @pytest.mark.parametrize("use_scaled_rope", [False, True])

@@ -11,9 +11,9 @@ import torch
 
 from helpers.checkpoints import write_meta
 from helpers.weights import PARAMS, STATE, loaded
-from llama.checkpoint import convert
 from llama.checkpoint.files import FileReader, open_tensors
 from llama.checkpoint.find import find
+from llama.checkpoint.write import convert
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells")

@@ -22,9 +22,9 @@ from helpers.server import run_server
 from helpers.web import web
 from helpers.weights import scaled_rope
 from llama import Llama
-from llama.checkpoint.convert import convert, pack
 from llama.checkpoint.find import find
 from llama.checkpoint.tokenizer_files import load_tokenizer
+from llama.checkpoint.write.convert import convert, pack
 from llama.ops.cpu import native
 from llama.prompts import encode_chat
 from llama.tokenizer import ChatFormat, Tokenizer

@@ -23,15 +23,15 @@ from helpers.kernels import HAS_KERNELS
 from helpers.launch import DEMO
 from helpers.weights import expect_shards, from_hf, hf_model, loaded, scaled_rope
 from llama import Llama, Tokenizer
-from llama.checkpoint import gguf_blocks
-from llama.checkpoint.convert import convert, reshard
 from llama.checkpoint.find import find
-from llama.checkpoint.gguf_blocks import GGUFMatrix
+from llama.checkpoint.gguf import blocks as gguf_blocks
+from llama.checkpoint.gguf.blocks import GGUFMatrix
 from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.quantized_matrix import PackTarget
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.verify import verify
+from llama.checkpoint.write.convert import convert, reshard
 from llama.model import Transformer
 from llama.model.layers import Matrix
 from llama.ops.cpu import native

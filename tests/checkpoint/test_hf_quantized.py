@@ -27,13 +27,13 @@ from helpers.weights import (
     loaded,
     metas_state,
 )
-from llama.checkpoint import hf_formats
-from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
+from llama.checkpoint.hf import formats as hf_formats
 from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.verify import verify
+from llama.checkpoint.write.convert import convert
 from llama.model import Transformer
 from llama.model.layers import Matrix
 from llama.ranks.collectives import ModelParallel

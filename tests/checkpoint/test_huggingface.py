@@ -17,8 +17,8 @@ from helpers.weights import (
     scaled_rope,
     tokens_of,
 )
-from llama.checkpoint import huggingface as hf
 from llama.checkpoint.find import find
+from llama.checkpoint.hf import config as hf
 from llama.model.args import ModelArgs
 
 HF_CASES = {

@@ -10,14 +10,14 @@ from helpers import warm
 from helpers.checkpoints import write_meta
 from helpers.launch import environment
 from helpers.weights import PARAMS, shapes_of
-from llama.checkpoint import convert
+from llama.checkpoint.write import convert
 
 MEASURE = """
 import os, sys, threading, time
 import torch
 from llama.checkpoint.loader import load
 from llama.checkpoint.find import find
-from llama.checkpoint.convert import convert, reshard
+from llama.checkpoint.write.convert import convert, reshard
 from llama.model import Transformer
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import Placement

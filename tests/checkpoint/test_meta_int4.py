@@ -29,11 +29,11 @@ from helpers.kernels import KERNELS_RUN
 from helpers.weights import change_shard, flip_a_bit, loaded, sylvester
 from llama import Llama
 from llama.checkpoint import packed
-from llama.checkpoint.convert import convert, pack, reshard
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.verify import verify
+from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.cli import main
 from llama.model import Transformer
 from llama.model.execution import NativeLayers

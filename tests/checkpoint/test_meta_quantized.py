@@ -14,11 +14,11 @@ from torch import Tensor
 from helpers.checkpoints import random_state, shard_of, write_meta
 from helpers.kernels import HAS_KERNELS
 from helpers.weights import expect_shards, flip_a_bit, loaded
-from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.verify import LoadCheck, verify
+from llama.checkpoint.write.convert import convert
 from llama.model import Transformer
 from llama.model.layers import Matrix
 from llama.ranks.collectives import ModelParallel

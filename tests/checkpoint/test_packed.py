@@ -22,11 +22,11 @@ from helpers.weights import tokens_of
 from llama import Llama, Transformer, generation
 from llama.checkpoint import packed
 from llama.checkpoint import table as shares
-from llama.checkpoint.convert import convert, pack, reshard
 from llama.checkpoint.files import _mapped_regions
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.loader import load
 from llama.checkpoint.verify import LoadCheck, verify
+from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.cli import main
 from llama.loading import loaded
 from llama.model.layers import Linear, Matrix, RMSNorm

@@ -15,12 +15,12 @@ from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import KERNELS_RUN
 from helpers.weights import change_json, expect_shards, loaded, metas_state
 from llama import Llama, Tokenizer, weights
-from llama.checkpoint import convert as module
-from llama.checkpoint import quantize
-from llama.checkpoint.convert import convert, pack
 from llama.checkpoint.find import find
-from llama.checkpoint.quantize import quantization_config, quantized_tensors
 from llama.checkpoint.verify import verify
+from llama.checkpoint.write import convert as module
+from llama.checkpoint.write import quantize
+from llama.checkpoint.write.convert import convert, pack
+from llama.checkpoint.write.quantize import quantization_config, quantized_tensors
 from llama.ops import rounded
 
 needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")

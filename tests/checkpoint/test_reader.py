@@ -15,12 +15,13 @@ from torch import Tensor
 from helpers.checkpoints import random_state, shard_of, write_meta
 from helpers.kernels import KERNELS_RUN
 from helpers.weights import PARAMS, STATE, change_json, change_shard, expect_shards, loaded
-from llama.checkpoint import convert, files
+from llama.checkpoint import files
 from llama.checkpoint.files import FileReader
 from llama.checkpoint.find import find
 from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.table import shard_shapes
+from llama.checkpoint.write import convert
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.ranks.collectives import ModelParallel

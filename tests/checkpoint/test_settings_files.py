@@ -14,10 +14,10 @@ from helpers.gguf_files import PARAMS, write_gguf
 from helpers.kernels import KERNELS_RUN
 from helpers.weights import change_json, hf_model
 from llama.checkpoint.chat_templates import find_chat_templates
-from llama.checkpoint.convert import convert, pack, reshard
 from llama.checkpoint.find import find
-from llama.checkpoint.hf_tokenizer import tokenizer_config, tokenizer_json
+from llama.checkpoint.hf.tokenizer import tokenizer_config, tokenizer_json
 from llama.checkpoint.tokenizer_files import load_tokenizer
+from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.tokenizer import Tokenizer
 
 TEXT = "<s>{{ messages[0].content }}\n"

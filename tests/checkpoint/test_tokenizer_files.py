@@ -20,9 +20,9 @@ from helpers.checkpoints import write_meta
 from helpers.launch import DEMO
 from helpers.prompts import FRANCE, user
 from helpers.weights import PARAMS, shapes_of
-from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.checkpoint.tokenizer_files import load_tokenizer
+from llama.checkpoint.write.convert import convert
 from llama.tokenizer import ChatFormat, Dialog
 
 MODEL_PATH = Path(tokenizer.__file__).with_name("tokenizer.model")

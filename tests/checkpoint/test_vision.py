@@ -20,10 +20,10 @@ from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import KERNELS_RUN
 from helpers.weights import expect_files, expect_shards
 from llama import Llama, Transformer
-from llama.checkpoint.convert import convert, pack, reshard
 from llama.checkpoint.find import find
 from llama.checkpoint.loader import load
 from llama.checkpoint.verify import verify
+from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.cli import main
 from llama.model.args import ModelArgs
 from llama.ranks.collectives import ModelParallel

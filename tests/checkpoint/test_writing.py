@@ -10,8 +10,8 @@ import torch
 
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
-from llama.checkpoint import writing
-from llama.checkpoint.convert import convert, pack, reshard
+from llama.checkpoint.write import atomic as writing
+from llama.checkpoint.write.convert import convert, pack, reshard
 
 
 @pytest.fixture(params=[0o022, 0o077])

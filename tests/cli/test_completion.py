@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from llama.checkpoint.quantize import GGUF_FORMATS
+from llama.checkpoint.write.quantize import GGUF_FORMATS
 from llama.cli import COMMANDS, main
 from llama.cli.flags import FLAGS, UsageError, read
-from llama.device import DTYPES
+from llama.common.device import DTYPES
 from llama.prompts import ToolFormat
 from llama.weights import QUANTIZED
 

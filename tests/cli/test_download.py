@@ -21,8 +21,8 @@ from helpers.hub import COMMIT, Hub, run_hub
 from helpers.launch import DEMO, environment
 from helpers.launch import REPO as REPO_FOLDER
 from helpers.waiting import wait_until
-from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
+from llama.checkpoint.write.convert import convert
 from llama.cli import main
 from llama.compat.vllm import EngineArgs
 from llama.storage.hub import hub_cache, model_folder

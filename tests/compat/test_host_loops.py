@@ -16,7 +16,7 @@ import torch
 
 from helpers.launch import DEMO
 from llama import AsyncLLMEngine, Llama, SamplingParams
-from llama.checkpoint.convert import convert
+from llama.checkpoint.write.convert import convert
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.hosts import (
     async_generate_stream,

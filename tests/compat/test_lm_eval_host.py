@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from helpers.launch import DEMO, PROGRAMS
-from llama.checkpoint.convert import convert
+from llama.checkpoint.write.convert import convert
 
 PYTHON = os.environ.get("LM_EVAL_PYTHON", "")
 

@@ -22,7 +22,7 @@ from helpers.launch import DEMO, PROGRAMS, environment
 from helpers.prompts import FRANCE, prompts_of, user
 from helpers.waiting import wait_until
 from llama import Llama
-from llama.checkpoint.convert import convert
+from llama.checkpoint.write.convert import convert
 from llama.compat.vllm import (
     LLM,
     AsyncEngineArgs,

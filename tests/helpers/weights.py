@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from helpers.checkpoints import random_state, shard_of
-from llama.checkpoint import huggingface as hf
 from llama.checkpoint.find import Checkpoint
+from llama.checkpoint.hf import config as hf
 from llama.checkpoint.loader import load
 from llama.checkpoint.table import shard_shapes
 from llama.model import Transformer

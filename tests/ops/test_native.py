@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from helpers.kernels import HAS_KERNELS, KERNELS_RUN, SUPPORTED
-from llama import allocation
+from llama.common import allocation
 from llama.ops.cpu import build, constants, native
 from llama.weights import PlainWeight, packed
 from llama.weights.blocks import BlockedWeight

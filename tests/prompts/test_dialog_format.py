@@ -2,7 +2,7 @@
 
 import pytest
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.prompts import ToolFormat, encode_chat
 from llama.prompts.chat import chat_params
 from llama.prompts.dialog_format import MetaFormat, PromptOptions

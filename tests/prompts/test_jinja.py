@@ -13,7 +13,7 @@ import transformers
 from jinja2 import TemplateError
 from llama_models.llama3 import tokenizer as oracle_module
 
-from llama.checkpoint.hf_tokenizer import tokenizer_config, tokenizer_json
+from llama.checkpoint.hf.tokenizer import tokenizer_config, tokenizer_json
 from llama.model.args import ModelArgs
 from llama.prompts import ToolFormat, encode_chat
 from llama.prompts.messages import HEADER_ROLES

@@ -25,7 +25,7 @@ from helpers.marked_vocabularies import Target, constants_of, rendered, tokenize
 from llama.prompts.jinja import filters, sandbox
 from llama.prompts.jinja.marked import MarkedEncoder, MarkedText, concatenate, mask_of, trusted
 from llama.prompts.jinja.sandbox import ChatTemplate, TemplateError
-from llama.token_files import AddedToken
+from llama.storage.token_files import AddedToken
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ from helpers.marked_vocabularies import tokenizers_of
 from llama import Llama
 from llama.checkpoint.find import find
 from llama.checkpoint.tokenizer_files import load_tokenizer
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.loading.dialog_format import find_dialog_format
 from llama.prompts import template_probes
 from llama.prompts.dialog_format import MetaFormat, MissingFormat, PromptOptions

@@ -22,8 +22,8 @@ from helpers.kernels import HAS_KERNELS
 from helpers.launch import torchrun
 from llama import Llama, ModelArgs
 from llama.build_args import BuildArgs
-from llama.checkpoint.convert import pack
-from llama.checks import FieldError
+from llama.checkpoint.write.convert import pack
+from llama.common.checks import FieldError
 from llama.engine.stages import Pipeline
 from llama.engine.step import Step
 from llama.loading.draft import check_drafter

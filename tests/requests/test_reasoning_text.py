@@ -9,7 +9,7 @@ import re
 import pytest
 
 from llama import Llama, SamplingParams
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.requests.reasoning_text import ReasoningReader, reads_reasoning, reasoning_is_open
 from llama.sampling_params import ReasoningRule
 

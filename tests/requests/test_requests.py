@@ -19,7 +19,7 @@ from helpers.launch import DEMO
 from helpers.prompts import prompts_of
 from helpers.scheduling import never_found
 from llama import Dialog, Llama, Message
-from llama.checkpoint.convert import convert
+from llama.checkpoint.write.convert import convert
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.beam_search import Beam, BeamParams, _Search
 from llama.requests.llm_engine import LLMEngine

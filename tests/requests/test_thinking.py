@@ -12,7 +12,7 @@ import pytest
 
 from helpers.launch import DEMO
 from llama import Llama, SamplingParams
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.engine.request import Constraint
 from llama.requests.reasoning_text import reasoning_is_open
 from llama.requests.thinking import ReasoningConstraint

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.prompts.dialog_format import PromptOptions
 from llama.sampling_params import SamplingParams
 from llama.server.openai.models import parse_body

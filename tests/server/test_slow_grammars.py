@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.requests.grammar import GrammarCompiler
 from llama.server import service as service_module
 from llama.server.app import make_app

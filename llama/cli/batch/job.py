@@ -20,7 +20,7 @@ from llama.generation import Llama
 from llama.ranks.collectives import ModelParallel
 from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
-from llama.server.openai.request import OpenAIRequest
+from llama.server.request import ApiRequest
 
 _REPORT = struct.Struct("qq")  # the counts of a BatchReport
 
@@ -120,7 +120,7 @@ def _open_files(
         pass  # No rank has the output open any more, so that the next job can lock it.
 
 
-def prepare_line(llama: Llama, line: Line, body: OpenAIRequest) -> Request:
+def prepare_line(llama: Llama, line: Line, body: ApiRequest) -> Request:
     """Return the engine's request for a line.
 
     Without a seed it has the one of its line number, as if all lines were the prompts of one call:
@@ -143,7 +143,7 @@ class _Running(NamedTuple):
 
     line: Line
     custom_id: str
-    body: OpenAIRequest
+    body: ApiRequest
     request: Request
 
 

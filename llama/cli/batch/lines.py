@@ -9,15 +9,15 @@ import json
 from dataclasses import dataclass
 from typing import Any, Self
 
-from llama.checks import brief
 from llama.cli.batch.csv_rows import fields_of, is_csv
+from llama.common.checks import brief
+from llama.common.validation import json_type
 from llama.prompts.dialog_format import DialogFormat
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.server.openai.answers import Completion, ResponseMeta
 from llama.server.openai.models import CHAT_URL, TEXT_URL, parse_body
-from llama.server.openai.request import OpenAIRequest
-from llama.validation import json_type
+from llama.server.request import ApiRequest
 
 MAX_LINE = 10_000_000  # bytes
 _ENVELOPE = {"custom_id", "method", "url", "body"}
@@ -168,7 +168,7 @@ def custom_id_of(fields: dict[str, Any], default: str) -> str:
     return custom_id
 
 
-def read_request(fields: dict[str, Any], defaults: SamplingParams) -> OpenAIRequest:
+def read_request(fields: dict[str, Any], defaults: SamplingParams) -> ApiRequest:
     """Return the checked request of a line.
 
     Raises:
@@ -235,7 +235,7 @@ def error_record(custom_id: str, number: int, code: str, message: str) -> dict[s
 def answer_record(
     custom_id: str,
     number: int,
-    request: OpenAIRequest,
+    request: ApiRequest,
     output: RequestOutput,
     dialog_format: DialogFormat,
     model: str,

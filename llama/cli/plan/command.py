@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import torch
 
-from llama.checks import FieldError
 from llama.cli.plan.layouts import Plan, find_options
 from llama.cli.plan.models import Model
 from llama.cli.plan.report import as_json, as_text
 from llama.cli.ranks import global_rank
-from llama.device import dtype_name, pick_dtype
+from llama.common.checks import FieldError
+from llama.common.device import dtype_name, pick_dtype
+from llama.loading.sizes import DEFAULT_SEQ_LEN
 from llama.model.cost import DEVICES
 from llama.ops.kv_cache import pick_kv_format
-from llama.sizes import DEFAULT_SEQ_LEN
 from llama.weights import QUANTIZED
 
 _CPU = torch.device("cpu")

@@ -1,8 +1,8 @@
 """The layouts in which a model fits into devices, and the speed to expect of each.
 
 In: a `Plan`, which is a model, devices and requests. Out: an `Option` for each layout that fits.
-Bytes are those that a build would compute (`llama.sizes`); times come from `llama.model.cost`. No
-such device is needed.
+Bytes are those that a build would compute (`llama.loading.sizes`); times come from
+`llama.model.cost`. No such device is needed.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,9 @@ import torch
 from llama.checkpoint.memory import bytes_of_params
 from llama.checkpoint.table import rank_shapes
 from llama.cli.plan.models import Model, num_elements
-from llama.device import dtype_name
+from llama.common.device import dtype_name
 from llama.engine.core import TOKEN_BUDGET
+from llama.loading.sizes import CUDA_RESERVE, Memory, default_batch_size, step_bytes
 from llama.model.cost import (
     Cost,
     Deployment,
@@ -29,7 +30,6 @@ from llama.model.shares import distinct_ranks
 from llama.model.stage_layers import stage_layers
 from llama.ops.kv_cache import KVFormat
 from llama.ranks.placement import Placement
-from llama.sizes import CUDA_RESERVE, Memory, default_batch_size, step_bytes
 
 _CPU = torch.device("cpu")
 _CUDA = torch.device("cuda")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from torch import Size
 
-from llama.checkpoint import huggingface, meta_quantized
+from llama.checkpoint import meta_quantized
 from llama.checkpoint.find import Checkpoint, find
+from llama.checkpoint.hf import config as huggingface
 from llama.checkpoint.table import whole_shapes
 from llama.checkpoint.vision import split_config, split_params
 from llama.model.args import ModelArgs

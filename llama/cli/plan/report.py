@@ -19,12 +19,12 @@ from llama.cli.plan.layouts import (
     speed_of,
 )
 from llama.cli.plan.models import Model
-from llama.device import dtype_name
+from llama.common.device import dtype_name
+from llama.loading.sizes import DEFAULT_SEQ_LEN
 from llama.model.cost import DEVICES, Layout
 from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import pick_kv_format
 from llama.ranks.placement import Placement
-from llama.sizes import DEFAULT_SEQ_LEN
 
 _GIB = 2**30
 _NUM_SHOWN = 8  # layouts of a report in text

@@ -19,7 +19,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from llama.cli.flags import UsageError
-from llama.extras import install_hint
+from llama.common.extras import install_hint
 from llama.server.errors import ApiError
 
 BACKEND = "replicas"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llama.cli.flags import UsageError
 
-# The variable that tells a server how many of them share this machine; see `llama.device`.
+# The variable that tells a server how many of them share this machine; see `llama.common.device`.
 NUM_SERVERS = "LLAMA_LOCAL_SERVERS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # A driver of GPUs makes one of these files: NVIDIA's, AMD's, that of WSL.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.build_args import BuildArgs
-from llama.checks import FieldError, brief
+from llama.common.checks import FieldError, brief
 from llama.compat.vllm.vllm_params import SamplingParams, refusing
 from llama.generation import Llama
 from llama.storage.hub import model_folder

@@ -24,7 +24,7 @@ from typing import Any, Self, cast
 
 from tqdm import tqdm
 
-from llama.checks import brief
+from llama.common.checks import brief
 from llama.compat.client_tokenizer import ClientTokenizer, template_options
 from llama.compat.vllm.engine_args import EngineArgs
 from llama.compat.vllm.vllm_lora import adapters_of

@@ -7,7 +7,7 @@ loaded at the first request that names it.
 from dataclasses import dataclass
 from typing import Any
 
-from llama.checks import brief, whole_number
+from llama.common.checks import brief, whole_number
 from llama.generation import Llama
 
 

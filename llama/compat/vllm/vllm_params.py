@@ -13,10 +13,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator
 
-from llama.checks import brief
+from llama.common.checks import brief
+from llama.common.validation import checked_dataclass, with_message
 from llama.sampling_params import AnswerFormat, LogprobCount, Seed, StructuredOutput, Switch
 from llama.sampling_params import SamplingParams as LlamaParams
-from llama.validation import checked_dataclass, with_message
 
 _Class = TypeVar("_Class", bound=type)
 _Allowed = Mapping[str, tuple[Any, ...]]  # argument -> values that ask for nothing

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from llama.checks import brief
+from llama.common.checks import brief
 from llama.compat.vllm.vllm_params import refuse
 from llama.generation import Llama
 from llama.requests.pooling import EmbeddingOptions

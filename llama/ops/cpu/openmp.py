@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from llama.device import cgroup_folders
+from llama.common.device import cgroup_folders
 
 # The variables with which a user says how to wait: then nothing is changed.
 _USER_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

@@ -1,6 +1,6 @@
 """Request bodies of Anthropic's Messages API: the models that read them are the published schema.
 
-In: a JSON object. Out: an `OpenAIRequest`, or a `FieldError` that names the field. Source:
+In: a JSON object. Out: an `ApiRequest`, or a `FieldError` that names the field. Source:
 https://docs.anthropic.com/en/api/messages. This file knows no network and runs no model.
 """
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from llama.checks import FieldError, brief
+from llama.common.checks import FieldError, brief
 from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import NO_IMAGES, SKIP_OTHER_TYPES, UNUSED, Fields
 from llama.prompts.messages import text_of
@@ -27,7 +27,7 @@ from llama.sampling_params import MAX_COUNT, SamplingParams
 from llama.server.accepted import NO_STATE, AcceptedFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import AnswerFormat, SchemaFormat
-from llama.server.openai.request import ConvertedChat, OpenAIRequest
+from llama.server.request import ApiRequest, ConvertedChat
 from llama.server.sampling import (
     SHARED_NAMES,
     CacheSalt,
@@ -198,7 +198,7 @@ class CountBody(AcceptedFields, SamplingFields):
     output_config: OutputConfig | None = None
     cache_salt: CacheSalt | None = None  # a count reads no cache
 
-    def request(self, defaults: SamplingParams) -> OpenAIRequest:
+    def request(self, defaults: SamplingParams) -> ApiRequest:
         """Return the body as a chat; `defaults` are the parameters that it does not give.
 
         The answer continues a last message of the assistant's.
@@ -210,7 +210,7 @@ class CountBody(AcceptedFields, SamplingFields):
         continues = messages[-1]["role"] == "assistant"
         if continues:
             self._check_continued(messages[-1], dialog.paths[-1], tools)
-        return OpenAIRequest(
+        return ApiRequest(
             messages=messages,
             params=self.sampling_params(defaults, structured_output=structured_output),
             model=self.model,
@@ -338,6 +338,6 @@ class MessagesBody(_Sampling, CountBody):  # type: ignore[misc, valid-type]
     # of the dialog.
     thread: Annotated[None, NO_STATE] = None
 
-    def request(self, defaults: SamplingParams) -> OpenAIRequest:
+    def request(self, defaults: SamplingParams) -> ApiRequest:
         """Return the body as a chat; `defaults` are the parameters that it does not give."""
         return replace(super().request(defaults), stream=bool(self.stream))

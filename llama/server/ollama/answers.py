@@ -17,7 +17,7 @@ from llama.server.encoding import JSON_LINES
 from llama.server.endings import ending_of
 from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
-from llama.server.openai.request import OpenAIRequest
+from llama.server.request import ApiRequest
 
 
 def timestamp(seconds: float) -> str:
@@ -34,7 +34,7 @@ class OllamaAnswer(BlockAnswer):
     stream_format = JSON_LINES
 
     def __init__(
-        self, request: OpenAIRequest, dialog_format: DialogFormat, meta: ResponseMeta
+        self, request: ApiRequest, dialog_format: DialogFormat, meta: ResponseMeta
     ) -> None:
         super().__init__(request, dialog_format, meta)
         self._start = time.monotonic()

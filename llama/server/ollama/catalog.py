@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from llama.checkpoint.table import part_of
-from llama.device import dtype_name
+from llama.common.device import dtype_name
 from llama.model.args import ModelArgs
 from llama.server.ollama.answers import timestamp
 from llama.server.service import Service

@@ -1,6 +1,6 @@
 """Request bodies of Ollama's API: the models that read them are the published schema.
 
-In: a JSON object. Out: an `OpenAIRequest`, or a `FieldError` that names the field. Source:
+In: a JSON object. Out: an `ApiRequest`, or a `FieldError` that names the field. Source:
 https://docs.ollama.com/api. This file knows no network and runs no model.
 """
 
@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
+from llama.common.validation import with_message
 from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import UNUSED, Fields
 from llama.prompts.messages import FunctionCall
@@ -19,9 +20,8 @@ from llama.prompts.tools import ToolList, Tools, tool_request
 from llama.sampling_params import MAX_COUNT, SamplingParams, StructuredOutput
 from llama.server.accepted import FalseOnly, ModelName
 from llama.server.errors import ErrorFields
-from llama.server.openai.request import OpenAIRequest
+from llama.server.request import ApiRequest
 from llama.server.sampling import CacheSalt, SamplingFields, sampling_fields
-from llama.validation import with_message
 
 CHAT_URL = "/api/chat"
 GENERATE_URL = "/api/generate"
@@ -174,18 +174,18 @@ class _Body(Fields):
         except FieldError as error:
             raise error.at("format") from None
 
-    def _request(self, prompt_field: str, **content: Any) -> OpenAIRequest:
+    def _request(self, prompt_field: str, **content: Any) -> ApiRequest:
         """Return the request with this content, and what is the same for both bodies.
 
         Args:
             prompt_field: the field that an error about the prompt names.
-            content: further arguments of `OpenAIRequest`.
+            content: further arguments of `ApiRequest`.
         """
         options = self.options or Options()
         changes: dict[str, Any] = {"structured_output": self._answer_format()}
         if self.cache_salt is not None:
             changes["cache_salt"] = self.cache_salt
-        return OpenAIRequest(
+        return ApiRequest(
             params=options.params(DEFAULTS, **changes),
             model=self.model,
             stream=self.stream is not False,
@@ -236,7 +236,7 @@ class ChatBody(_Body):
         """Whether there is nothing to answer."""
         return not self.messages
 
-    def request(self) -> OpenAIRequest:
+    def request(self) -> ApiRequest:
         """Return the body as a chat; the answer continues a last message of the assistant's."""
         messages = self.messages or []
         tools = tool_request([tool.function for tool in self.tools or ()], None, None)
@@ -286,7 +286,7 @@ class GenerateBody(_Body):
         """Whether there is nothing to answer."""
         return not self.prompt
 
-    def request(self) -> OpenAIRequest:
+    def request(self) -> ApiRequest:
         """Return the body as a chat of one question, or as a text to continue."""
         prompt = self.prompt or ""
         if self._is_raw():

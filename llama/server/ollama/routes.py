@@ -9,7 +9,7 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from llama.checks import FieldError, brief
+from llama.common.checks import FieldError, brief
 from llama.requests.request import Request as EngineRequest
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError
@@ -31,7 +31,7 @@ from llama.server.ollama.models import (
     ShowBody,
 )
 from llama.server.openai.answers import ResponseMeta
-from llama.server.openai.request import OpenAIRequest
+from llama.server.request import ApiRequest
 from llama.server.respond import respond
 from llama.server.service import Service
 
@@ -63,7 +63,7 @@ def routes(service: Service) -> APIRouter:
     ) -> Response:
         if body.only_loads:
             meta = ResponseMeta("", body.model or service.model_name, int(time.time()))
-            nothing = make_answer(OpenAIRequest(DEFAULTS), service.dialog_format, meta)
+            nothing = make_answer(ApiRequest(DEFAULTS), service.dialog_format, meta)
             return JsonResponse(nothing.loaded_body(unloads=body.unloads))
         if body.think and service.dialog_format.reasoning is None:
             _ignore(http, "think", " must be false: the model does not support thinking")
@@ -128,7 +128,7 @@ def _refuse(router: APIRouter, path: str, methods: list[str], message: str) -> N
     router.add_route(path, refuse, methods=methods, include_in_schema=False)
 
 
-async def _prepare(service: Service, http: Request, request: OpenAIRequest) -> EngineRequest:
+async def _prepare(service: Service, http: Request, request: ApiRequest) -> EngineRequest:
     """Return the engine's request; the answer may end with the context, before its limit."""
     if request.chat:
         return await prepare_chat(service, http, request, must_fit=False)

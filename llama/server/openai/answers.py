@@ -13,8 +13,8 @@ from llama.prompts.reasoning import REASONING_FIELDS
 from llama.requests.request import CompletionOutput, RequestOutput
 from llama.server.encoding import DONE, SERVER_SENT_EVENTS, ContinuedList, SharedItems
 from llama.server.errors import ApiError
-from llama.server.openai.request import OpenAIRequest
 from llama.server.openai.scores import Scores, TextScores, chat_scores
+from llama.server.request import ApiRequest
 from llama.tokenizer import Tokenizer
 
 
@@ -35,7 +35,7 @@ class ResponseMeta:
     reasoning_field: str = REASONING_FIELDS[0]
 
 
-def _usage(request: OpenAIRequest, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def _usage(request: ApiRequest, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Return the usage object of a request, from the outputs of its prompts.
 
     It counts the reasoning of a model that reasons.
@@ -79,7 +79,7 @@ class Completion:
     stream_format = SERVER_SENT_EVENTS
 
     def __init__(
-        self, request: OpenAIRequest, dialog_format: DialogFormat, meta: ResponseMeta
+        self, request: ApiRequest, dialog_format: DialogFormat, meta: ResponseMeta
     ) -> None:
         self._request = request
         self._dialog_format = dialog_format
@@ -276,7 +276,7 @@ class _Choice:
     """
 
     def __init__(
-        self, index: int, deltas: AnswerDeltas, request: OpenAIRequest, echo: _Echo | None
+        self, index: int, deltas: AnswerDeltas, request: ApiRequest, echo: _Echo | None
     ) -> None:
         self.index = index
         self.deltas = deltas

@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's completion APIs: the models that read them are the published schema.
 
-In: a JSON object of a server or a batch file. Out: an `OpenAIRequest`, or a `FieldError` that names
+In: a JSON object of a server or a batch file. Out: an `ApiRequest`, or a `FieldError` that names
 the field. This file knows no files and no network, and runs no model.
 """
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag, TypeAdapter
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.prompts.chat import (
     JsonSchema,
     ResponseFormatField,
@@ -22,7 +22,7 @@ from llama.prompts.tools import ToolFields
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.accepted import AcceptedFields
 from llama.server.errors import ErrorFields
-from llama.server.openai.request import OpenAIRequest
+from llama.server.request import ApiRequest
 from llama.server.sampling import OPENAI_NAMES, SamplingFields, TokenId, sampling_fields
 
 CHAT_URL = "/v1/chat/completions"
@@ -149,7 +149,7 @@ class CompletionBody(_TextSampling, _Body):  # type: ignore[misc, valid-type]
     prompt: PromptField
     echo: bool | None = None  # type: ignore[assignment]  # honored here, so not only false
 
-    def request(self, defaults: SamplingParams) -> OpenAIRequest:
+    def request(self, defaults: SamplingParams) -> ApiRequest:
         """Return what the body asks for; `defaults` are the parameters that it does not give."""
         path, structured_output = self.answer_format()
         derived: dict[str, Any] = {"structured_output": structured_output}
@@ -157,7 +157,7 @@ class CompletionBody(_TextSampling, _Body):  # type: ignore[misc, valid-type]
             derived["prompt_logprobs"] = self.logprobs
         prompt: Any = self.prompt
         is_list = isinstance(prompt, list) and not isinstance(prompt[0], int)
-        return OpenAIRequest(
+        return ApiRequest(
             prompts=tuple(prompt) if is_list else (prompt,),
             params=self.sampling_params(defaults, **derived),
             model=self.model,
@@ -200,7 +200,7 @@ class ChatBody(ToolFields, ThinkingFields, _ChatSampling, _Body):  # type: ignor
     thinking_budget_tokens: ThinkingBudget | None = None  # llama.cpp's name
     include_reasoning: bool | None = None  # honored, unlike in the other APIs
 
-    def request(self, defaults: SamplingParams) -> OpenAIRequest:
+    def request(self, defaults: SamplingParams) -> ApiRequest:
         """Return what the body asks for; `defaults` are the parameters that it does not give."""
         path, structured_output = self.answer_format()
         if self.top_logprobs is not None and not self.logprobs:
@@ -210,7 +210,7 @@ class ChatBody(ToolFields, ThinkingFields, _ChatSampling, _Body):  # type: ignor
             derived["logprobs"] = 0
         if self.prediction is not None:
             derived["prediction"] = self.prediction.text()
-        return OpenAIRequest(
+        return ApiRequest(
             messages=self.messages,
             params=self.sampling_params(defaults, **derived),
             model=self.model,
@@ -250,7 +250,7 @@ _CHAT_ADAPTER: TypeAdapter[ChatBody] = TypeAdapter(ChatBody)
 _TEXT_ADAPTER: TypeAdapter[CompletionBody] = TypeAdapter(CompletionBody)
 
 
-def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequest:
+def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> ApiRequest:
     """Return the request in a body that is not checked yet.
 
     Args:

@@ -12,7 +12,7 @@ from llama.server.blocks import Block, BlockAnswer, Events
 from llama.server.endings import ending_of
 from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
-from llama.server.openai.request import OpenAIRequest
+from llama.server.request import ApiRequest
 from llama.server.responses.models import ResponsesBody
 
 # Fields of a tool that the API always returns, by the type of the tool.
@@ -25,7 +25,7 @@ class ResponseAnswer(BlockAnswer):
     def __init__(
         self,
         body: ResponsesBody,
-        request: OpenAIRequest,
+        request: ApiRequest,
         dialog_format: DialogFormat,
         meta: ResponseMeta,
     ) -> None:
@@ -166,7 +166,7 @@ def _tools_as_given(body: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _response_fields(
-    body: ResponsesBody, request: OpenAIRequest, meta: ResponseMeta
+    body: ResponsesBody, request: ApiRequest, meta: ResponseMeta
 ) -> dict[str, Any]:
     """Return the fields of a response that follow from its request alone."""
     text_format = body.text and body.text.format

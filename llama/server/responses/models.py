@@ -1,6 +1,6 @@
 """The request body of OpenAI's Responses API: the model that reads it is its published schema.
 
-In: a JSON object, with its whole dialog, because there is no stored state. Out: an `OpenAIRequest`,
+In: a JSON object, with its whole dialog, because there is no stored state. Out: an `ApiRequest`,
 or a `FieldError`. Source: https://platform.openai.com/docs/api-reference/responses. This file knows
 no network and runs no model.
 """
@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from llama.checks import FieldError, brief
+from llama.common.checks import FieldError, brief
 from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import NO_IMAGES, UNUSED, Fields, chosen_by
 from llama.prompts.messages import HEADER_ROLES, text_of
@@ -19,7 +19,7 @@ from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.accepted import NO_STATE, AcceptedFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import AnswerFormat, SchemaFormat, StreamOptions
-from llama.server.openai.request import ConvertedChat, OpenAIRequest
+from llama.server.request import ApiRequest, ConvertedChat
 from llama.server.responses.tools import LOCAL_SHELL, Callee, ToolList, callees, qualified_name
 from llama.server.sampling import SHARED_NAMES, SamplingFields, sampling_fields
 
@@ -174,12 +174,12 @@ class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type
     conversation: Annotated[None, NO_STATE, UNUSED] = None
     prompt: Annotated[None, NO_STATE, UNUSED] = None
 
-    def request(self, defaults: SamplingParams) -> OpenAIRequest:
+    def request(self, defaults: SamplingParams) -> ApiRequest:
         """Return the body as a chat; `defaults` are the parameters that it does not give."""
         dialog = self._dialog()
         path, structured_output = self._answer_format()
         functions = [callee.function for callee in self.callees()]
-        return OpenAIRequest(
+        return ApiRequest(
             messages=dialog.messages(),
             params=self.sampling_params(defaults, structured_output=structured_output),
             model=self.model,

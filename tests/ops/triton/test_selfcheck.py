@@ -687,7 +687,7 @@ def test_changed_sources_or_sizes_are_measured_again(quick, tmp_path, monkeypatc
     """
     count = quick()
     monkeypatch.setattr(cached, "_PACKAGE", tmp_path)
-    for name in ("device.py", "ops/triton/sample.py", "ops/sample.py", "engine/graphs.py"):
+    for name in ("common/device.py", "ops/triton/sample.py", "ops/sample.py", "engine/graphs.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1")
         cached.load_or_check(job())

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from llama.checkpoint import huggingface as hf
 from llama.checkpoint.chat_templates import GGUF_KEY
 from llama.checkpoint.find import Checkpoint
-from llama.checkpoint.gguf_args import KEYS, ROPE_DIVISORS, rope_divisors
-from llama.checkpoint.hf_tokenizer import tokenizer_config, tokenizer_json
-from llama.checkpoint.quantize import GGUF_FORMATS, finite_rows
+from llama.checkpoint.gguf.args import KEYS, ROPE_DIVISORS, rope_divisors
+from llama.checkpoint.hf import config as hf
+from llama.checkpoint.hf.tokenizer import tokenizer_config, tokenizer_json
 from llama.checkpoint.reader import CheckpointReader
-from llama.checkpoint.settings_files import gguf_settings
 from llama.checkpoint.table import name_in
 from llama.checkpoint.tokenizer_files import load_tokenizer
+from llama.checkpoint.write.quantize import GGUF_FORMATS, finite_rows
+from llama.checkpoint.write.settings_files import gguf_settings
 from llama.storage.gguf import DEFAULT_ALIGNMENT, MAGIC, TENSOR_TYPES, VERSION, TensorInfo
-from llama.token_files import AddedToken
+from llama.storage.token_files import AddedToken
 from llama.tokenizer import Tokenizer
 
 _FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "BF16": 32}  # values of general.file_type

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.checkpoint import huggingface as hf
-from llama.checks import brief
+from llama.checkpoint.hf import config as hf
+from llama.common.checks import brief
 from llama.model.args import ModelArgs
 from llama.ops.rope import rope_frequencies
 from llama.storage.gguf import Header, TensorInfo

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
-from llama.checks import FieldError, FieldTypeError, brief, index_of, nearest, python_scalar
+from llama.common.checks import FieldError, FieldTypeError, brief, index_of, nearest, python_scalar
 
 _T = TypeVar("_T")
 _Path = list[str | int]  # keys of objects and indices of lists, from the outside in

@@ -16,12 +16,12 @@ import torch
 
 from llama.checkpoint.column_blocks import columns_per_block
 from llama.checkpoint.find import Checkpoint
-from llama.checks import FieldError
-from llama.device import free_bytes
+from llama.common.checks import FieldError
+from llama.common.device import free_bytes
 from llama.engine.core import PAGE_SIZE
+from llama.loading.sizes import MEMORY_FRACTION, Memory
 from llama.ops.cpu.constants import N_BLOCK
 from llama.ranks.collectives import ModelParallel
-from llama.sizes import MEMORY_FRACTION, Memory
 
 _MEASURED_STEPS = 16  # Shares that are measured are rounded to so many parts of the largest.
 _PROBE_BYTES = 256 << 20  # more than caches hold

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama.checks import brief, errors_in, whole_number
+from llama.common.checks import brief, errors_in, whole_number
 from llama.model.args import MAX_SIZE, ModelArgs
 
 # Values that config.json must have, or leave out, so that Meta's equations are the model's.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.weights import QUANTIZED, ROUNDED_ACTIVATIONS
 
 GROUP = 32  # neighbours along K that share a scale, in int4 and in the blocks of GGUF

@@ -6,11 +6,11 @@ tokenizer_config.json, and the ids of special tokens in config.json. No file is 
 
 from typing import Any
 
-from llama.checkpoint import huggingface as hf
+from llama.checkpoint.hf import config as hf
 from llama.model.args import ModelArgs
 from llama.prompts.template import jinja_template
 from llama.prompts.tools import tool_format_of
-from llama.token_files import AddedToken, byte_alphabet
+from llama.storage.token_files import AddedToken, byte_alphabet
 from llama.tokenizer import Tokenizer
 
 _PAD = "<|finetune_right_pad_id|>"

@@ -14,30 +14,31 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from llama.checkpoint import huggingface as hf
-from llama.checkpoint import packed, writing
+from llama.checkpoint import packed
 from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.find import Checkpoint, find
-from llama.checkpoint.folder_writer import (
+from llama.checkpoint.gguf.writing import gguf_content
+from llama.checkpoint.hf import config as hf
+from llama.checkpoint.hf.tokenizer import special_ids, tokenizer_config, tokenizer_json
+from llama.checkpoint.memory import bytes_of
+from llama.checkpoint.reader import CheckpointReader
+from llama.checkpoint.tokenizer_files import load_tokenizer, tokenizer_for_meta
+from llama.checkpoint.write import atomic as writing
+from llama.checkpoint.write.folder import (
     ConversionReader,
     OutputFolder,
     progress_bar,
     write_folder,
     write_other_files,
 )
-from llama.checkpoint.gguf_writing import gguf_content
-from llama.checkpoint.hf_tokenizer import special_ids, tokenizer_config, tokenizer_json
-from llama.checkpoint.memory import bytes_of
-from llama.checkpoint.quantize import GGUF_FORMATS, check_activations, quantization_config
-from llama.checkpoint.reader import CheckpointReader
-from llama.checkpoint.settings_files import (
+from llama.checkpoint.write.quantize import GGUF_FORMATS, check_activations, quantization_config
+from llama.checkpoint.write.settings_files import (
     FileContent,
     further_config,
     left_out,
     settings_files,
 )
-from llama.checkpoint.tokenizer_files import load_tokenizer, tokenizer_for_meta
-from llama.checks import FieldError, brief, whole_number
+from llama.common.checks import FieldError, brief, whole_number
 from llama.model.args import HARMLESS_PARAMS, ModelArgs
 from llama.ops.cpu import native
 from llama.ranks.placement import WHOLE

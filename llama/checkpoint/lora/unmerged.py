@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llama.checkpoint import huggingface as hf
-from llama.checkpoint.adapters import open_adapters
-from llama.checkpoint.merging import LowRank, Update
+from llama.checkpoint.hf import config as hf
+from llama.checkpoint.lora.adapters import open_adapters
+from llama.checkpoint.lora.merging import LowRank, Update
 from llama.checkpoint.table import ROTATED, share
-from llama.checks import errors_in
+from llama.common.checks import errors_in
 from llama.model.kinds import HalfLayer
 from llama.model.layers import Linear
 from llama.model.transformer import Transformer, TransformerBlock

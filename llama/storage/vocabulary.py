@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from llama.checks import torchrun_number
+from llama.common.checks import torchrun_number
 from llama.storage.gguf import Header
-from llama.token_files import AddedToken, Parsed, check_ranks, parse
+from llama.storage.token_files import AddedToken, Parsed, check_ranks, parse
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from llama.checkpoint.bit_packing import PackedAcrossRows, covering, unpack_int32
+from llama.checkpoint.hf.bit_packing import PackedAcrossRows, covering, unpack_int32
 from llama.checkpoint.quantized_matrix import QuantizedMatrix
-from llama.checks import brief
+from llama.common.checks import brief
 from llama.weights.coded import Coded
 
 Parts = dict[str, Tensor]

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llama.checkpoint import huggingface as hf
-from llama.checkpoint.merging import Merge, Update, work_dtype
+from llama.checkpoint.hf import config as hf
+from llama.checkpoint.lora.merging import Merge, Update, work_dtype
 from llama.checkpoint.table import ROTATED, Size, as_slice, share
 from llama.model.args import ModelArgs
 from llama.ranks.placement import Placement

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from llama.checks import FieldError, torchrun_number, whole_number
+from llama.common.checks import FieldError, torchrun_number, whole_number
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DEVICES = Path("/dev")

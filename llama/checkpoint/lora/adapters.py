@@ -17,16 +17,16 @@ from pathlib import Path
 from torch import Size, Tensor
 
 from llama.build_args import lora_paths
-from llama.checkpoint.adapter_config import (
+from llama.checkpoint.files import open_tensors
+from llama.checkpoint.lora.config import (
     CONFIG_FILE,
     AdapterConfig,
     names_module,
     read_config,
 )
-from llama.checkpoint.files import open_tensors
-from llama.checkpoint.merging import LowRank, Update
+from llama.checkpoint.lora.merging import LowRank, Update
 from llama.checkpoint.table import name_in, whole_shapes
-from llama.checks import brief, errors_in
+from llama.common.checks import brief, errors_in
 from llama.model.args import ModelArgs
 from llama.storage.downloads import check_utf8
 from llama.storage.hub import model_folder

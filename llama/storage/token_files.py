@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from llama.checks import brief
+from llama.common.checks import brief
 from llama.storage.downloads import read_json, read_small, shown
 from llama.storage.gguf import Header, is_gguf, read_header
 

@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from llama.checkpoint import hf_formats
 from llama.checkpoint.files import MappedTensor
-from llama.checkpoint.hf_formats import CodedMatrix, Config, Parts, check_fits
-from llama.checks import brief
+from llama.checkpoint.hf import formats as hf_formats
+from llama.checkpoint.hf.formats import CodedMatrix, Config, Parts, check_fits
+from llama.common.checks import brief
 from llama.weights import ROUNDED_ACTIVATIONS
 
 METHODS = ("compressed-tensors", "fbgemm_fp8", "modelopt", "awq", "gptq", "bitsandbytes")

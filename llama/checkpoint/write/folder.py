@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from llama.checkpoint import writing
 from llama.checkpoint.find import Checkpoint
-from llama.checkpoint.quantize import GROUP, quantized_tensors
 from llama.checkpoint.reader import CheckpointReader
-from llama.checkpoint.settings_files import FileContent
 from llama.checkpoint.table import name_in, shard_shapes
+from llama.checkpoint.write import atomic as writing
+from llama.checkpoint.write.quantize import GROUP, quantized_tensors
+from llama.checkpoint.write.settings_files import FileContent
 from llama.ranks.placement import Placement
 from llama.weights import QUANTIZED
 

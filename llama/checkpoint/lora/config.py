@@ -13,7 +13,7 @@ from typing import Any
 
 import regex
 
-from llama.checks import brief, errors_in, number, whole_number
+from llama.common.checks import brief, errors_in, number, whole_number
 from llama.storage.downloads import read_json
 
 CONFIG_FILE = "adapter_config.json"

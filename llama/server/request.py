@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama.checks import FieldError
+from llama.common.checks import FieldError
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.chat import chat_params
 from llama.prompts.dialog_format import DialogFormat, PromptOptions
@@ -21,7 +21,7 @@ _ANSWERED = PromptOptions.for_answer(continues=False)
 
 
 @dataclass(frozen=True)
-class OpenAIRequest:
+class ApiRequest:
     """A checked request; the body of another chat API becomes such a request, too.
 
     Attributes:

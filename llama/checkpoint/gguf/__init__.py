@@ -1,0 +1,1 @@
+"""GGUF files: sizes, quantized blocks, and writing."""

@@ -1,0 +1,1 @@
+"""Hugging Face's folders: config.json, tensors, quantized formats, tokenizer."""

@@ -1,0 +1,1 @@
+"""LoRA adapters: read, merged into weights, or kept apart for requests to choose."""

@@ -1,0 +1,1 @@
+"""Writing: conversions, quantized formats, and files that are complete or absent."""

@@ -1,0 +1,1 @@
+"""Checks of values, devices, memory and extras, which every part of the package uses."""
