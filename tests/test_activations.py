@@ -10,7 +10,7 @@ from helpers.kernels import KERNELS_RUN, without_amx
 from helpers.launch import DEMO
 from llama import Llama
 from llama.ops.cpu import native
-from llama.weights import check_activations, packed, round_activations
+from llama.weights.choice import check_activations, packed, round_activations
 
 CPU = torch.device("cpu")
 needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")

@@ -33,7 +33,7 @@ from llama.loading.sizes import Memory, choose_sizes, step_bytes
 from llama.model.plan import LayerPlan
 from llama.ranks.placement import Placement
 from llama.tokenizer import ChatFormat, Tokenizer
-from llama.weights import QUANTIZED
+from llama.weights.choice import QUANTIZED
 
 TWO_MACHINES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from llama.ops.kv_cache import AS_COMPUTED, FORMATS, KVFormat
 from llama.ops.triton.kernels import NAMES, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import Placement
-from llama.weights import PlainWeight
+from llama.weights.plain import PlainWeight
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16

@@ -39,8 +39,8 @@ from llama.model.layers import Linear
 from llama.ops.kv_cache import pick_kv_format
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
-from llama.weights import check_quantize
 from llama.weights.bytes import BytesWeight
+from llama.weights.choice import check_quantize
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {},

@@ -29,7 +29,8 @@ from llama.ops.triton import kernels
 from llama.ops.triton.kernels import KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import Placement
-from llama.weights import QUANTIZED, QuantKey
+from llama.weights.choice import QUANTIZED
+from llama.weights.groups import QuantKey
 
 GPU = torch.device("cuda", 7)
 PARAMS = ModelArgs(dim=128, n_heads=8, n_kv_heads=2, vocab_size=300)

@@ -30,8 +30,8 @@ from llama.ops.norm import rms_norm
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.one_shot import MAX_BYTES
 from llama.ranks.placement import Placement
-from llama.weights import PlainWeight
 from llama.weights.bytes import BytesWeight
+from llama.weights.plain import PlainWeight
 
 PROMPTS = prompts_of([3, 17, 9, 30, 5, 2], seed=20)
 REPEATED = [prompt * 8 for prompt in PROMPTS[:3]]

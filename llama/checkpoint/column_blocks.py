@@ -8,7 +8,7 @@ within such a block is right all the same, but loads more slowly and may need mo
 from typing import Any
 
 from llama.checkpoint.find import Checkpoint
-from llama.weights import QUANTIZED
+from llama.weights.choice import QUANTIZED
 
 _NF4_BLOCK = 64  # columns per scale that bitsandbytes uses by default
 _SUPERBLOCK = 256  # columns of the largest blocks of GGUF; no usual group is larger

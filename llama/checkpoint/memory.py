@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from llama import weights
 from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.loader import matrices_in
 from llama.checkpoint.reader import CheckpointReader
@@ -20,7 +19,9 @@ from llama.model.transformer import Transformer
 from llama.ops.cpu.constants import num_blocks
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import Placement
-from llama.weights.groups import GroupedWeight
+from llama.weights import choice
+from llama.weights.groups import GroupedWeight, QuantKey
+from llama.weights.weight import Weight
 
 
 def bytes_of(
@@ -58,7 +59,7 @@ def bytes_of_params(
         dtype: The type of what is not quantized.
         quantize: The format of `build`.
     """
-    lm_head = weights.lm_head_format(quantize)
+    lm_head = choice.lm_head_format(quantize)
     ends = {
         "output.weight": lm_head,
         "tok_embeddings.weight": lm_head if params.tied_output else None,
@@ -66,11 +67,11 @@ def bytes_of_params(
     num_bytes = 0
     for name, shape in rank_shapes(params, placement).items():
         weight_format = ends.get(name, quantize)
-        num_bytes += weights.bytes_of(shape, dtype, weight_format)
+        num_bytes += choice.bytes_of(shape, dtype, weight_format)
     return num_bytes
 
 
-def gpu_formats(checkpoint: Checkpoint, placement: Placement) -> list[weights.QuantKey]:
+def gpu_formats(checkpoint: Checkpoint, placement: Placement) -> list[QuantKey]:
     """Return the formats in which a GPU holds a rank's matrices that keep their codes."""
     return sorted(_weights_in_codes(checkpoint, placement, torch.bfloat16, is_gpu=True).formats)
 
@@ -79,7 +80,7 @@ class _WeightsInCodes(NamedTuple):
     """The bytes of a rank's weights, and the formats of the matrices that keep their codes."""
 
     num_bytes: int
-    formats: set[weights.QuantKey]
+    formats: set[QuantKey]
 
 
 def _weights_in_codes(
@@ -106,7 +107,7 @@ def _weights_in_codes(
             coded = reader.coded(names, placement)
             if coded is None:
                 continue
-            pack = weights.on_gpu if is_gpu else weights.packed
+            pack = choice.on_gpu if is_gpu else choice.packed
             packed = pack(coded.first)
             num_bytes += _scaled_bytes(packed, coded.n)
             num_bytes -= matrix.weight.nbytes
@@ -115,7 +116,7 @@ def _weights_in_codes(
     return _WeightsInCodes(math.ceil(num_bytes), formats)
 
 
-def _scaled_bytes(packed: weights.Weight, num_rows: int) -> float:
+def _scaled_bytes(packed: Weight, num_rows: int) -> float:
     """Return the bytes of a weight of `num_rows` rows, of which the first are packed.
 
     Elements and scales grow with the rows; an adapter has a row for each row and each column.

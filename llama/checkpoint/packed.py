@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llama import weights
 from llama.checkpoint import loader
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.find import PACKED_FORMAT, Checkpoint
@@ -28,8 +27,11 @@ from llama.model.transformer import Transformer
 from llama.ops.cpu import native
 from llama.ranks.placement import WHOLE, Placement
 from llama.storage.page_cache import cache_anew, read_ahead
-from llama.weights import FORMATS, PlainWeight, Weight
+from llama.weights import choice
+from llama.weights.choice import FORMATS
 from llama.weights.coded import CodedRows
+from llama.weights.plain import PlainWeight
+from llama.weights.weight import Weight
 
 _HEADER_BYTES_PER_MODULE = 512  # the most that names and shapes of a module's tensors can take
 # Errors that a format can raise for tensors of other sizes and types.
@@ -241,4 +243,4 @@ def _share(
     if part is not None:
         return part
     plain = whole.plain()
-    return weights.packed(torch.cat([plain[some, columns] for some in rows]))
+    return choice.packed(torch.cat([plain[some, columns] for some in rows]))

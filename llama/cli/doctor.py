@@ -40,7 +40,7 @@ from llama.model.shares import RankShare, distinct_ranks
 from llama.ops.cpu import native
 from llama.ranks.placement import WHOLE, Placement
 from llama.ranks.world import check_interfaces, started_processes
-from llama.weights import QUANTIZED
+from llama.weights.choice import QUANTIZED
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTRUCTION_SETS = ("avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")

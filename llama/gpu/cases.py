@@ -33,9 +33,11 @@ from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.sample import SamplingRow, choose_ids, top_tokens
 from llama.ops.swiglu import silu_mul
 from llama.ops.triton.kernels import KernelSet, Sizes, Tile
-from llama.weights import PlainWeight, QuantKey, Weight, packed, random_weight
 from llama.weights.bytes import MAX_EXACT_ROWS
-from llama.weights.groups import GroupedWeight
+from llama.weights.choice import packed, random_weight
+from llama.weights.groups import GroupedWeight, QuantKey
+from llama.weights.plain import PlainWeight
+from llama.weights.weight import Weight
 
 Results = tuple[Tensor, ...]
 Op = Callable[..., Tensor | Results]  # it also takes `kernels=`, and returns all that it writes

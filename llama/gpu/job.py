@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 
 from llama.common.device import DTYPES
 from llama.ops.triton.kernels import KernelSet, Sizes, Tile
-from llama.weights import QuantKey
+from llama.weights.groups import QuantKey
 
 Choice = tuple[Sizes, Tile]  # sizes of a product, and the fastest tile for them
 Formats = tuple[str | QuantKey | None, ...]  # formats of weights, as `quantize=` or a file has them

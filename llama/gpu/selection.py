@@ -25,7 +25,7 @@ from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ops.triton.kernels import GRAPH, NAMES, ROUND_ROWS, TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import WHOLE, Placement
-from llama.weights import QUANTIZED
+from llama.weights.choice import QUANTIZED
 
 VARIABLE = "LLAMA_GPU_KERNELS"
 _ALL = (*NAMES, ROUND_ROWS, GRAPH)

@@ -27,7 +27,7 @@ from llama.gpu.program import run
 from llama.ops.batch import ForwardContext
 from llama.ops.kv_cache import format_of
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet, Sizes, Tile
-from llama.weights import Weight
+from llama.weights.weight import Weight
 
 # The largest error of a row relative to its norm: a few times the rounding of the torch bodies.
 _TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-8, torch.float32: 2**-18}

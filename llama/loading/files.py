@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llama import weights
 from llama.build_args import BuildArgs, read_counts
 from llama.checkpoint import memory, packed
 from llama.checkpoint.find import Checkpoint, find
@@ -25,6 +24,8 @@ from llama.model.stage_layers import stage_layers
 from llama.ops.cpu import native
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.placement import Placement
+from llama.weights import choice
+from llama.weights.groups import QuantKey
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,11 @@ class Files:
             compared.append((f"{name} of the checkpoint", value))
         return compared
 
-    def formats(self) -> tuple[str | weights.QuantKey | None, ...]:
+    def formats(self) -> tuple[str | QuantKey | None, ...]:
         """Return the formats that the matrices will have."""
         if self.device.type == "cuda" and self.checkpoint.in_codes:
             return None, *memory.gpu_formats(self.checkpoint, self.placement)
-        return tuple(dict.fromkeys([self.quantize, weights.lm_head_format(self.quantize)]))
+        return tuple(dict.fromkeys([self.quantize, choice.lm_head_format(self.quantize)]))
 
 
 def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> Files:
@@ -85,12 +86,12 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
     """
     dtype = args.dtype
     quantize = args.quantize
-    if quantize is None and isinstance(dtype, str) and dtype in weights.QUANTIZED:
+    if quantize is None and isinstance(dtype, str) and dtype in choice.QUANTIZED:
         # Earlier versions took the names of quantized formats as dtype.
         quantize = dtype
         dtype = None
     chosen_dtype = pick_dtype(dtype, device)
-    weights.check_quantize(quantize, chosen_dtype, device)
+    choice.check_quantize(quantize, chosen_dtype, device)
     checkpoint = find(path_like("ckpt_dir", args.ckpt_dir))
     checkpoint.params.check_ranks(placement.size)
     check_stages(checkpoint.params, placement.stages)
@@ -123,8 +124,8 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
     is_plain = quantize is None and not checkpoint.in_codes and checkpoint.packed is None
     activations = args.activations
     if activations is None and (checkpoint.in_codes or checkpoint.packed is not None):
-        activations = weights.default_activations(checkpoint.activations, device)
-    activations = weights.check_activations(activations, device, is_plain=is_plain)
+        activations = choice.default_activations(checkpoint.activations, device)
+    activations = choice.check_activations(activations, device, is_plain=is_plain)
     placement = replace(placement, column_step=column_step(checkpoint, device))
     files = Files(checkpoint, chosen_dtype, quantize, placement, device, activations=activations)
     counts = layer_counts(args.pipeline_layers, args.max_batch_size, files)
@@ -169,7 +170,7 @@ def layer_counts(
         return given
     batch_size = batch_size or default_batch_size(files.device)
     quantize = files.quantize or files.checkpoint.file_type
-    is_known = quantize in weights.QUANTIZED  # else the matrices of a file are taken to be alike
+    is_known = quantize in choice.QUANTIZED  # else the matrices of a file are taken to be alike
     itemsize = files.dtype.itemsize
     storage = Storage.of(params, itemsize, quantize if is_known else None, kv_width=itemsize)
     rows = max(1, batch_size // stages)

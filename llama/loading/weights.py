@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 
-from llama import weights
 from llama.checkpoint import loader, packed
 from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.pooling import HEAD
@@ -27,7 +26,8 @@ from llama.model.layers import Matrix, RMSNorm
 from llama.model.transformer import Transformer
 from llama.ops.kv_cache import KVFormat
 from llama.ranks.collectives import ModelParallel
-from llama.weights.plain import all_finite
+from llama.weights import choice
+from llama.weights.plain import PlainWeight, all_finite
 
 
 def load_weights(
@@ -110,9 +110,9 @@ def round_activations(model: Transformer, name: str) -> None:
         ValueError: The matrices do not fit this value.
     """
     matrices = {"/".join(x.names): x.weight for x in _layer_matrices(model)}
-    if weights.ROUNDED_ACTIVATIONS[name].with_lm_head and model.plan.share.has_lm_head:
-        matrices[weights.LM_HEAD] = model.output.weight
-    weights.round_activations(matrices, name)
+    if choice.ROUNDED_ACTIVATIONS[name].with_lm_head and model.plan.share.has_lm_head:
+        matrices[choice.LM_HEAD] = model.output.weight
+    choice.round_activations(matrices, name)
 
 
 def _matrices(model: Transformer) -> list[Matrix]:
@@ -126,7 +126,7 @@ def _layer_matrices(model: Transformer) -> list[Matrix]:
 
 def warn_of_plain(matrices: list[Matrix], file_type: str) -> None:
     """Warn of matrices that no GPU kernel takes in the codes of their file."""
-    plain = ["/".join(x.names) for x in matrices if type(x.weight) is weights.PlainWeight]
+    plain = ["/".join(x.names) for x in matrices if type(x.weight) is PlainWeight]
     if plain:
         warnings.warn(
             f"{len(plain)} of {len(matrices)} matrices of {file_type} are held in bf16, as no "
@@ -152,7 +152,7 @@ def plain_not_finite(model: Transformer) -> list[str]:
     """Return Meta's names of the tensors of this rank's model that are plain and not finite."""
     names: dict[str, None] = {}  # in order, and a tied matrix once
     for path, module in model.named_modules():
-        if isinstance(module, Matrix) and isinstance(module.weight, weights.PlainWeight):
+        if isinstance(module, Matrix) and isinstance(module.weight, PlainWeight):
             if not all_finite(module.weight.plain()):
                 names |= dict.fromkeys(module.names)
         elif isinstance(module, RMSNorm) and not all_finite(module.weight):

@@ -19,7 +19,7 @@ import torch
 from llama.model.args import ModelArgs
 from llama.model.shares import RankShare, distinct_ranks
 from llama.ranks.placement import WHOLE, Placement
-from llama.weights import bytes_of, lm_head_format
+from llama.weights.choice import bytes_of, lm_head_format
 
 _STATE_BYTES = 2  # bytes of an element that ranks exchange
 

@@ -35,7 +35,7 @@ from llama.ops.kv_cache import NATIVE
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.triton.kernels import KernelSet
 from llama.ranks.collectives import ModelParallel
-from llama.weights import Weight
+from llama.weights.weight import Weight
 
 # Bytes of workspace that stay allocated between calls: new memory costs a page fault per page.
 _KEPT_BYTES = 16 << 20

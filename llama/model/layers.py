@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from llama import weights
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.norm import rms_norm
 from llama.ranks.collectives import ModelParallel
-from llama.weights import PlainWeight, Weight
+from llama.weights import choice
+from llama.weights.plain import PlainWeight
+from llama.weights.weight import Weight
 
 
 class WatchedModule(nn.Module):
@@ -96,7 +97,7 @@ class Matrix(WatchedModule):
         if isinstance(self.weight, PlainWeight):
             plain = self.weight.plain()
             memory = self.weight.values.data
-            self.weight = weights.packed(plain, quantize, plain.device, memory=memory)
+            self.weight = choice.packed(plain, quantize, plain.device, memory=memory)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.weight.plain()

@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from llama import weights
 from llama.common.allocation import use_huge_pages, zeros
 from llama.common.device import current
 from llama.model.args import ModelArgs
@@ -49,8 +48,9 @@ from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ops.rope import precompute_freqs_cis
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
-from llama.weights import PlainWeight
+from llama.weights import choice
 from llama.weights.coded import CodedRows
+from llama.weights.plain import PlainWeight
 
 
 class TransformerBlock(WatchedModule):
@@ -278,12 +278,12 @@ class Transformer(nn.Module):
         for module in (part or self).modules():
             if isinstance(module, Matrix) and module.names[0] in coded:
                 device = self.norm.weight.device
-                module.weight = weights.packed(coded[module.names[0]], None, device)
+                module.weight = choice.packed(coded[module.names[0]], None, device)
                 if self._is_tied and module is self.tok_embeddings:
                     self.output.weight = module.weight
             elif isinstance(module, Linear) or module is only_tied:
                 is_end = module is lm_head or module is only_tied
-                module.pack(weights.lm_head_format(quantize) if is_end else quantize)
+                module.pack(choice.lm_head_format(quantize) if is_end else quantize)
             if module is lm_head:
                 self.tie()
 

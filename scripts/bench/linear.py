@@ -19,7 +19,7 @@ from torch import Tensor
 from bench.report import Column
 from bench.run import Bench, Row, whole
 from llama.model.cost import weight_shapes
-from llama.weights import QUANTIZED, bytes_of, packed
+from llama.weights.choice import QUANTIZED, bytes_of, packed
 
 _COLD_BYTES = 2**28  # bytes of weights that are read before one is read again
 _COLUMNS: list[Column] = [

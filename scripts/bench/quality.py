@@ -20,7 +20,7 @@ from bench.report import Column
 from bench.run import Bench, Row, whole
 from llama import Llama
 from llama.ops.kv_cache import FORMATS as KV_FORMATS
-from llama.weights import QUANTIZED, ROUNDED_ACTIVATIONS
+from llama.weights.choice import QUANTIZED, ROUNDED_ACTIVATIONS
 
 _TEXT = Path(__file__).resolve().parents[2] / "README.md"
 _CACHES = {f"kv_{name}": name for name in KV_FORMATS if name}  # the model is in bf16

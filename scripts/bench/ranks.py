@@ -22,7 +22,7 @@ from bench.shapes import DTYPES, fill, write_tokenizer
 from llama import Llama, ModelArgs, SamplingParams, Tokenizer, Transformer
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
-from llama.weights import QUANTIZED
+from llama.weights.choice import QUANTIZED
 
 _COLUMNS: list[Column] = [
     ("path", "path", ""), ("ranks", "ranks", ""), ("threads", "threads", ""),

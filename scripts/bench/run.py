@@ -40,7 +40,7 @@ from llama import ModelArgs
 from llama.checkpoint.find import find
 from llama.checkpoint.write.convert import pack
 from llama.common.device import pick_device
-from llama.weights import QUANTIZED
+from llama.weights.choice import QUANTIZED
 
 Row = dict[str, Any]
 _SCRIPTS = Path(__file__).resolve().parent.parent

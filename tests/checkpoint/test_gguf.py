@@ -44,8 +44,8 @@ from llama.storage.gguf import (
     _HeaderReader,
     read_header,
 )
-from llama.weights import packed
 from llama.weights.blocks import BlockedWeight
+from llama.weights.choice import packed
 from llama.weights.coded import Coded, CodedRows, alike
 from llama.weights.groups import GroupedWeight
 from llama.weights.nibbles import SixBitsWeight

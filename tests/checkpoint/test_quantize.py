@@ -14,7 +14,7 @@ from safetensors import safe_open
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import KERNELS_RUN
 from helpers.weights import change_json, expect_shards, loaded, metas_state
-from llama import Llama, Tokenizer, weights
+from llama import Llama, Tokenizer
 from llama.checkpoint.find import find
 from llama.checkpoint.verify import verify
 from llama.checkpoint.write import convert as module
@@ -22,6 +22,7 @@ from llama.checkpoint.write import quantize
 from llama.checkpoint.write.convert import convert, pack
 from llama.checkpoint.write.quantize import quantization_config, quantized_tensors
 from llama.ops import rounded
+from llama.weights import choice
 
 needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
 TOKENS = torch.arange(60).remainder(250)[None] + 3
@@ -74,7 +75,7 @@ def test_a_folder_has_the_numbers_that_quantize_gives_at_load(
             assert error < 0.95 * others, matrix
             assert all(len(group.unique()) <= 16 for group in held.view(-1, 32))
         else:
-            expected[matrix] = weights.QUANTIZED[name].pack(plain.bfloat16()).exact()
+            expected[matrix] = choice.QUANTIZED[name].pack(plain.bfloat16()).exact()
     expect_shards(model, expected, PARAMS)
     assert verify(tmp_path / "out")
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -281,7 +282,7 @@ def test_codes_per_token_are_those_of_compressed_tensors():
 
 @needs_kernels
 def test_a_gpu_and_dequantized_matrices_do_not_round(w8a8, capsys):
-    assert weights.default_activations("int8_token", torch.device("cpu")) == "int8_token"
-    assert weights.default_activations("int8_token", torch.device("cuda")) is None
+    assert choice.default_activations("int8_token", torch.device("cpu")) == "int8_token"
+    assert choice.default_activations("int8_token", torch.device("cuda")) is None
     build(w8a8, dtype="bf16")
     assert "cpu, bf16 from compressed-tensors, model_par" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from llama.cli import COMMANDS, main
 from llama.cli.flags import FLAGS, UsageError, read
 from llama.common.device import DTYPES
 from llama.prompts import ToolFormat
-from llama.weights import QUANTIZED
+from llama.weights.choice import QUANTIZED
 
 # Shell -> how it starts without the user's settings, and lines that read the script and define a
 # command `llama` that writes its arguments to a file.

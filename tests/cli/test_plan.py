@@ -35,7 +35,7 @@ from llama.model.cost import (
 )
 from llama.model.shapes import SHAPES
 from llama.ranks.placement import Placement
-from llama.weights import QUANTIZED
+from llama.weights.choice import QUANTIZED
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

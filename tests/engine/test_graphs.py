@@ -46,7 +46,7 @@ from llama.ops.triton import kernels
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.placement import Placement
-from llama.weights import packed
+from llama.weights.choice import packed
 
 PAGE = 4
 

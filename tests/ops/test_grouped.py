@@ -10,11 +10,12 @@ from torch import Tensor
 from helpers.coded import TABLES, coded
 from helpers.weights import sylvester
 from llama.ops.cpu import native
-from llama.weights import PlainWeight, check_quantize, packed
 from llama.weights.bytes import BytesWeight, Fp8Weight
+from llama.weights.choice import check_quantize, packed
 from llama.weights.coded import Coded, hadamard
 from llama.weights.groups import GroupedWeight
 from llama.weights.nibbles import NibblesWeight
+from llama.weights.plain import PlainWeight
 
 FORMATS = [  # table, (N, K), group size, offsets, type of the stored scales: bytes are k-quants'
     ("symmetric", (64, 1056), 32, False, torch.float16),  # Q4_0

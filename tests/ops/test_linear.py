@@ -14,9 +14,11 @@ from helpers.kernels import HAS_KERNELS, library
 from llama.model.layers import Linear
 from llama.ops.cpu import build, native
 from llama.ops.linear import linear
-from llama.weights import PlainWeight, Weight, packed
 from llama.weights.blocks import BlockedWeight, can_pack
 from llama.weights.bytes import BytesWeight
+from llama.weights.choice import packed
+from llama.weights.plain import PlainWeight
+from llama.weights.weight import Weight
 
 _rng = random.Random(5)
 SHAPES = [  # (M, N, K): around blocks of 14 and 6 rows, K blocks of 1,024 and M blocks of 256

@@ -19,8 +19,9 @@ import torch
 from helpers.kernels import HAS_KERNELS, KERNELS_RUN, SUPPORTED
 from llama.common import allocation
 from llama.ops.cpu import build, constants, native
-from llama.weights import PlainWeight, packed
 from llama.weights.blocks import BlockedWeight
+from llama.weights.choice import packed
+from llama.weights.plain import PlainWeight
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 needs_running_kernels = pytest.mark.skipif(

@@ -10,7 +10,7 @@ from torch import Tensor
 from helpers.coded import TABLES, coded
 from llama.ops import rounded
 from llama.ops.cpu import native
-from llama.weights import packed
+from llama.weights.choice import packed
 from llama.weights.coded import Coded, hadamard
 from llama.weights.groups import GroupedWeight
 

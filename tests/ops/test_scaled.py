@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from llama.ops import scaled
-from llama.weights import check_activations, on_gpu, packed, round_activations
 from llama.weights.bytes import MAX_EXACT_ROWS, Fp8Weight
+from llama.weights.choice import check_activations, on_gpu, packed, round_activations
 
 CPU = torch.device("cpu")
 MANY = MAX_EXACT_ROWS + 3

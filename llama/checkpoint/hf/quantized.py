@@ -13,7 +13,7 @@ from llama.checkpoint.files import MappedTensor
 from llama.checkpoint.hf import formats as hf_formats
 from llama.checkpoint.hf.formats import CodedMatrix, Config, Parts, check_fits
 from llama.common.checks import brief
-from llama.weights import ROUNDED_ACTIVATIONS
+from llama.weights.choice import ROUNDED_ACTIVATIONS
 
 METHODS = ("compressed-tensors", "fbgemm_fp8", "modelopt", "awq", "gptq", "bitsandbytes")
 _MATRIX_PART = re.compile(r"(.+_proj|lm_head|tok_embeddings|output|.+\.w[qkvo123])\.(.+)")

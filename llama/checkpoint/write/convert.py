@@ -43,7 +43,7 @@ from llama.model.args import HARMLESS_PARAMS, ModelArgs
 from llama.ops.cpu import native
 from llama.ranks.placement import WHOLE
 from llama.tokenizer import Tokenizer
-from llama.weights import QUANTIZED, check_quantize
+from llama.weights.choice import QUANTIZED, check_quantize
 
 _FILE_BYTES = 5_000_000_000  # limit for one .safetensors file, unless it holds a single tensor
 _MAX_SHARDS = 4096

@@ -21,7 +21,7 @@ from llama.checkpoint.write import atomic as writing
 from llama.checkpoint.write.quantize import GROUP, quantized_tensors
 from llama.checkpoint.write.settings_files import FileContent
 from llama.ranks.placement import Placement
-from llama.weights import QUANTIZED
+from llama.weights.choice import QUANTIZED
 
 
 @dataclass

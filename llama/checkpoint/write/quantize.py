@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llama.common.checks import FieldError
-from llama.weights import QUANTIZED, ROUNDED_ACTIVATIONS
+from llama.weights.choice import QUANTIZED, ROUNDED_ACTIVATIONS
 
 GROUP = 32  # neighbours along K that share a scale, in int4 and in the blocks of GGUF
 _CHUNK_ELEMENTS = 1 << 22  # elements quantized at a time

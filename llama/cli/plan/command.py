@@ -19,7 +19,7 @@ from llama.common.device import dtype_name, pick_dtype
 from llama.loading.sizes import DEFAULT_SEQ_LEN
 from llama.model.cost import DEVICES
 from llama.ops.kv_cache import pick_kv_format
-from llama.weights import QUANTIZED
+from llama.weights.choice import QUANTIZED
 
 _CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from llama.common.checks import FieldError, brief
 from llama.compat.vllm.vllm_params import SamplingParams, refusing
 from llama.generation import Llama
 from llama.storage.hub import model_folder
-from llama.weights import QUANTIZED
+from llama.weights.choice import QUANTIZED
 
 # Arguments that do not change an answer, whatever their value: what to log, how to schedule, what
 # to compile.

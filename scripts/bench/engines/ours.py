@@ -126,7 +126,7 @@ def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
     from bench.shapes import DTYPES, random_model, write_tokenizer
     from llama import Llama, Tokenizer
     from llama.loading.weights import round_activations
-    from llama.weights import QUANTIZED
+    from llama.weights.choice import QUANTIZED
 
     activations = job.get("activations")
     if job["folder"]:

@@ -13,7 +13,7 @@ from llama.model.layers import Linear
 from llama.ops.batch import Batch
 from llama.ops.triton import attention
 from llama.ops.triton.kernels import TORCH_ONLY, Tile
-from llama.weights import QUANTIZED, on_gpu
+from llama.weights.choice import QUANTIZED, on_gpu
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

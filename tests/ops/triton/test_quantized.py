@@ -14,9 +14,10 @@ from llama.model.layers import Linear
 from llama.ops.batch import ForwardContext
 from llama.ops.triton import quantized as gpu
 from llama.ops.triton.kernels import Tile
-from llama.weights import PlainWeight, on_gpu, random_weight
+from llama.weights.choice import on_gpu, random_weight
 from llama.weights.coded import Coded
 from llama.weights.groups import GroupedWeight
+from llama.weights.plain import PlainWeight
 
 pytestmark = pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from llama.ops.batch import ForwardContext
 from llama.ops.triton import quantized
 from llama.ops.triton.kernels import TORCH_ONLY
 from llama.weights import bytes as byte_weights
-from llama.weights import on_gpu
 from llama.weights.bytes import Fp8Weight
+from llama.weights.choice import on_gpu
 
 KERNELS = replace(INTERPRETED, dtypes=INTERPRETED.dtypes | {torch.bfloat16})
 

@@ -27,7 +27,6 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from helpers import warm
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import PROGRAMS, environment
-from llama import weights
 from llama.gpu import cases, selfcheck
 from llama.gpu import selfcheck_cache as cached
 from llama.gpu.cases import Case, Cases, LargeCache
@@ -40,8 +39,10 @@ from llama.ops.sample import choose_ids
 from llama.ops.triton import attention, quantized
 from llama.ops.triton import linear as products
 from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet, Tile, launcher
-from llama.weights import PlainWeight, QuantKey, Weight
-from llama.weights.groups import GroupedWeight
+from llama.weights import choice
+from llama.weights.groups import GroupedWeight, QuantKey
+from llama.weights.plain import PlainWeight
+from llama.weights.weight import Weight
 
 CPU = torch.device("cpu")
 TILE = [16, 32, 4, 3, True]
@@ -169,7 +170,7 @@ def test_quantized_products_are_checked(launches, monkeypatch, fault, format):
     """
 
     def packed(plain: Tensor, name: str, device: torch.device) -> Weight:
-        return weights.on_gpu(plain.bfloat16(), name, device)
+        return choice.on_gpu(plain.bfloat16(), name, device)
 
     monkeypatch.setattr(cases, "packed", packed)
     monkeypatch.setattr(quantized, "BUCKETS", (2, 32))
@@ -195,7 +196,7 @@ def test_quantized_products_are_checked(launches, monkeypatch, fault, format):
 @pytest.mark.parametrize("fault", [False, True])
 def test_products_of_rows_in_e4m3_are_checked(launches, monkeypatch, fault):
     """Where activations are rounded to e4m3, products of many rows are compared as well."""
-    monkeypatch.setattr(cases, "packed", lambda x, name, on: weights.on_gpu(x.bfloat16(), name, on))
+    monkeypatch.setattr(cases, "packed", lambda x, name, on: choice.on_gpu(x.bfloat16(), name, on))
     monkeypatch.setattr(Cases, "products", lambda self: iter([]))
     sizes: dict[str, Any] = {
         "dim": 128,
@@ -342,10 +343,10 @@ def test_few_rows_of_a_quantized_weight_are_packed(monkeypatch, format):
         packed_rows.add(matrix.shape[0])
         return packed(matrix, *args, **options)
 
-    packed = weights.packed
+    packed = choice.packed
     monkeypatch.setattr(cases, "_PACKED_ROWS", 96)
     monkeypatch.setattr(cases, "packed", counted)
-    monkeypatch.setattr(weights, "packed", counted)
+    monkeypatch.setattr(choice, "packed", counted)
     asked = Cases(replace(job("linear"), dtype="bf16"))
     weight = asked._weight(format, 32 * 7, 256)
     part = asked._weight(format, 100, 256)
