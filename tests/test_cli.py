@@ -17,6 +17,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import DistNetworkError
@@ -29,7 +30,8 @@ from llama.checkpoint.verify import verify
 from llama.cli import COMMANDS, main, model, ranks, run_script
 from llama.cli.commands import _write
 from llama.cli.flags import FLAGS, REQUIRED, Command, UsageError, read
-from llama.ranks.errors import NotMetError, RankError
+from llama.ranks.errors import NotMetError
+from llama.ranks.parallel import RankError
 
 GREEDY = ["--temperature", "0", "--device", "cpu", "--dtype", "fp32"]
 PLAIN = Command("", {"temperature": 0.6, "max_gen_len": 64, "prompt": None, "resume": False})
@@ -600,7 +602,7 @@ def test_a_reader_that_leaves_does_not_leave_the_other_ranks_alone(monkeypatch):
     read, write = os.pipe()
     os.close(read)
     monkeypatch.setattr("sys.stdout", open(write, "w"))  # noqa: SIM115
-    _write("a piece", watch=object())
+    _write("a piece", watch=Mock())
     with pytest.raises(BrokenPipeError):
         _write("a piece")
     os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # discards the rest of the buffer

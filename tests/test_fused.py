@@ -21,7 +21,7 @@ from llama.ops.batch import Batch
 from llama.ops.cpu import native
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS, KVFormat
 from llama.ops.triton.kernels import NAMES, KernelSet
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.plain import PlainWeight
 
@@ -52,7 +52,7 @@ def make_model(
     kv_cache_dtype: str | None = None,
 ) -> Transformer:
     """Make a model; with two ranks, the share of rank 1, which doubles what it would sum."""
-    parallel = ModelParallel(Placement(rank=ranks - 1, size=ranks))
+    parallel = Parallel(Placement(rank=ranks - 1, size=ranks))
     if ranks > 1:
         object.__setattr__(parallel, "all_reduce", lambda x: x.mul_(2))
     kv_format = FORMATS[kv_cache_dtype] if kv_cache_dtype else AS_COMPUTED

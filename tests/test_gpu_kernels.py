@@ -27,7 +27,7 @@ from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.triton import kernels
 from llama.ops.triton.kernels import KernelSet
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.choice import QUANTIZED
 from llama.weights.groups import QuantKey
@@ -37,7 +37,7 @@ PARAMS = ModelArgs(dim=128, n_heads=8, n_kv_heads=2, vocab_size=300)
 ALL = frozenset(kernels.NAMES)
 
 
-class Rank(ModelParallel):
+class Rank(Parallel):
     """A rank beside others that have excluded some kernels, given by their indices in NAMES."""
 
     def __init__(self, *others_drop: int) -> None:
@@ -66,11 +66,11 @@ def gpu(monkeypatch):
     return install
 
 
-def use(parallel: ModelParallel, dtype: torch.dtype = torch.bfloat16, allowed=ALL) -> frozenset:
+def use(parallel: Parallel, dtype: torch.dtype = torch.bfloat16, allowed=ALL) -> frozenset:
     return kernels_for(PARAMS, parallel, GPU, dtype, allowed).names
 
 
-def model_with(names, parallel: ModelParallel | None = None, device: torch.device = GPU) -> Any:
+def model_with(names, parallel: Parallel | None = None, device: torch.device = GPU) -> Any:
     weight = SimpleNamespace(device=device, dtype=torch.bfloat16)
     return SimpleNamespace(
         norm=SimpleNamespace(weight=weight), params=PARAMS, plan=LayerPlan.of(PARAMS),
@@ -129,7 +129,7 @@ def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu, tmp_pat
     """
     convert(DEMO, tmp_path / "model.gguf", quantize="q4_0")
     asked, keys = (
-        (ModelParallel(), ALL | {"graph"}),
+        (Parallel(), ALL | {"graph"}),
         (QuantKey(1, 0, 32, 1, 1), QuantKey(3, -8, 32, 1, 1)),
     )
     as_it_is = replace(find(tmp_path / "model.gguf"), in_codes=True)
@@ -163,7 +163,7 @@ def test_a_file_that_one_rank_cannot_read_ends_all(gpu, monkeypatch):
     """
     told: list[str] = []
 
-    class Telling(ModelParallel):
+    class Telling(Parallel):
         @contextlib.contextmanager
         def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
             try:
@@ -257,7 +257,7 @@ class Recorder:
         self.device = device
 
 
-def recorder(monkeypatch, parallel: ModelParallel) -> Recorder | None:
+def recorder(monkeypatch, parallel: Parallel) -> Recorder | None:
     monkeypatch.setattr("llama.gpu.selection.CudaRecorder", Recorder)
     names = use(parallel, allowed=allowed_kernels())
     return recorder_for(model_with(names, parallel))  # type: ignore[return-value]
@@ -327,7 +327,7 @@ def test_graphs_of_a_stage_are_checked_as_its_own(gpu, monkeypatch, stage, stage
     assert [(job.stage, job.stages) for job in jobs] == [(0, 1), checked]
 
 
-class Pair(ModelParallel):
+class Pair(Parallel):
     """One of two ranks; `others` has the other's answer each time that they agree on something."""
 
     def __init__(self, others: list[int]) -> None:

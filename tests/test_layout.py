@@ -115,6 +115,22 @@ def test_imports_have_no_circle():
     assert not left
 
 
+def test_the_core_knows_other_ranks_by_their_interface():
+    """Model and engine import an interface of the ranks, and nothing that implements it.
+
+    Whoever leads other ranks also defers their signals, which needs `signals`.
+    """
+    allowed = {"llama/ranks/parallel.py", "llama/ranks/placement.py"}
+    ranks = [name for name in NAMES if name.startswith("llama/ranks/")]
+    for name in NAMES:
+        if name.startswith(("llama/model/", "llama/engine/", "llama/requests/")):
+            more = {"llama/ranks/signals.py"} if name == "llama/engine/interrupts.py" else set()
+            assert own_imports(name) & {*ranks} <= allowed | more, name
+    for name in allowed:
+        assert not own_imports(name) & ({*ranks} - allowed), name
+        assert not {i for i in imports(REPO / name) if i.startswith("torch.distributed")}, name
+
+
 def test_a_format_of_weights_is_a_file():
     """A format of weights is a file.
 

@@ -27,8 +27,8 @@ from llama.compat.vllm import LLM, BeamSearchParams
 from llama.compat.vllm import SamplingParams as VllmParams
 from llama.model.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops.norm import rms_norm
-from llama.ranks.collectives import ModelParallel
 from llama.ranks.one_shot import MAX_BYTES
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.bytes import BytesWeight
 from llama.weights.plain import PlainWeight
@@ -639,7 +639,7 @@ def test_layers_split_over_ranks_are_the_whole_layer():
     weight, x, tokens = torch.randn(12, 8), torch.randn(5, 8), torch.tensor([0, 3, 7, 11, 5])
     columns, rows, embedded = [], [], []
     for rank in range(4):
-        parallel = ModelParallel(Placement(rank=rank, size=4))
+        parallel = Parallel(Placement(rank=rank, size=4))
         object.__setattr__(parallel, "all_reduce", lambda t: t)
         column = ColumnParallelLinear(8, 3, parallel).to_empty(device="cpu")
         column.weight.values.copy_(weight.chunk(4)[rank])
@@ -669,7 +669,7 @@ def test_int8_shares_of_a_tied_embedding_are_the_rows_of_the_whole():
     whole = BytesWeight.pack(weight)
     embedded = []
     for rank in range(2):
-        parallel = ModelParallel(Placement(rank=rank, size=2))
+        parallel = Parallel(Placement(rank=rank, size=2))
         object.__setattr__(parallel, "all_reduce", lambda t: t)
         output = ColumnParallelLinear(64, 64, parallel).to_empty(device="cpu")
         output.weight = PlainWeight.pack(weight.chunk(2)[rank].clone())

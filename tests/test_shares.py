@@ -31,14 +31,14 @@ from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.shares import RankShare
 from llama.ops.kv_cache import AS_COMPUTED
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 
 
-class Ranks(ModelParallel):
+class Ranks(Parallel):
     """One of many ranks; `others` has what all of them send."""
 
     def __init__(self, placement: Placement, others: list[list[int]]) -> None:
@@ -88,7 +88,7 @@ def test_measured_shares_are_those_of_the_slowest_copy_of_each_rank(monkeypatch)
     assert resolve_shares("memory", Ranks(Placement(size=2), [[90], [89]]), CPU) == ()
     assert resolve_shares((2, 2), parallel, CPU) == ()
     assert resolve_shares((2, 1), parallel, CPU) == (2, 1)
-    assert resolve_shares("speed", ModelParallel(), CPU) == ()
+    assert resolve_shares("speed", Parallel(), CPU) == ()
 
 
 def test_the_speed_of_a_device_is_measured():

@@ -17,7 +17,7 @@ from llama.checkpoint.table import rank_shapes
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.cpu.constants import num_blocks
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights import choice
 from llama.weights.groups import GroupedWeight, QuantKey
@@ -95,7 +95,7 @@ def _weights_in_codes(
         is_gpu: Whether matrices are packed for a GPU.
     """
     reader = CheckpointReader(checkpoint)
-    parallel = ModelParallel(placement)
+    parallel = Parallel(placement)
     model = Transformer(checkpoint.params, parallel=parallel, device="meta", dtype=dtype)
     num_bytes = 0.0
     formats = set()

@@ -28,6 +28,7 @@ from llama.cli.model import (
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.resident import KEYED, resident_server
 from llama.ranks.signals import SIGNALS, stop_requested
+from llama.ranks.watch import Watch
 
 _DEMO_TURNS = 3  # the longest chats that the demo model was trained on
 
@@ -129,19 +130,20 @@ def stream_continuation(llama: Any, prompt: bytes, params: Any, *, heading: str 
     # The engine iterates this where an error of one rank becomes an error of every rank.
     requests = (engine.prepare("", each, params, index=0) for each in [text])
     unwritten = heading
+    watch = Watch.of_process()
     with contextlib.closing(engine.stream(requests)) as outputs:
         for output in outputs:
             if output.error is not None:
                 raise ValueError(f"prompt 0: {output.error}")
             unwritten += output.outputs[0].new_text
             if parallel.is_leader and unwritten:
-                _write(unwritten, parallel.watch)
+                _write(unwritten, watch)
             unwritten = ""
     if parallel.is_leader:
-        _write(f"{unwritten}\n", parallel.watch)
+        _write(f"{unwritten}\n", watch)
 
 
-def _write(piece: str, watch: Any = None) -> None:
+def _write(piece: str, watch: Watch | None = None) -> None:
     """Write a piece of the answer to stdout at once.
 
     Args:

@@ -180,7 +180,7 @@ def figures(llama: Any) -> str:
     ]
     if draft_tokens:
         parts.append(f"{accepted_tokens} of {draft_tokens} drafted tokens accepted")
-    parts.append(f"ranks {parallel.num_ranks * parallel.data_size}")
+    parts.append(f"ranks {parallel.world_size}")
     parts.append(str(llama.model.norm.weight.dtype).removeprefix("torch."))
     return " | ".join(parts)
 

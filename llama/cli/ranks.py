@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 
 from llama.cli.flags import HelpWanted, UsageError, usage_errors
 from llama.common.checks import number
-from llama.ranks.errors import NotMetError, RankError
+from llama.ranks.errors import NotMetError
 from llama.ranks.launch import LAUNCHER, launch
+from llama.ranks.parallel import RankError
 from llama.ranks.processes import address_space_limit
 from llama.ranks.signals import DRAIN_S, SIGNALS
 from llama.ranks.watch import Watch

@@ -32,7 +32,7 @@ from llama.engine.step import Step, StepResults
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.cpu.openmp import SpinController
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 
 PAGE_SIZE = 16  # slots; a shared prefix is reused in multiples of this many tokens
 TOKEN_BUDGET = 2048  # tokens per step: bounds its memory, and the wait between two tokens
@@ -62,7 +62,7 @@ class DrafterKind:
         can_share: Whether it has a use for these texts, so that `speculate_shared` is allowed.
     """
 
-    make: Callable[[int, ModelParallel, bool], Drafter]
+    make: Callable[[int, Parallel, bool], Drafter]
     can_share: bool = False
 
 

@@ -23,8 +23,7 @@ from llama.engine.interrupts import interrupt_ignored
 from llama.engine.request import SequenceSpec
 from llama.engine.sequence import SequenceState
 from llama.engine.step import Step
-from llama.ranks.collectives import ModelParallel
-from llama.ranks.errors import RankError
+from llama.ranks.parallel import Parallel, RankError
 
 KEEP_ALIVE_S = 20.0
 
@@ -64,7 +63,7 @@ MESSAGE = TypeAdapter(Message)
 class Leader:
     """Rank 0 while it leads the other ranks, for one thread at a time."""
 
-    def __init__(self, core: EngineCore, parallel: ModelParallel) -> None:
+    def __init__(self, core: EngineCore, parallel: Parallel) -> None:
         self._core = core
         self._parallel = parallel
         self._serials: dict[SequenceState, int] = {}  # serial numbers of live sequences
@@ -171,7 +170,7 @@ class Leader:
 class Follower:
     """A rank that follows rank 0: `follow` runs rank 0's steps until the lead ends."""
 
-    def __init__(self, core: EngineCore, parallel: ModelParallel) -> None:
+    def __init__(self, core: EngineCore, parallel: Parallel) -> None:
         self._core = core
         self._parallel = parallel
         self._sequences: dict[int, SequenceState] = {}  # keys: rank 0's serial numbers
@@ -237,7 +236,7 @@ class Follower:
         self._num_steps += 1
 
 
-def load_adapter(core: EngineCore, parallel: ModelParallel, path: str) -> LoadedAdapter:
+def load_adapter(core: EngineCore, parallel: Parallel, path: str) -> LoadedAdapter:
     """Load an adapter on this rank and, at the same time, on every other.
 
     Raises:

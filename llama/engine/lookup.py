@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from llama.engine.request import SequenceSpec
 from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, DraftState
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 
 _MAX_CANDIDATES = 16  # latest occurrences that are compared with the end of a text
 _MAX_MATCH = 16  # tokens compared per occurrence
@@ -242,7 +242,7 @@ class Speculator(Drafter):
     With `is_shared`, finished sequences with the same prefix root are searched as well.
     """
 
-    def __init__(self, max_drafts: int, parallel: ModelParallel, is_shared: bool = False) -> None:
+    def __init__(self, max_drafts: int, parallel: Parallel, is_shared: bool = False) -> None:
         super().__init__(max_drafts, parallel, _FIRST_RATES)
         self._ended_texts = EndedTexts() if is_shared else None
         # The last text that was indexed, and the request that it belongs to. The answers of a

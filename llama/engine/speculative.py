@@ -19,7 +19,7 @@ from operator import itemgetter, mul
 from typing import Any, TypeVar
 
 from llama.engine.sequence import SequenceState
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 
 _List = TypeVar("_List", bound=list[Any])
 
@@ -108,7 +108,7 @@ class Drafter(ABC):
             with typical values, and new sequences begin with it.
     """
 
-    def __init__(self, max_drafts: int, parallel: ModelParallel, rates: Sequence[float]) -> None:
+    def __init__(self, max_drafts: int, parallel: Parallel, rates: Sequence[float]) -> None:
         self.max_drafts = max_drafts
         self.parallel = parallel
         self.rates = [*rates]

@@ -33,8 +33,7 @@ from llama.engine.rows import CapturedStates, HiddenStates, Reader, Rows, Schedu
 from llama.engine.runner import ModelRunner, RunningStep
 from llama.engine.step import Step, StepResults
 from llama.model.execution import Watched
-from llama.ranks.errors import RankError
-from llama.ranks.stage_link import StageLink
+from llama.ranks.parallel import Link, RankError
 
 
 class StageRunner(ModelRunner):
@@ -48,7 +47,7 @@ class StageRunner(ModelRunner):
         super().__init__(*args, **options | {"async_scheduling": False})
         link = self.model.parallel.link
         assert link is not None, "the model is not a stage of a pipeline"
-        self.link: StageLink = link
+        self.link: Link = link
         # As many steps are in flight as there are stages, and sequences mostly keep their turns. So
         # each turn has processors of its own, which find the same sequences again.
         stages = self.model.parallel.placement.stages

@@ -29,7 +29,7 @@ from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.kv_cache import FORMATS
 from llama.ops.triton.kernels import KernelSet
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 
 PROGRAM = ("-m", "llama.gpu.graph_check")
@@ -187,7 +187,7 @@ def check_graphs(job: Job, _: str) -> list[Choice]:
         max_batch_size=_MAX_ROWS,
     )
     kv_format = FORMATS[job.kv_format]
-    ranks = ModelParallel(Placement(stage=job.stage, stages=job.stages))
+    ranks = Parallel(Placement(stage=job.stage, stages=job.stages))
     model = Transformer(args, parallel=ranks, dtype=dtype, device=job.device, kv_format=kv_format)
     for weight in model.parameters():
         weight.data.normal_(0, 0.02 if weight.dim() > 1 else 1.0)

@@ -23,7 +23,7 @@ from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ops.triton.kernels import GRAPH, NAMES, ROUND_ROWS, TORCH_ONLY, KernelSet
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import WHOLE, Placement
 from llama.weights.choice import QUANTIZED
 
@@ -50,7 +50,7 @@ def allowed_kernels() -> frozenset[str]:
 
 def kernels_for(
     params: ModelArgs,
-    parallel: ModelParallel,
+    parallel: Parallel,
     device: torch.device,
     dtype: torch.dtype,
     allowed: frozenset[str],

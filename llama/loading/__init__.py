@@ -59,7 +59,7 @@ def load_model(args: BuildArgs) -> Loaded:
         template_crc = zlib.crc32(dialog_format.jinja_template().encode())
         must_match.append(f"CRC-32 of the chat template={template_crc:08x}")
     with parallel.agree("the weights", world=True) as must_match:
-        if parallel.world is not None:
+        if parallel.world_size > 1:
             for model_files in models:
                 must_match += model_files.checkpoint.samples()
     shares = resolve_shares(args.shares, parallel, device)

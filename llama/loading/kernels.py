@@ -11,12 +11,12 @@ from llama.common.device import dtype_name
 from llama.gpu import selection
 from llama.loading.files import Files
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 
 
 def choose_kernels(
     files: Files,
-    parallel: ModelParallel,
+    parallel: Parallel,
     allowed: frozenset[str],
     kv_format: KVFormat = AS_COMPUTED,
 ) -> Files:

@@ -24,7 +24,7 @@ from llama.loading.sizes import (
 )
 from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunSizes:
 
 
 def fit_memory(
-    args: BuildArgs, models: list[Files], parallel: ModelParallel, kv_format: KVFormat
+    args: BuildArgs, models: list[Files], parallel: Parallel, kv_format: KVFormat
 ) -> RunSizes:
     """Return the sizes that fit into the memory of every rank.
 
@@ -71,7 +71,7 @@ def fit_memory(
 
 
 def with_ffn_shares(
-    args: BuildArgs, models: list[Files], parallel: ModelParallel, kv_format: KVFormat
+    args: BuildArgs, models: list[Files], parallel: Parallel, kv_format: KVFormat
 ) -> list[Files]:
     """Return the files with the share of feed-forward columns of each rank.
 
@@ -94,7 +94,7 @@ def with_ffn_shares(
 
 
 def _measured_ffn_shares(
-    args: BuildArgs, models: list[Files], parallel: ModelParallel, kv_format: KVFormat
+    args: BuildArgs, models: list[Files], parallel: Parallel, kv_format: KVFormat
 ) -> tuple[int, ...]:
     """Return the blocks of feed-forward columns of each rank; empty if they follow the shares."""
     params = models[0].checkpoint.params

@@ -21,7 +21,7 @@ from llama.common.device import free_bytes
 from llama.engine.core import PAGE_SIZE
 from llama.loading.sizes import MEMORY_FRACTION, Memory
 from llama.ops.cpu.constants import N_BLOCK
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 
 _MEASURED_STEPS = 16  # Shares that are measured are rounded to so many parts of the largest.
 _PROBE_BYTES = 256 << 20  # more than caches hold
@@ -42,7 +42,7 @@ def check_shares(
 
 
 def resolve_shares(
-    shares: str | Sequence[int] | None, parallel: ModelParallel, device: torch.device
+    shares: str | Sequence[int] | None, parallel: Parallel, device: torch.device
 ) -> tuple[int, ...]:
     """Return the relative share of each rank of a group; empty if all are equal.
 
@@ -169,7 +169,7 @@ def fill_columns(
     return tuple(counts)
 
 
-def tightest_memory(memory: Memory, parallel: ModelParallel, kv_bytes: int | None) -> Memory:
+def tightest_memory(memory: Memory, parallel: Parallel, kv_bytes: int | None) -> Memory:
     """Return the memory of the rank of the world that leaves least to the KV cache.
 
     All ranks call it, and all use the returned sizes, so that they have the same number of pages.

@@ -25,7 +25,7 @@ from llama.loading.memory import RunSizes
 from llama.model.layers import Matrix, RMSNorm
 from llama.model.transformer import Transformer
 from llama.ops.kv_cache import KVFormat
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.weights import choice
 from llama.weights.plain import PlainWeight, all_finite
 
@@ -33,7 +33,7 @@ from llama.weights.plain import PlainWeight, all_finite
 def load_weights(
     files: Files,
     *,
-    parallel: ModelParallel,
+    parallel: Parallel,
     kv_format: KVFormat,
     sizes: RunSizes,
     verify: bool,

@@ -34,7 +34,7 @@ from llama.ops.cpu.constants import MAX_HEAD_DIM
 from llama.ops.kv_cache import NATIVE
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.triton.kernels import KernelSet
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.weights.weight import Weight
 
 # Bytes of workspace that stay allocated between calls: new memory costs a page fault per page.
@@ -102,7 +102,7 @@ class OpLayers:
 
     plan: LayerPlan
     sublayers: Sequence[SubLayer]
-    parallel: ModelParallel
+    parallel: Parallel
 
     def supports(self, kv_cache: Tensor) -> bool:
         """Return whether `run` takes this KV cache."""
@@ -154,9 +154,7 @@ class NativeLayers:
     One thread at a time may run it.
     """
 
-    def __init__(
-        self, plan: LayerPlan, sublayers: Sequence[SubLayer], parallel: ModelParallel
-    ) -> None:
+    def __init__(self, plan: LayerPlan, sublayers: Sequence[SubLayer], parallel: Parallel) -> None:
         """Describe the half layers to the kernels.
 
         Raises:
@@ -315,7 +313,7 @@ class LayerExecution:
     """
 
     def __init__(
-        self, plan: LayerPlan, layers: nn.ModuleList, parallel: ModelParallel, definitions: Forwards
+        self, plan: LayerPlan, layers: nn.ModuleList, parallel: Parallel, definitions: Forwards
     ) -> None:
         """Start without an executor.
 

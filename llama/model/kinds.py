@@ -31,7 +31,7 @@ from llama.ops.batch import DEFAULT_CONTEXT, Batch, ForwardContext
 from llama.ops.cpu.constants import BodyKind
 from llama.ops.rope import rope_and_store
 from llama.ops.swiglu import silu_mul
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 
 _NO_CACHE = (
     "keys and values are not kept in the layers: the engine's are in "
@@ -96,7 +96,7 @@ class HalfKind(ABC):
         return 0
 
     @abstractmethod
-    def build(self, dim: int, parallel: ModelParallel) -> HalfLayer:
+    def build(self, dim: int, parallel: Parallel) -> HalfLayer:
         """Make the module, for a model of dimension `dim`."""
 
     @abstractmethod
@@ -121,7 +121,7 @@ class Attention(HalfLayer):
     elsewhere: ClassVar[dict[str, str]] = {"cache_k": _NO_CACHE, "cache_v": _NO_CACHE}
     is_causal: ClassVar[bool] = True
 
-    def __init__(self, kind: "AttentionKind", dim: int, parallel: ModelParallel) -> None:
+    def __init__(self, kind: "AttentionKind", dim: int, parallel: Parallel) -> None:
         q = kind.n_heads * kind.head_dim
         kv = kind.n_kv_heads * kind.head_dim
         super().__init__("wqkv", {"wq": q, "wk": kv, "wv": kv})
@@ -176,7 +176,7 @@ class AttentionKind(HalfKind):
         """Return the key-value heads of this rank."""
         return self.n_kv_heads
 
-    def build(self, dim: int, parallel: ModelParallel) -> Attention:
+    def build(self, dim: int, parallel: Parallel) -> Attention:
         """Make the module, for a model of dimension `dim`."""
         return Attention(self, dim, parallel)
 
@@ -209,7 +209,7 @@ class BidirectionalAttentionKind(AttentionKind):
 
     native: ClassVar[BodyKind] = BodyKind.BIDIRECTIONAL_ATTENTION
 
-    def build(self, dim: int, parallel: ModelParallel) -> BidirectionalAttention:
+    def build(self, dim: int, parallel: Parallel) -> BidirectionalAttention:
         """Make the module, for a model of dimension `dim`."""
         return BidirectionalAttention(self, dim, parallel)
 
@@ -217,7 +217,7 @@ class BidirectionalAttentionKind(AttentionKind):
 class FeedForward(HalfLayer):
     """SwiGLU; w1 (gate) and w3 (up) are one matrix, the gate's rows first."""
 
-    def __init__(self, kind: "FeedForwardKind", dim: int, parallel: ModelParallel) -> None:
+    def __init__(self, kind: "FeedForwardKind", dim: int, parallel: Parallel) -> None:
         super().__init__("w13", {"w1": kind.ffn_dim, "w3": kind.ffn_dim})
         self.w13 = ColumnParallelLinear(dim, 2 * kind.ffn_dim, parallel)
         self.w2 = RowParallelLinear(kind.ffn_dim, dim, parallel)
@@ -254,7 +254,7 @@ class FeedForwardKind(HalfKind):
 
     ffn_dim: int
 
-    def build(self, dim: int, parallel: ModelParallel) -> FeedForward:
+    def build(self, dim: int, parallel: Parallel) -> FeedForward:
         """Make the module, for a model of dimension `dim`."""
         return FeedForward(self, dim, parallel)
 

@@ -1,6 +1,6 @@
 """The modules that have weights: linear, embedding and norm, whole or divided among ranks.
 
-In: the sizes of this rank and a `ModelParallel`. Out: modules whose weights have no memory until
+In: the sizes of this rank and a `Parallel`. Out: modules whose weights have no memory until
 `Transformer` allocates it. A matrix is a `Weight`; a state dict shows each matrix plain, under
 Meta's name. Column-, row- and vocabulary-parallel layers follow Megatron-LM (Shoeybi et al., 2019).
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.norm import rms_norm
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.weights import choice
 from llama.weights.plain import PlainWeight
 from llama.weights.weight import Weight
@@ -146,7 +146,7 @@ class ColumnParallelLinear(Linear):
         self,
         n_in: int,
         n_out: int,
-        parallel: ModelParallel,
+        parallel: Parallel,
         *,
         widths: Sequence[int] = (),
     ) -> None:
@@ -179,7 +179,7 @@ class ColumnParallelLinear(Linear):
 class RowParallelLinear(Linear):
     """A product whose inputs the ranks divide: (..., n_in) -> (..., out), summed over the ranks."""
 
-    def __init__(self, n_in: int, n_out: int, parallel: ModelParallel) -> None:
+    def __init__(self, n_in: int, n_out: int, parallel: Parallel) -> None:
         super().__init__(n_in, n_out)
         self.parallel = parallel
 
@@ -200,7 +200,7 @@ class VocabParallelEmbedding(Matrix):
     Each rank has the rows of some ids, `own`, and adds zeros for all others.
     """
 
-    def __init__(self, own: range, dim: int, parallel: ModelParallel) -> None:
+    def __init__(self, own: range, dim: int, parallel: Parallel) -> None:
         super().__init__(len(own), dim)
         self.parallel = parallel
         self.own = own

@@ -47,7 +47,7 @@ from llama.ops.batch import DEFAULT_CONTEXT, Batch, ForwardContext
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ops.rope import precompute_freqs_cis
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.weights import choice
 from llama.weights.coded import CodedRows
 from llama.weights.plain import PlainWeight
@@ -61,7 +61,7 @@ class TransformerBlock(WatchedModule):
     attention_norm: RMSNorm
     ffn_norm: RMSNorm
 
-    def __init__(self, spec: LayerSpec, plan: LayerPlan, parallel: ModelParallel) -> None:
+    def __init__(self, spec: LayerSpec, plan: LayerPlan, parallel: Parallel) -> None:
         super().__init__()
         self.kinds = spec.kinds
         for kind in spec.kinds:
@@ -135,7 +135,7 @@ class Transformer(nn.Module):
         self,
         params: ModelArgs,
         *,
-        parallel: ModelParallel | None = None,
+        parallel: Parallel | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         kv_format: KVFormat = AS_COMPUTED,
@@ -152,7 +152,7 @@ class Transformer(nn.Module):
             fills_late: Allocate the matrices of a layer when `loading_order` comes to it.
         """
         super().__init__()
-        parallel = parallel or ModelParallel()
+        parallel = parallel or Parallel()
         placement = parallel.placement
         params.check("params")
         params.check_ranks(placement.size)

@@ -10,10 +10,9 @@ rank of a copy has the lm_head, samples and leads.
 """
 
 import contextlib
-import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from llama.ranks.errors import RankError
 from llama.ranks.one_shot import OneShot
-from llama.ranks.placement import WHOLE, Placement
+from llama.ranks.parallel import Parallel, RankError
 from llama.ranks.shared_memory import SharedMemory
-from llama.ranks.stage_link import StageLink
 from llama.ranks.watch import Watch
 
 _MESSAGE_BYTES = 2048  # length of an error message that other ranks receive
@@ -35,108 +32,52 @@ _NOT_WATCHED = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
-class ModelParallel:
-    """One rank among its peers; the default is a single process, which needs no groups.
+class ModelParallel(Parallel):
+    """One rank among its peers: `Parallel` over process groups and shared memory.
 
     Attributes:
-        placement: the part of a model that this rank holds.
-        data_rank: the copy of the model that this rank belongs to.
-        data_size: the number of copies of the model.
-        timeout_s: maximum time to wait for another rank.
         group: the model-parallel group, on the device's backend.
         control: all ranks of this copy of the model on gloo, for agreement in host memory.
         world: all ranks, on gloo.
         shared: the shared memory of the group, if its ranks are on one machine.
         message_ring: the shared memory of all ranks of this copy, if they are on one machine. It is
             `shared` itself without a pipeline.
-        link: the connection to the other pipeline stages; None without a pipeline.
         one_shot: the one-shot sums of the group's GPUs, if they support it.
         store: torch's store, where the ranks have met.
         watch: ends the job if a rank fails; None in a single process.
         lease: the object whose end says that the groups are not used any more. Copies share it.
     """
 
-    placement: Placement = WHOLE
-    data_rank: int = 0
-    data_size: int = 1
-    timeout_s: float = 600.0
     group: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     world: dist.ProcessGroup | None = None
     shared: SharedMemory | None = None
     message_ring: SharedMemory | None = None
-    link: StageLink | None = None
     one_shot: OneShot | None = None
     store: Store | None = None
     watch: Watch | None = None
     lease: object = None
 
-    # Every step asks for these, so each is computed once: no field of this class changes.
-    @functools.cached_property
-    def rank(self) -> int:
-        """This rank within its model-parallel group."""
-        return self.placement.rank
-
-    @functools.cached_property
-    def size(self) -> int:
-        """Number of ranks in the model-parallel group."""
-        return self.placement.size
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank decides what the ranks of one model copy do."""
-        return self.rank == 0 and self.placement.is_last
-
-    @functools.cached_property
-    def is_alone(self) -> bool:
-        """Whether this rank holds a whole copy of the model by itself."""
-        return self.num_ranks == 1
-
-    @functools.cached_property
-    def num_ranks(self) -> int:
-        """Number of ranks that share one copy of the model."""
-        return self.placement.stages * self.size
-
-    @property
-    def global_rank(self) -> int:
-        """This rank among all ranks of the job."""
-        return self._first_of_group + self.rank
-
-    @property
-    def _first_of_group(self) -> int:
-        """The first rank of the model-parallel group among all ranks of the job."""
-        groups_before = self.placement.stages - 1 - self.placement.stage
-        return self.data_rank * self.num_ranks + groups_before * self.size
-
-    def placed(self, placement: Placement) -> "ModelParallel":
-        """Return this rank among the same peers, with another part of a model."""
-        assert (placement.rank, placement.size) == (self.rank, self.size), placement
-        return replace(self, placement=placement)
-
     def step(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a block that the ranks run together.
-
-        If the block raises, or does not end, the job ends. The exception is raised, so that
-        `finally` blocks run; the process ends 2 seconds later.
-        """
+        """Let the watch end the job if the block raises or does not end."""
         return self.watch.step(self.timeout_s) if self.watch else _NOT_WATCHED
 
     def ranks_alive(self) -> list[bool]:
-        """Return for each rank whether it is alive, as rank 0 sees it, also on other machines."""
+        """Return what the watch has observed; without one, all are alive."""
         others = range(1, self.num_ranks)
         return [True, *(self.watch is None or self.watch.can_go_on(rank) for rank in others)]
 
     def shares_memory_of(self, x: Tensor) -> bool:
-        """Return whether `x` is exchanged in shared memory: on the CPU of one machine."""
+        """Return whether `x` is on the CPU, and the group on one machine."""
         return self.shared is not None and x.is_cpu
 
     @property
     def is_on_nccl(self) -> bool:
-        """Whether the group exchanges tensors by nccl, which a CUDA graph can capture."""
+        """Whether the backend of the group is nccl."""
         return self.group is not None and dist.get_backend(self.group) == "nccl"
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks of the group, in place."""
+        """Sum in shared memory, by the one-shot kernel, or by the group's backend."""
         if self.size == 1:
             return x
         if self.shared is not None and x.is_cpu and self.shared.can_sum(x):
@@ -148,15 +89,7 @@ class ModelParallel:
         return x
 
     def all_gather(self, x: Tensor, widths: Sequence[int] = ()) -> Tensor:
-        """Concatenate the tensors of all ranks along their last dimension.
-
-        Args:
-            x: (..., N); N may differ between ranks, the other dimensions may not.
-            widths: N of each rank, the same on every rank; empty if all have the same N.
-
-        Returns:
-            (..., the sum of all N), the same on every rank.
-        """
+        """Gather in shared memory, or by the group's backend, which takes one size."""
         if self.size == 1:
             return x
         if self.shared is not None and x.is_cpu:
@@ -174,17 +107,17 @@ class ModelParallel:
         return torch.cat([part[..., :n] for part, n in zip(parts, widths, strict=True)], -1)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Replace `x` by the values of the group's first rank, in place."""
+        """Broadcast in shared memory, or by the group's backend."""
         if self.size == 1:
             return x
         if self.shared is not None and x.is_cpu:
             self.shared.broadcast(x)
         else:
-            dist.broadcast(x, src=self._first_of_group, group=self.group)
+            dist.broadcast(x, src=self.first_of_group, group=self.group)
         return x
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the smallest `value` of all ranks of the world."""
+        """Return the smallest `value` of all ranks, by gloo."""
         if self.world is None:
             return value
         x = torch.tensor([value], dtype=torch.int64)
@@ -192,7 +125,7 @@ class ModelParallel:
         return int(x)
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
-        """Return the whole numbers of each rank of the world, which all have as many."""
+        """Return the whole numbers of each rank, by gloo."""
         if self.world is None:
             return [list(values)]
         x = torch.tensor(values, dtype=torch.int64)
@@ -201,11 +134,7 @@ class ModelParallel:
         return [row.tolist() for row in rows]
 
     def gather_replicas(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of the leader of each copy of the model, on every rank of the world.
-
-        Args:
-            values: the numbers of this rank; as many on every rank.
-        """
+        """Return the numbers of each leader, by gloo."""
         if self.world is None:
             return [list(values)]
         x = torch.tensor(values, dtype=torch.float64)
@@ -214,15 +143,7 @@ class ModelParallel:
         return [row.tolist() for row in rows[:: self.num_ranks]]
 
     def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
-        """Return the leader's bytes on every rank of this copy of the model.
-
-        One thread of each rank may call it.
-
-        Args:
-            data: the bytes, on the leader.
-            is_idle: the leader may be silent for any time. Ranks in shared memory then sleep
-                without a limit; the wait of gloo keeps its limit.
-        """
+        """Send the leader's bytes through the message ring, or by gloo."""
         if self.control is None or self.is_alone:
             return data
         if self.message_ring is None:
@@ -231,20 +152,7 @@ class ModelParallel:
 
     @contextlib.contextmanager
     def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
-        """Run a block on every rank of this copy of the model or world, and agree on its outcome.
-
-        Every rank must reach the block within `timeout_s`. The block gets a list; what it appends
-        (anything with an exact repr) must be the same on every rank.
-
-        Args:
-            what: the name of the compared values in errors.
-            world: whether all ranks take part, or those of this copy.
-
-        Raises:
-            Exception: the block has raised on this rank.
-            RankError: the block has raised on another rank.
-            ValueError: the lists differ; it names the first text that differs.
-        """
+        """Compare digests and errors, by gloo."""
         must_match: list[object] = []
         error: Exception | None = None
         try:

@@ -1,4 +1,4 @@
-"""The errors of a job of several ranks, and how a rank reports one.
+"""The error of ranks that do not meet, and how a rank reports an error.
 
 It must not know how ranks communicate.
 """
@@ -6,9 +6,7 @@ It must not know how ranks communicate.
 import contextlib
 import os
 
-
-class RankError(RuntimeError):
-    """Another rank failed; its message is passed on, so that every rank stops for one reason."""
+from llama.ranks.parallel import RankError
 
 
 class NotMetError(RankError):

@@ -1,9 +1,9 @@
 """Makes and leaves the process groups of a job.
 
 In: the sizes of the groups (world.py), and ranks that have met (meeting.py). Out: a
-`ModelParallel`. A model-parallel group has consecutive ranks, so that it stays inside of one
-machine if possible. All ranks make the same groups in the same order. No other file imports
-fairscale. It must not know the model.
+`ModelParallel`, or a `Parallel` for a single process. A model-parallel group has consecutive ranks,
+so that it stays inside of one machine if possible. All ranks make the same groups in the same
+order. No other file imports fairscale. It must not know the model.
 """
 
 import atexit
@@ -25,9 +25,9 @@ from torch._C._distributed_c10d import HashStore
 
 from llama.ranks import torch_private
 from llama.ranks.collectives import ModelParallel, exchange
-from llama.ranks.errors import RankError
 from llama.ranks.meeting import meet_all
 from llama.ranks.one_shot import OneShot
+from llama.ranks.parallel import Parallel, RankError
 from llama.ranks.placement import Placement
 from llama.ranks.processes import machine_id
 from llama.ranks.shared_memory import SharedMemory
@@ -45,7 +45,7 @@ def connect(
     device: torch.device,
     timeout_s: float,
     pipeline_parallel_size: int = 1,
-) -> ModelParallel:
+) -> Parallel:
     """Join the process groups that torchrun's variables describe, or make groups of one process.
 
     On a GPU with several ranks, `device` becomes the current CUDA device of the calling thread.
@@ -65,7 +65,7 @@ def connect(
     sizes = GroupSizes.of(world_size, pipeline_parallel_size, model_parallel_size)
     if world_size == 1:
         _join_alone()
-        return ModelParallel()
+        return Parallel()
     check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME"))
     if device.type == "cuda":
         # Kernels and collectives launch on the current device of their thread. torch sets it

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llama.ranks import torch_private
-from llama.ranks.errors import RankError
+from llama.ranks.parallel import RankError
 from llama.ranks.torch_private import Sum
 
 MAX_BYTES = 256 << 10  # each rank reads `size` times as much as with a ring; nccl wins beyond this

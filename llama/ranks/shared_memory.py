@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llama.ops.cpu import build, native
 from llama.ops.cpu.constants import MAX_RANKS, ChannelState, SumType
-from llama.ranks.errors import RankError
+from llama.ranks.parallel import RankError
 from llama.ranks.processes import machine_id
 
 _SUM_TYPES = {

@@ -16,7 +16,7 @@ from llama.checkpoint.lora.unmerged import LoadedAdapter
 from llama.engine.core import EngineCore
 from llama.engine.leader import Follower, Leader
 from llama.engine.sequence import SequenceState
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 
 _T = TypeVar("_T")
 _END_OF_WORK = "the work that rank 0 leads"  # what the ranks agree on at the end of `lead`
@@ -29,7 +29,7 @@ class RankCalls:
     """
 
     def __init__(
-        self, core: EngineCore, parallel: ModelParallel, has_requests: Callable[[], bool]
+        self, core: EngineCore, parallel: Parallel, has_requests: Callable[[], bool]
     ) -> None:
         """Prepare the coordination of one rank.
 
@@ -63,7 +63,7 @@ class RankCalls:
         (self._leader or self.core).drop_adapter(digest)
 
     def agree(self, what: str) -> contextlib.AbstractContextManager[list[object]]:
-        """Return `ModelParallel.agree(what)`, or a context without effect while rank 0 leads."""
+        """Return `Parallel.agree(what)`, or a context without effect while rank 0 leads."""
         if self.is_led:
             return contextlib.nullcontext([])
         return self.parallel.agree(what)

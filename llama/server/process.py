@@ -22,6 +22,7 @@ from fastapi import APIRouter
 from llama.common.checks import FieldError
 from llama.generation import Llama
 from llama.ranks.signals import stop_requested
+from llama.ranks.watch import Watch
 from llama.server.app import make_app
 from llama.server.auth import is_loopback
 from llama.server.connections import BoundedProtocol, Connections
@@ -109,7 +110,7 @@ class Server:
         # kept. This one keeps almost none, so that the next ones come early and are short.
         gc.collect()
         self.service.start(llama)
-        watch = llama.model.parallel.watch
+        watch = Watch.of_process()
         if watch is not None:
             watch.before_end.append(lambda: self._break_off(is_failure=watch.is_ending))
 

@@ -22,6 +22,7 @@ from bench.shapes import DTYPES, fill, write_tokenizer
 from llama import Llama, ModelArgs, SamplingParams, Tokenizer, Transformer
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
+from llama.ranks.parallel import Parallel
 from llama.weights.choice import QUANTIZED
 
 _COLUMNS: list[Column] = [
@@ -67,8 +68,8 @@ def ranks(
     bench = Bench(**flags)
     longest = whole("tokens", tokens) + whole("steps", steps) + 2 * max(batches) + 2
     joined = connect(None, bench.device_used, _LIMIT_S)
-    paths = {_path_name(joined): joined}
-    if joined.shared is not None:
+    paths: dict[str, Parallel] = {_path_name(joined): joined}
+    if isinstance(joined, ModelParallel) and joined.shared is not None:
         paths["gloo"] = replace(joined, shared=None)
     rows = []
     for path, parallel in paths.items():
@@ -83,13 +84,13 @@ def ranks(
         bench.report(_COLUMNS, rows, None)
 
 
-def _path_name(parallel: ModelParallel) -> str:
-    if parallel.is_alone:
+def _path_name(parallel: Parallel) -> str:
+    if not isinstance(parallel, ModelParallel):
         return "alone"
     return "gloo" if parallel.shared is None else "shared memory"
 
 
-def _random_llama(bench: Bench, parallel: ModelParallel, sizes: dict[str, int]) -> Llama:
+def _random_llama(bench: Bench, parallel: Parallel, sizes: dict[str, int]) -> Llama:
     quantize = bench.dtype if bench.dtype in QUANTIZED else None
     args = ModelArgs(**(bench.params | sizes))
     model = Transformer(
@@ -103,7 +104,7 @@ def _random_llama(bench: Bench, parallel: ModelParallel, sizes: dict[str, int]) 
         return Llama(model, Tokenizer(path))
 
 
-def sum_us(parallel: ModelParallel, size: int, count: int) -> float:
+def sum_us(parallel: Parallel, size: int, count: int) -> float:
     """Return the median microseconds of an all-reduce of `size` bytes in bf16."""
     x = torch.zeros(size // 2, dtype=torch.bfloat16)
     seconds = []

@@ -35,7 +35,7 @@ from llama.checkpoint.write.convert import convert, reshard
 from llama.model import Transformer
 from llama.model.layers import Matrix
 from llama.ops.cpu import native
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.storage.gguf import (
     TENSOR_TYPES,
@@ -137,7 +137,7 @@ def test_each_rank_holds_its_slices_of_what_the_file_stands_for(folder, size):
 def in_codes(path: Path, rank: int = 0, size: int = 1) -> Transformer:
     """Load in codes, as a build on the CPU does by default."""
     found = replace(find(path), in_codes=True)
-    parallel = ModelParallel(Placement(rank=rank, size=size))
+    parallel = Parallel(Placement(rank=rank, size=size))
     model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
     load(found, model, filled=model.pack)
     return model

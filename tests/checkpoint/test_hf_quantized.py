@@ -36,7 +36,7 @@ from llama.checkpoint.verify import verify
 from llama.checkpoint.write.convert import convert
 from llama.model import Transformer
 from llama.model.layers import Matrix
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.coded import Coded
 
@@ -307,7 +307,7 @@ def test_each_rank_holds_its_slices_of_what_the_files_stand_for(tmp_path, case):
         return
     found = replace(found, in_codes=True)
     for rank, size in ((0, 1), (1, 2), (2, 3)):
-        parallel = ModelParallel(Placement(rank=rank, size=size))
+        parallel = Parallel(Placement(rank=rank, size=size))
         model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
         load(found, model, filled=model.pack)
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))

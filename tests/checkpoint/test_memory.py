@@ -19,7 +19,7 @@ from llama.checkpoint.loader import load
 from llama.checkpoint.find import find
 from llama.checkpoint.write.convert import convert, reshard
 from llama.model import Transformer
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 
 def anonymous():
@@ -38,7 +38,7 @@ def measure(what, layout):
     thread = threading.Thread(target=sample)
     thread.start()
     if what == "load":
-        parallel = ModelParallel(Placement(rank=1, size=2))
+        parallel = Parallel(Placement(rank=1, size=2))
         model = Transformer(found.params, parallel=parallel, dtype=torch.float32)
         load(found, model)
         own = sum(shard.nbytes for shard in model.named_shards().values())

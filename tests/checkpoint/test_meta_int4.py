@@ -39,7 +39,7 @@ from llama.model import Transformer
 from llama.model.execution import NativeLayers
 from llama.model.layers import Matrix
 from llama.ops.batch import Batch
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.nibbles import NibblesWeight
 
@@ -138,7 +138,7 @@ def state_of(built: Any) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Threads(ModelParallel):
+class Threads(Parallel):
     """Ranks that are threads of one process."""
 
     parts: list = field(default_factory=list)

@@ -21,7 +21,7 @@ from llama.checkpoint.verify import LoadCheck, verify
 from llama.checkpoint.write.convert import convert
 from llama.model import Transformer
 from llama.model.layers import Matrix
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.bytes import Fp8Weight
 
@@ -75,7 +75,7 @@ def test_each_rank_holds_its_slices(tmp_path, load_fp8, is_column):
         if not HAS_KERNELS:
             continue
         in_codes = replace(found, in_codes=True)
-        parallel = ModelParallel(Placement(rank=rank, size=size))
+        parallel = Parallel(Placement(rank=rank, size=size))
         model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
         load(in_codes, model, filled=model.pack)
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))

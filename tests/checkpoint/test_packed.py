@@ -32,7 +32,7 @@ from llama.loading import loaded
 from llama.model.layers import Linear, Matrix, RMSNorm
 from llama.ops.adapters import native_updates
 from llama.ops.cpu import native
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.blocks import BlockedWeight, workspace
 from llama.weights.groups import GroupedWeight
@@ -54,7 +54,7 @@ def made(tmp_path) -> Path:
 
 
 def model_of(found: Checkpoint, fill: Callable, rank: int = 0, size: int = 1) -> Transformer:
-    parallel = ModelParallel(Placement(rank=rank, size=size))
+    parallel = Parallel(Placement(rank=rank, size=size))
     model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
     fill(found, model)
     return model

@@ -24,7 +24,7 @@ from llama.checkpoint.table import shard_shapes
 from llama.checkpoint.write import convert
 from llama.model import Transformer
 from llama.model.args import ModelArgs
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 
 SIZES = (1, 2, 4, 8, 16)
@@ -280,7 +280,7 @@ def test_params_of_another_model_do_not_fit(meta):
 def test_shapes_need_no_model(size, tied):
     """Shapes follow from params.json without a model; they are compared with the Transformer's."""
     args = ModelArgs.from_params(PARAMS | {"tied_output": tied}, "params")
-    model = Transformer(args, parallel=ModelParallel(Placement(size=size)), device="meta")
+    model = Transformer(args, parallel=Parallel(Placement(size=size)), device="meta")
     expected = {name: shard.shape for name, shard in model.named_shards().items()}
     assert shard_shapes(args, size) == expected
     with pytest.raises(ValueError, match="does not divide"):

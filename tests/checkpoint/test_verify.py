@@ -18,7 +18,7 @@ from llama.checkpoint.find import find
 from llama.checkpoint.loader import load
 from llama.checkpoint.verify import verify
 from llama.model import Transformer
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 
 
@@ -160,7 +160,7 @@ def test_each_byte_is_checked_once_and_before_it_is_copied(meta, monkeypatch):
         check = verifying.LoadCheck(found, warns=False).check
         load(
             found,
-            Transformer(found.params, parallel=ModelParallel(Placement(rank=rank, size=2))),
+            Transformer(found.params, parallel=Parallel(Placement(rank=rank, size=2))),
             check=check,
         )
         assert len(STATE) * 2 // 3 < len(done) - before < len(STATE) * 4 // 3

@@ -26,7 +26,7 @@ from llama.checkpoint.verify import verify
 from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.cli import main
 from llama.model.args import ModelArgs
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 
 TEXT: dict[str, Any] = {
@@ -73,7 +73,7 @@ def mllama(tmp_path_factory) -> tuple[Path, Tensor]:
 
 
 def loaded(folder: Path, rank: int = 0, size: int = 1) -> Transformer:
-    parallel = ModelParallel(Placement(rank=rank, size=size))
+    parallel = Parallel(Placement(rank=rank, size=size))
     found = find(folder)
     model = Transformer(found.params, parallel=parallel)
     load(found, model)

@@ -33,7 +33,7 @@ from llama.ops.batch import Batch
 from llama.ops.kv_cache import FORMATS
 from llama.ops.sample import choose_ids
 from llama.ops.triton.kernels import KernelSet
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.groups import GroupedWeight
 
@@ -57,7 +57,7 @@ def _no_constants(monkeypatch):
     monkeypatch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0)
 
 
-class EightRanks(ModelParallel):
+class EightRanks(Parallel):
     """One rank of eight, whose collectives do nothing."""
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ from llama.ops.batch import Batch
 from llama.ops.kv_cache import FORMATS
 from llama.ops.triton import kernels
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.choice import packed
 
@@ -339,7 +339,7 @@ def test_a_rank_that_cannot_record_ends_at_once():
         def record(self, function, inputs):
             raise torch.OutOfMemoryError("no room")
 
-    class OneOfTwo(ModelParallel):
+    class OneOfTwo(Parallel):
         def all_reduce_min(self, value: int) -> int:
             raise AssertionError("the other ranks never come here")
 
@@ -820,7 +820,7 @@ def test_no_rank_leaves_the_graphs_alone(model, monkeypatch):
     core.add(seq)
     for _ in range(3):
         core.step()
-    monkeypatch.setattr(model, "parallel", ModelParallel(Placement(size=2)))
+    monkeypatch.setattr(model, "parallel", Parallel(Placement(size=2)))
     graphs, step = core.runner._graphs, [Scheduled(seq, 4, 1)]
     assert graphs is not None and graphs.takes(step)
     graphs._path = object()

@@ -16,13 +16,12 @@ from llama.engine.core import EngineCore
 from llama.engine.leader import MESSAGE, Follower, Leader, Message
 from llama.engine.request import Capture, Pooling, SequenceSpec
 from llama.engine.sequence import SequenceState
-from llama.ranks.collectives import ModelParallel
-from llama.ranks.errors import RankError
+from llama.ranks.parallel import Parallel, RankError
 from llama.ranks.placement import Placement
 
 
 @dataclass(frozen=True)
-class Wire(ModelParallel):
+class Wire(Parallel):
     """Two ranks in one process: rank 0 broadcasts through a queue."""
 
     messages: "queue.Queue[bytes]" = field(default_factory=queue.Queue)

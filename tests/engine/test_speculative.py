@@ -14,7 +14,7 @@ from helpers.sequences import state_of
 from llama.engine.draft_model import ModelDrafter, SequenceDraft
 from llama.engine.lookup import Lookup, Speculator
 from llama.engine.speculative import Drafter
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 
 
 def longest_match(text: list[int]) -> int:
@@ -59,7 +59,7 @@ def drafted(costs: float, batch: int, repeats: float) -> list[int]:
     """
     rng, speculator, seconds, counts = (
         random.Random(1),
-        Speculator(7, ModelParallel()),
+        Speculator(7, Parallel()),
         0.0,
         list[int](),
     )
@@ -97,7 +97,7 @@ class Passes(ModelDrafter):
     """A draft model that is not loaded, whose forward pass takes a given number of seconds."""
 
     def __init__(self, seconds: float) -> None:
-        Drafter.__init__(self, 4, ModelParallel(), [0.7] * 4)
+        Drafter.__init__(self, 4, Parallel(), [0.7] * 4)
         self._num_idle, self._reserve = 0, lambda seq, count: count
         self.seconds = seconds
 
@@ -143,7 +143,7 @@ def test_what_has_ended_is_forgotten():
     """Finished sequences are forgotten, although outputs keep them for as long as their reader
     likes.
     """
-    speculator, ended = Speculator(7, ModelParallel()), []
+    speculator, ended = Speculator(7, Parallel()), []
     for i in range(100):
         seq = state_of([i] * 9, 50)
         speculator.draft([seq], 0.01 * i)
@@ -159,7 +159,7 @@ def test_texts_of_others_are_those_of_the_same_root():
     used last are kept.
     """
     text = list(range(40))
-    speculator = Speculator(7, ModelParallel(), is_shared=True)
+    speculator = Speculator(7, Parallel(), is_shared=True)
     speculator.choose = lambda rates, *_: [len(x) for x in rates]  # type: ignore[method-assign]
 
     def drafted(root: bytes, count: int = 9) -> list[list[int]]:

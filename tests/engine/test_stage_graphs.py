@@ -27,7 +27,7 @@ from llama.gpu.job import Job
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.ops.kv_cache import FORMATS
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 
 PAGE = 4
@@ -113,9 +113,7 @@ def stages_of(whole: Transformer, stages: int) -> list[Transformer]:
     for stage, link in enumerate(links):
         link.links = links
         at: Any = {"placement": Placement(stage=stage, stages=stages), "link": link}
-        model = Transformer(
-            whole.params, parallel=ModelParallel(**at), kv_format=whole.plan.kv_format
-        )
+        model = Transformer(whole.params, parallel=Parallel(**at), kv_format=whole.plan.kv_format)
         model.load_state_dict(whole.state_dict(), strict=False)
         models.append(model)
     return models
@@ -244,7 +242,7 @@ def test_the_check_of_graphs_is_that_of_the_stage(monkeypatch, stage, is_wrong):
 def test_stages_give_up_graphs_together(fails):
     """Where one stage cannot record its steps, all run them operator by operator."""
 
-    class Agreeing(ModelParallel):
+    class Agreeing(Parallel):
         def all_reduce_min(self, value: int) -> int:
             return value if value > 1 else min(value, fails != "there")
 

@@ -17,7 +17,7 @@ from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, DraftState
 from llama.gpu.cases import read_cache
 from llama.model import Transformer
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.requests.request import Request
 
 # methods of `Drafts`, one per kind of draft
@@ -48,7 +48,7 @@ class Drafts(Drafter):
     """A drafter of one kind, which knows each sequence's tokens of a run without drafts."""
 
     def __init__(self, kind: str, truth: dict[tuple, list[int]]) -> None:
-        super().__init__(7, ModelParallel(), [])
+        super().__init__(7, Parallel(), [])
         self.kind, self.truth, self.rng = kind, truth, random.Random(5)
 
     def _begin(self, seq: SequenceState) -> DraftState:

@@ -23,7 +23,7 @@ from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, DraftState
 from llama.ops import sample as sample_op
 from llama.ops.cpu import native
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 
 PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
@@ -56,7 +56,7 @@ def _drafts_everywhere(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]
             def init(core: EngineCore, runners: Any, scheduler: Any) -> None:
                 made(core, runners, scheduler)
                 if not core.runner.async_scheduling:
-                    core.drafter = _RepeatingDrafter(7, ModelParallel(), [])
+                    core.drafter = _RepeatingDrafter(7, Parallel(), [])
                 cores.append(core)
 
             patched.setattr(EngineCore, "__init__", init)

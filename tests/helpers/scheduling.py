@@ -15,7 +15,7 @@ from llama.engine.sequence import SequenceState
 from llama.engine.speculative import Drafter, DraftState
 from llama.engine.stages import Pipeline
 from llama.engine.step import Step, StepResults
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 
 VOCAB = 7  # small, so that prefixes often coincide
 
@@ -98,7 +98,7 @@ class RandomDrafts(Drafter):
     """A drafter of random length whose drafts are partly right."""
 
     def __init__(self, rng: random.Random) -> None:
-        super().__init__(9, ModelParallel(), [])
+        super().__init__(9, Parallel(), [])
         self.rng = rng
 
     def _begin(self, seq: SequenceState) -> DraftState:

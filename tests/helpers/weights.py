@@ -25,7 +25,7 @@ from llama.checkpoint.loader import load
 from llama.checkpoint.table import shard_shapes
 from llama.model import Transformer
 from llama.model.args import ModelArgs
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 
 PARAMS = {
@@ -46,7 +46,7 @@ STATE = random_state(PARAMS)
 def loaded(
     found: Checkpoint, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32
 ) -> Transformer:
-    parallel = ModelParallel(Placement(rank=rank, size=size))
+    parallel = Parallel(Placement(rank=rank, size=size))
     model = Transformer(found.params, parallel=parallel, dtype=dtype)
     for shard in model.named_shards().values():
         shard.fill_(float("nan"))

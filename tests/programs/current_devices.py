@@ -22,6 +22,7 @@ import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as fs_init
 
 from llama.ranks import groups, one_shot, torch_private
+from llama.ranks.collectives import ModelParallel
 
 RANK = int(os.environ["RANK"])
 
@@ -120,6 +121,7 @@ try:
 except ValueError as error:
     Path(sys.argv[1], f"rank{RANK}.json").write_text(json.dumps(str(error)))
     sys.exit()
+assert isinstance(parallel, ModelParallel)
 assert (parallel.one_shot is not None) == (size > 1)
 assert fs_init.get_data_parallel_world_size() == int(os.environ["WORLD_SIZE"]) // size
 assert fs_init.get_model_parallel_rank() == RANK % size

@@ -38,9 +38,10 @@ from llama.compat import hosts, vllm
 from llama.ranks import one_shot as one_shot_module
 from llama.ranks import torch_private
 from llama.ranks.collectives import ModelParallel
-from llama.ranks.errors import RankError
 from llama.ranks.one_shot import MAX_BYTES, OneShot
+from llama.ranks.parallel import RankError
 from llama.ranks.shared_memory import _FIELD
+from llama.ranks.stage_link import StageLink
 from llama.sampling_params import SamplingParams
 
 RANK = int(os.environ["RANK"])
@@ -54,6 +55,13 @@ def build(folder: str, size: int | None = None, timeout_s: float = 60.0, **kwarg
             folder, None, 128, 4, size, dtype="fp32", device="cpu", timeout_s=timeout_s, **kwargs
         )
     return loaded[folder]
+
+
+def peers_of(llama: Llama) -> ModelParallel:
+    """Return the peers of this rank, which has some."""
+    parallel = llama.model.parallel
+    assert isinstance(parallel, ModelParallel)
+    return parallel
 
 
 def forget() -> None:
@@ -103,7 +111,7 @@ def place(folder: str, size: int | None = None) -> list[int]:
 
 def half_round_trip(folder: str) -> float | None:
     """Return half of the shortest round trip to rank 1 in seconds; None on other ranks."""
-    world = build(folder).model.parallel.world
+    world = peers_of(build(folder)).world
     assert world is not None
     message, seconds = torch.zeros(1), []
     for _ in range(8):
@@ -264,7 +272,7 @@ def shares_memory(folder: str, prompts: list) -> list:
     The token is greedy, sampled, and sampled with its log probability.
     """
     llama, counts = build(folder), []
-    shared = llama.model.parallel.shared
+    shared = peers_of(llama).shared
     assert shared is not None
     ways: list[dict] = [{"temperature": 0.0}, {"temperature": 1.0}, {"logprobs": True}]
     for settings in ways:
@@ -280,7 +288,7 @@ def one_shot_sums(folder: str) -> list:
     The cases are a right one, a wrong one on one rank, and other bits on one rank. gloo replaces
     the GPU kernels.
     """
-    parallel = build(folder).model.parallel
+    parallel = peers_of(build(folder))
     assert parallel.group is not None and parallel.control is not None
     group, control = parallel.group, parallel.control
 
@@ -383,7 +391,7 @@ def fails_in_a_rendezvous(group: Any, control: Any) -> str:
 
 def spans_machines(folder: str) -> list:
     """Return the number of ranks of the group, and whether they share memory."""
-    parallel = build(folder).model.parallel
+    parallel = peers_of(build(folder))
     return [parallel.size, parallel.shared is not None]
 
 
@@ -403,7 +411,7 @@ def gathered(folder: str) -> list[list[int]]:
 
 def gathered_unequal(folder: str) -> list[list[float]]:
     """Return tensors of 3 and 2 columns that are gathered in shared memory, and by gloo."""
-    parallel = build(folder).model.parallel
+    parallel = peers_of(build(folder))
     widths = [3, 2]
     x = torch.arange(2.0 * widths[RANK]).view(2, -1) + 10 * RANK
     ways = (parallel, dataclasses.replace(parallel, shared=None))
@@ -519,7 +527,7 @@ def left_in_flight(folder: str, stages: int) -> list:
         stream.close()
     answers.append(one.generate([[256, 65, 66]], 5, 0.0)[0])
     link = one.model.parallel.link
-    assert link is not None
+    assert isinstance(link, StageLink)
     return [*answers, len(link._sent)]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from helpers.waiting import wait_until
 from llama.ranks import shared_memory
-from llama.ranks.errors import RankError
+from llama.ranks.parallel import RankError
 from llama.ranks.shared_memory import SharedMemory
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -14,7 +14,7 @@ from llama.checkpoint.table import rank_shapes, whole_shapes
 from llama.model.cost import weight_shapes
 from llama.model.plan import LayerPlan
 from llama.model.shares import RankShare, vocab_widths
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import WHOLE, Placement
 
 PARAMS = ModelArgs(
@@ -175,7 +175,7 @@ def test_the_stages_of_a_pipeline_hold_every_layer_once(tied):
     assert names[0] | names[1] == set(whole_shapes(params))
     assert names[0] & names[1] == {"norm.weight"} | ({"tok_embeddings.weight"} if tied else set())
     for placement in stages:
-        model = Transformer(params, parallel=ModelParallel(placement), device="meta")
+        model = Transformer(params, parallel=Parallel(placement), device="meta")
         shapes = {name: shard.shape for name, shard in model.named_shards().items()}
         assert shapes == rank_shapes(params, placement)
         cache, _ = model.plan.kv_cache(1, 1, model.norm.weight.dtype)

@@ -31,8 +31,8 @@ from llama.loading.files import find_files
 from llama.model.cost import Storage
 from llama.model.shares import RankShare
 from llama.model.stage_layers import stage_layers
-from llama.ranks.errors import RankError
 from llama.ranks.meeting import _mismatch
+from llama.ranks.parallel import RankError
 from llama.ranks.peers import PeerInfo
 from llama.ranks.placement import Placement
 from llama.ranks.stage_link import StageGroups, StageLink

@@ -18,6 +18,7 @@ from llama.cli.batch.lines import answer_record, read_request
 from llama.cli.batch.loop import BatchReport, Loop, Take, local_counters
 from llama.generation import Llama
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.server.request import ApiRequest
@@ -78,11 +79,11 @@ def run_batch(
     return report
 
 
-def _counters(parallel: ModelParallel) -> Take:
+def _counters(parallel: Parallel) -> Take:
     """Return the counters of this job, which are in the store of all ranks."""
-    store = parallel.store
-    if store is None:
+    if not isinstance(parallel, ModelParallel) or parallel.store is None:
         return local_counters()
+    store = parallel.store
     # All replicas run their n-th job together, so it gets the same number on each of them.
     job = (store.add("batch", 1) - 1) // parallel.data_size
 

@@ -17,6 +17,7 @@ from llama.generation import Llama
 from llama.prompts.chat import chat_params
 from llama.prompts.dialog_format import Messages, PromptOptions
 from llama.ranks.signals import SIGNALS
+from llama.ranks.watch import Watch
 
 
 def chat_on_engine(llama: Llama, history: Path | None = None, **settings: Any) -> None:
@@ -40,7 +41,7 @@ def chat_on_engine(llama: Llama, history: Path | None = None, **settings: Any) -
         return llama.dialog_format.encode(messages, None, options)
 
     conversation = Conversation(encode, context, **settings)
-    terminal = Terminal(parallel.watch, history)
+    terminal = Terminal(Watch.of_process(), history)
 
     def answers(turn: Turn) -> Generator[Part, None, None]:
         params = chat_params(

@@ -30,7 +30,7 @@ from llama.cli.chat.session import Part, talk
 from llama.cli.chat.stats import TurnStats
 from llama.cli.chat.terminal import Terminal, read_turn
 from llama.prompts import ToolFormat, encode_chat
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.parallel import Parallel
 from llama.requests.request import Usage
 from llama.sampling_params import SamplingParams
 
@@ -384,7 +384,7 @@ def test_a_number_of_turns_can_be_the_limit(shared_llama):
 
 def test_chat_refuses_several_groups(shared_llama):
     class Groups:
-        model = type("M", (), {"parallel": ModelParallel(data_size=2)})
+        model = type("M", (), {"parallel": Parallel(data_size=2)})
 
     with pytest.raises(ValueError, match="one conversation, and there are 2 model-parallel groups"):
         chat(Groups())  # type: ignore[arg-type]
