@@ -1,19 +1,16 @@
 """The arguments of `Llama.build`, in one table.
 
-The signature and the help of `Llama.build`, its checks, the flags of the commands with their
-LLAMA_* variables, and the values that ranks compare are made from it. To add an argument, add a
-field here, and read it where it matters.
+The checks of these arguments, the flags of the commands with their LLAMA_* variables, and the
+values that ranks compare are made from it. To add an argument, add a field here, add it to the
+signature and the docstring of `Llama.build`, and read it where it matters.
 
-It imports neither torch nor pydantic: every command, `llama --help` too, reads it for its flags.
-The file has over 400 lines because it is one table.
+It imports neither torch nor pydantic, because every command reads it for its flags.
 """
 
-import functools
-import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from llama.common.checks import (
     FieldError,
@@ -22,15 +19,11 @@ from llama.common.checks import (
     checked_number,
     index_of,
     limits_of,
-    nearest,
 )
 
 if TYPE_CHECKING:
     import torch
 
-_P = ParamSpec("_P")
-_A = TypeVar("_A")
-_T = TypeVar("_T")
 MEASURED_SHARES = ("memory", "speed")  # values of `shares` that each rank measures
 # Arguments that are lists of whole numbers, and what errors say of them.
 _COUNTS = {
@@ -73,91 +66,9 @@ def _flag(
 
 @dataclass(frozen=True)
 class BuildArgs:
-    """Arguments of `Llama.build`.
+    """The arguments of `Llama.build`, whose docstring explains them.
 
-    Args:
-        ckpt_dir: a folder with Meta's consolidated.NN.pth and params.json, in any number of
-            shards, or with Hugging Face's *.safetensors and config.json; or a GGUF file, or a
-            folder that holds one; or the name of a model that `llama download` has fetched.
-        tokenizer_path: a tokenizer.model, a tokenizer.json or a GGUF file. Default: the tokenizer
-            that lies beside the weights, or inside them.
-        chat_template: the file of a Jinja chat template that replaces the model's own, or "llama3"
-            for Meta's format. Default: the template in the model's files, if they hold one.
-        max_seq_len: the maximum number of tokens of a prompt and its answer together. Default: the
-            model's own limit, but no more than 8,192 and no more than fits the memory.
-        max_batch_size: the number of sequences that run at once; further sequences wait.
-            Default: 32, and 256 on CUDA.
-        model_parallel_size: the number of ranks that share each layer. Default: all processes, or
-            all of a pipeline stage.
-        seed: the seed of calls that give none. Each call draws from this seed and from its own
-            number: a second call draws new samples, and a second run of the program the same.
-        pipeline_parallel_size: the number of pipeline stages that divide the layers, each with
-            model_parallel_size ranks. Only hidden states cross from one stage to the next: use
-            stages between machines, and between GPUs without NVLink. Several steps are in
-            flight, so that all stages work at once if several sequences run.
-        pipeline_layers: the number of layers of each stage, such as "10,6" or [10, 6], beginning
-            with the stage that has the first layers: for stages of unequal speed or memory.
-            Default: so that all stages take as long for a step that generates, with the lm_head.
-        device: "cuda", "mps" or "cpu". Default: the first of these that is available.
-        dtype: "bf16", "fp16" or "fp32", or torch's names for them. Default, and also "auto": bf16
-            where the device supports it, else fp16. On the CPU quantized matrices stay as their
-            file has them, unless "bf16" is given.
-        quantize: the format that matrices are quantized to while they are loaded. "int8" and "fp8"
-            take half the memory of bf16, with one scale per row; "int4" takes less than a third,
-            with a scale and an offset for each group of 32. The lm_head is quantized to int8, and
-            the rest of the model stays in bf16. The older dtype="int8" means the same.
-        activations: "int8" also rounds the inputs of each layer's matrices on the CPU, with one
-            scale for each group of 32, if the elements of these matrices are whole numbers, as they
-            are with quantize="int8" or "int4" and in most quantized files: prompts and batches take
-            a third less time. lm_head is multiplied as before. "int8_lm_head" rounds its
-            inputs, too, and computes the largest logits of each row again without rounding.
-            "int8_token" has one scale per token instead, which loses more. "fp8" is for
-            quantize="fp8" on NVIDIA GPUs of compute capability 8.9 and up: in steps of more than
-            256 tokens the inputs are rounded to e4m3, with one scale per token. "bf16" rounds none.
-            Default: as W8A8 files ask, which is "int8_token", and otherwise "bf16".
-        lora: LoRA or DoRA adapters in PEFT's format that are merged into the weights while these
-            are loaded: the folder of one, several with commas between them, or a list, which are
-            merged in order. The result is a model like any other, so that it takes no longer to
-            run. Quantized weights must not keep their codes: give dtype="bf16", too.
-        shares: the relative share of the model that each rank of a group holds, such as "3,2,2" or
-            [3, 2, 2], in whole numbers: for GPUs with unequal memory or speed. Whole key-value
-            heads, or query heads where there are more ranks, are dealt to the ranks, so that the
-            shares are met as far as the heads allow. On a CPU the ranks of a machine divide its
-            cores and its memory in the same way. "memory" measures the free memory of each rank's
-            device, and "speed" the rate at which each reads memory; the result is printed.
-            With "memory", ranks with more heads or less memory hold fewer feed-forward columns, so
-            that the KV cache has more tokens. Default: equal shares.
-        ffn_shares: the same for the feed-forward columns alone, in whole numbers. Default: those of
-            `shares`, or with shares="memory" what that measures.
-        kv_cache_memory_bytes: the size of the KV cache on each rank. Default: the memory that is
-            left beside the weights, but no more than max_batch_size x max_seq_len tokens need.
-        kv_cache_dtype: "int8" stores the KV cache in int8, on CPU or CUDA, with one scale per token
-            and head: almost twice as many tokens fit. Default, and also "auto": `dtype`.
-        timeout_s: the maximum time that a rank waits for another rank, in seconds.
-        reasoning_parser: "deepseek_r1" says that answers may begin with reasoning between <think>
-            and </think>; "none" leaves the text of answers as the model writes it. Default, "auto":
-            the model's tokens and its chat template tell.
-        tool_call_parser: the format of the tool calls of a model with a chat template of its own:
-            "hermes", "llama3_json", "xlam", "nemotron", "functionary", "pythonic" or "none".
-            Default, "auto": as the template writes them.
-        verify: compare the weights with their checksums, in .pth files or checklist.chk, while they
-            are loaded. A warning names files without a checksum. See `llama verify`.
-        pooling: how embeddings make a vector of a text: "last" takes the hidden state of the last
-            token, "mean" the mean of all. Default: as the model's files say.
-        bidirectional: let each token attend to its whole text, as models need that were trained so
-            and whose files do not say it (LLM2Vec). Such a model makes embeddings and generates
-            nothing.
-        mute_ranks: drop what ranks other than 0 print to `sys.stdout`, until `close`. Their stderr
-            is not affected.
-        verbose: print "Loaded in ... seconds", with a summary of the model, to stdout on rank 0.
-        speculate: "lookup" drafts the next tokens by looking up earlier occurrences of the end of
-            the text, and one step verifies several drafted tokens. The folder, file or name of a
-            smaller model with the same vocabulary drafts with that model, which is loaded in the
-            same dtype and quantize. Answers stay the same bit for bit with the CPU kernels (bf16
-            and quantized weights). Steps do not overlap on CUDA while speculation is on.
-        speculate_tokens: the maximum number of tokens drafted per step.
-        speculate_shared: "lookup" may also use the texts of other requests that have ended. The
-            speed of an answer then reveals something about them.
+    A test holds its signature equal to these fields: names, types and defaults.
     """
 
     ckpt_dir: str
@@ -423,29 +334,3 @@ def _read_integer(part: object) -> int:
     if isinstance(part, str) and part.strip().isdecimal() and len(part) < 10:
         return int(part)
     return 0 if isinstance(part, str) else index_of(part) or 0
-
-
-def taking(arguments: Callable[_P, _A]) -> Callable[[Callable[[_A], _T]], Callable[_P, _T]]:
-    """Decorate a function of one such object so that it takes the object's fields as arguments.
-
-    The decorated function has the signature of `arguments`, and its docstring continues with the
-    docstring of `arguments`, without the first line.
-    """
-    signature = inspect.signature(arguments)
-    help_text = (inspect.getdoc(arguments) or "").partition("\n\n")[2]
-
-    def decorate(function: Callable[[_A], _T]) -> Callable[_P, _T]:
-        @functools.wraps(function)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            for name in kwargs:
-                if name not in signature.parameters:
-                    likely = nearest(name, signature.parameters)
-                    raise TypeError(f'{function.__qualname__}() has no argument "{name}"{likely}')
-            return function(arguments(*args, **kwargs))
-
-        returned = inspect.signature(function).return_annotation
-        call.__doc__ = f"{inspect.getdoc(function)}\n\n{help_text}"
-        call.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
-        return call
-
-    return decorate

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch
 from helpers.checkpoints import write_meta
 from helpers.kernels import KERNELS_RUN
 from llama import Llama
+from llama.build_args import BuildArgs
 from llama.checkpoint.find import find
 from llama.checkpoint.write.convert import convert
 from llama.cli.flags import FLAGS
@@ -124,8 +125,16 @@ def test_the_arguments_of_a_build_are_a_table(checkpoint_dir):
     """The arguments of a build are a table.
 
     Meta's six come first and by position; all are in the help, and all except the last are flags.
+    The signature that a reader sees has the names, kinds, types and defaults of the table.
     """
     parameters = inspect.signature(Llama.build).parameters
+    table = inspect.signature(BuildArgs).parameters
+    assert [(x.name, x.kind, x.default) for x in parameters.values()] == [
+        (x.name, x.kind, x.default) for x in table.values()
+    ]
+    types = get_type_hints(Llama.build)
+    declared = get_type_hints(BuildArgs, localns={"torch": torch})
+    assert {name: types[name] for name in table} == {name: declared[name] for name in table}
     by_position = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
     assert by_position == [
         "ckpt_dir", "tokenizer_path", "max_seq_len", "max_batch_size", "model_parallel_size",
