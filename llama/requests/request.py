@@ -255,6 +255,8 @@ class Request:
         has_output: Whether an output can be taken.
         exception: The exception of the failed step that ended the request.
         seed: The seed of the first answer; None until it is set with `set_seed`.
+        is_final_only: Whether only the output of its end is announced.
+        make_output: Makes what `take_output` returns; another one is for clients of another API.
     """
 
     request_id: str
@@ -266,6 +268,8 @@ class Request:
     has_output: bool = False
     exception: BaseException | None = None
     seed: int | None = None
+    is_final_only: bool = False
+    make_output: Callable[["Request"], Any] = RequestOutput
 
     @property
     def finished(self) -> bool:
@@ -308,7 +312,7 @@ class Request:
 
     def note_output(self) -> None:
         """Record that an answer has new tokens or has ended, and call the listener."""
-        if self.finished or not self.is_best_of:
+        if self.finished or not (self.is_best_of or self.is_final_only):
             self.has_output = True
             if self.listener is not None:
                 self.listener()
@@ -324,7 +328,8 @@ class Request:
         if self.exception is not None:
             raise self.exception
         self.has_output = False
-        return RequestOutput(self)
+        output: RequestOutput = self.make_output(self)
+        return output
 
 
 def derived_seed(seed: int, number: int, *, of: str = "place") -> int:

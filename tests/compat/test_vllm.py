@@ -41,7 +41,6 @@ from llama.compat.vllm import (
     StructuredOutputsParams,
     random_uuid,
 )
-from llama.compat.vllm.vllm_request import VllmRequest
 from llama.prompts import ToolFormat, encode_chat, parse_tool_call
 
 IDS = prompts_of([9, 12, 5], seed=3)
@@ -103,18 +102,6 @@ def test_structured_outputs(llm, form):
     asked = SamplingParams(structured_outputs=StructuredOutputsParams(**form), seed=1)
     (output,) = llm.generate(["One"], asked)
     assert output.outputs[0].text in ("yes", "no")
-
-
-def test_a_request_of_a_client_keeps_what_the_engine_has_prepared(engine):
-    """Every field but the text of the prompt, which the engine does not have: it got ids."""
-    asked = greedy(seed=3)
-    prepared = engine.llama_engine.prepare("a", IDS[0], asked, index=2)
-    tokenizer = engine.llama.tokenizer
-    made = VllmRequest.of(prepared, asked, name="b", prompt="text", tokenizer=tokenizer)
-    for field in dataclasses.fields(type(prepared)):
-        wanted = "text" if field.name == "prompt" else getattr(prepared, field.name)
-        assert getattr(made, field.name) == wanted, field.name
-    assert (made.name, made.seed, made.index) == ("b", prepared.seed, 2)
 
 
 def test_a_stop_id_beyond_the_vocabulary_never_comes(llm):

@@ -40,6 +40,7 @@ from llama.generation import Llama
 from llama.prompts.dialog_format import MetaFormat, PromptOptions
 from llama.requests import async_engine
 from llama.requests.beam_search import beam_search
+from llama.requests.request import Request
 
 # Arguments of from_engine_args that have no effect.
 _IGNORED = frozenset({"usage_context", "stat_loggers", "start_engine_loop"})
@@ -148,7 +149,9 @@ class EngineFrontend:
             # In vLLM, each prompt of a list has this seed itself, not one derived from it.
             request.set_seed(params.seed)
         tokenizer = self.llama.tokenizer
-        return VllmRequest.of(request, params, name=name, prompt=text, tokenizer=tokenizer)
+        return VllmRequest(
+            request=request, params=params, name=name, prompt=text, tokenizer=tokenizer
+        )
 
     def _names_reasoning(self) -> bool:
         """Return whether a reasoning_parser is given: formats then begin behind the reasoning."""
@@ -300,7 +303,7 @@ class LLM(EngineFrontend, PoolingMethods):
         found = adapters_of(self.llama, lora_request)
         adapters = found if isinstance(lora_request, list | tuple) else found[0]
         stream = self.llama_engine.stream(self._requests(encode, params, made, adapters))
-        # Outputs of a VllmRequest are vLLM's.
+        # A VllmRequest has made the outputs vLLM's.
         outputs = cast(Generator[RequestOutput, None, None], stream)
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         is_shown = bool(use_tqdm and made) and self.llama_engine.parallel.global_rank == 0
@@ -315,8 +318,8 @@ class LLM(EngineFrontend, PoolingMethods):
         params: _Params,
         made: list[VllmRequest],
         adapters: str | list[str | None] | None = None,
-    ) -> Iterator[VllmRequest]:
-        """Yield a request for each prompt, and append it to `made`.
+    ) -> Iterator[Request]:
+        """Yield the engine's request for each prompt, and append the client's to `made`.
 
         The engine iterates over this where an error on one rank becomes an error on every rank.
         """
@@ -338,7 +341,7 @@ class LLM(EngineFrontend, PoolingMethods):
             )
         for i, (prompt, own_params) in enumerate(zip(prompts, all_params, strict=True)):
             made.append(self.make_request(next(self.names), prompt, own_params, i, names[i]))
-        yield from made
+        yield from (each.request for each in made)
 
 
 class LLMEngine(EngineFrontend):
@@ -370,9 +373,9 @@ class LLMEngine(EngineFrontend):
             raise ValueError("request_id is empty: give each request a name")
         (adapter,) = adapters_of(self.llama, lora_request)
 
-        def prepared() -> Iterator[VllmRequest]:
+        def prepared() -> Iterator[Request]:
             """Make the request within the engine, so that an error of one rank is one of all."""
-            yield self.make_request(request_id, prompt, params, adapter=adapter)
+            yield self.make_request(request_id, prompt, params, adapter=adapter).request
 
         self.llama_engine.submit(prepared())
         return request_id
@@ -470,8 +473,8 @@ class AsyncLLMEngine(EngineFrontend):
         request = await asyncio.to_thread(
             self.make_request, request_id, prompt, params, None, adapter
         )
-        # Outputs of a VllmRequest are vLLM's.
-        return cast(AsyncGenerator[RequestOutput, None], self._engine.stream([request]))
+        # A VllmRequest has made the outputs vLLM's.
+        return cast(AsyncGenerator[RequestOutput, None], self._engine.stream([request.request]))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. Their iterators get a last output with finish_reason "abort"."""

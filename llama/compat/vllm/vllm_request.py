@@ -1,10 +1,9 @@
 """A request whose outputs have vLLM's fields, types and meanings.
 
-The engine asks each request for its outputs, so those of a `VllmRequest` are vLLM's.
+The engine asks each request for its outputs, which a `VllmRequest` makes in vLLM's format.
 """
 
 from dataclasses import dataclass, field
-from typing import Self
 
 from llama.compat.vllm.vllm_params import RequestOutputKind, SamplingParams
 from llama.requests import request as engine
@@ -100,59 +99,33 @@ class BeamSearchOutput:
 
 
 @dataclass(eq=False, kw_only=True)
-class VllmRequest(engine.Request):
-    """A request of a client of vLLM.
+class VllmRequest:
+    """A request of a client of vLLM: what makes its outputs.
 
     Attributes:
-        name: The client's request_id. The engine knows the requests of `LLM` by their index.
+        request: The engine's request, which has not been submitted. Its outputs become vLLM's.
         params: The parameters, with vLLM's own fields.
+        name: The client's request_id. The engine knows the requests of `LLM` by their index.
+        prompt: The text of the prompt, if the client gave one.
         tokenizer: The tokenizer, for the texts of tokens in `Logprob`.
     """
 
-    name: str
+    request: engine.Request
     params: SamplingParams
+    name: str
+    prompt: str | None
     tokenizer: Tokenizer
     # With DELTA: the number of tokens that have been reported, by index of the answer.
     _num_reported: dict[int, int] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        request: engine.Request,
-        params: SamplingParams,
-        *,
-        name: str,
-        prompt: str | None,
-        tokenizer: Tokenizer,
-    ) -> Self:
-        """Return the request of a client in place of a request that the engine has prepared.
+    def __post_init__(self) -> None:
+        """Make the engine announce and make the outputs that the client asked for."""
+        self.request.is_final_only = self.params.output_kind is RequestOutputKind.FINAL_ONLY
+        self.request.make_output = self.output
 
-        Args:
-            request: The request, which has not been submitted. Its answers are taken over.
-            params: Its parameters.
-            name: The client's request_id.
-            prompt: The text of the prompt, if the client gave one.
-            tokenizer: The tokenizer of the model.
-        """
-        return cls(
-            request_id=request.request_id,
-            prompt=prompt,
-            params=params,
-            answers=request.answers,
-            index=request.index,
-            seed=request.seed,
-            name=name,
-            tokenizer=tokenizer,
-        )
-
-    def note_output(self) -> None:
-        """Announce an output, except before the end of a request with FINAL_ONLY."""
-        if self.finished or self.params.output_kind is not RequestOutputKind.FINAL_ONLY:
-            super().note_output()
-
-    def take_output(self) -> RequestOutput:  # type: ignore[override]
+    def output(self, request: engine.Request) -> RequestOutput:
         """Return the output that is due, in vLLM's format."""
-        output = super().take_output()
+        output = engine.RequestOutput(request)
         prompt_logprobs = None
         scores = output.prompt_logprobs
         if scores is not None and not self._num_reported:
@@ -170,7 +143,7 @@ class VllmRequest(engine.Request):
 
     def beam_search_output(self, beams: list[Beam]) -> BeamSearchOutput:
         """Return the beams of a search that had this request as its prompt."""
-        prompt = self.answers[0].sequence.tokens
+        prompt = self.request.answers[0].sequence.tokens
         sequences = []
         for beam in beams:
             ids = prompt + beam.tokens
