@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from helpers.fine_tunes import make_model
+from helpers.services import service_of
 from llama import Llama
 from llama.build_args import BuildArgs
 from llama.checkpoint.find import find
@@ -20,7 +21,6 @@ from llama.prompts.dialog_format import DialogFormat, MetaFormat, MissingFormat
 from llama.prompts.reasoning import PARSERS
 from llama.prompts.tools import Tools
 from llama.server.app import make_app
-from llama.server.service import Limits, Service
 
 SIZES: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 1, "device": "cpu"}
 QUESTION = {"role": "user", "content": "Hi"}
@@ -117,7 +117,7 @@ def test_a_server_of_a_base_model_completes_and_refuses_chats(base, caplog):
     text = {"prompt": "Once", "max_tokens": 2}
 
     async def ask(llama: Llama) -> list[httpx.Response]:
-        service = Service("base", Limits())
+        service = service_of("base")
         service.start(llama)
         transport = httpx.ASGITransport(make_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -126,8 +126,7 @@ def test_a_server_of_a_base_model_completes_and_refuses_chats(base, caplog):
                 await client.post("/v1/messages", json=chat),
                 await client.post("/v1/completions", json=text),
             ]
-        assert service.engine is not None
-        service.engine.close()
+        service.close()
         return answers
 
     caplog.set_level("INFO", "llama.server")

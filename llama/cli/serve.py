@@ -147,8 +147,9 @@ def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket |
     """Return a server that has a socket but does not accept connections yet."""
     with extra("serve", "the server"), quick_imports():
         from llama.prompts import ToolFormat
+        from llama.server.limits import Limits
         from llama.server.process import Server, log_to_stderr
-        from llama.server.service import Limits, Service
+        from llama.server.service import Service
 
     names = [each.value for each in ToolFormat]
     if options.tool_format not in (None, *names):
@@ -157,8 +158,15 @@ def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket |
     given = vars(options)
     limits = Limits(**{x.name: given[x.name] for x in fields(Limits) if x.name in given})
     log_to_stderr()
+    service = Service(limits)
+    service.add(
+        name,
+        given_format=tool_format,
+        reasoning_field=options.reasoning_field,
+        lora_folder=_lora_folder(options),
+    )
     return Server(
-        Service(name, limits, tool_format, options.reasoning_field, _lora_folder(options)),
+        service,
         host=options.host,
         port=options.port,
         api_keys=_keys(options),

@@ -28,7 +28,8 @@ from llama.server.errors import ApiError, ErrorFields
 from llama.server.exchange import beside_if_large, body_router
 from llama.server.request import ApiRequest
 from llama.server.respond import MAX_IN_LOOP, check_answer_size, num_items
-from llama.server.service import Service, State, log
+from llama.server.service import Service
+from llama.server.serving import Serving, State, log
 
 _T = TypeVar("_T")
 _INTERVAL = 2  # tokens between two reports of a stream; FastChat's default
@@ -74,6 +75,7 @@ class FastChatWorker:
         The worker is registered while they are served.
         """
         router = body_router(self._registered)
+        service = self.service
 
         @router.post("/worker_generate_stream")
         async def generate_stream(body: dict[str, Any], http: Request) -> Response:
@@ -95,7 +97,7 @@ class FastChatWorker:
             prompt = body.get("prompt")
             if not isinstance(prompt, str):
                 return JsonResponse(_error(WRONG_TYPE, "the body has no 'prompt' that is a string"))
-            dialog_format = self.service.dialog_format
+            dialog_format = service.of(body.get("model")).dialog_format
             num_tokens = await beside_if_large(http, lambda: _count(prompt, dialog_format))
             return JsonResponse({"count": num_tokens, "error_code": 0})
 
@@ -109,11 +111,11 @@ class FastChatWorker:
 
         @router.post("/worker_get_conv_template")
         async def conv_template() -> Response:
-            return JsonResponse({"conv": conversation_template(self.service.dialog_format)})
+            return JsonResponse({"conv": conversation_template(service.default.dialog_format)})
 
         @router.post("/model_details")
         async def details() -> Response:
-            params = self.service.loaded().model.params
+            params = service.default.loaded().model.params
             return JsonResponse({"context_length": params.max_seq_len})
 
         return router
@@ -121,7 +123,7 @@ class FastChatWorker:
     def status(self) -> dict[str, Any]:
         """Return what the worker reports to the controller."""
         return {
-            "model_names": [self.service.model_name],
+            "model_names": list(self.service.servings),
             "speed": 1,
             "queue_length": self.service.num_unfinished(),
         }
@@ -140,17 +142,18 @@ class FastChatWorker:
         A report with an error_code other than 0 is the last.
         """
         try:
-            tokenizer = self.service.loaded().tokenizer
+            serving = self.service.of(params.get("model"))
+            tokenizer = serving.loaded().tokenizer
             pace = Pace(_INTERVAL)
-            request = await beside_if_large(http, self._request, params)
+            request = await beside_if_large(http, _request, serving, params)
             fields = ErrorFields()
-            prepared = await self.service.prepare(
+            prepared = await serving.prepare(
                 request.prompt, request.sampling, fields, tenant=ONE_TENANT
             )
             has_echo = bool(request.echo)
             size = ApiRequest(request.sampling, prompts=(request.prompt,), echo=has_echo)
-            check_answer_size(size, [prepared], self.service.limits.max_answer_mb)
-            outputs = self.service.outputs([prepared], http.state.request_id, fields)
+            check_answer_size(size, [prepared], serving.limits.max_answer_mb)
+            outputs = serving.outputs([prepared], http.state.request_id, fields)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     if not pace.is_due(output):
@@ -165,21 +168,6 @@ class FastChatWorker:
             yield _error(OUT_OF_RANGE, str(e))
         except ApiError as e:
             yield _error(OUT_OF_RANGE if e.status == 400 else INTERNAL, e.message)
-
-    def _request(self, params: dict[str, Any]) -> HostRequest:
-        """Read the request of FastChat; raise a ValueError that names a wrong key."""
-        llama = self.service.loaded()
-        dialog_format = self.service.dialog_format
-        if isinstance(dialog_format, MetaFormat) and isinstance(params.get("prompt"), str):
-            params = {**params, "prompt": as_trained(params["prompt"])}
-        return read_params(
-            params,
-            None,
-            llama.tokenizer,
-            llama.llm_engine.max_seq_len,
-            has_raw_echo=True,
-            encode=lambda prompt: prompt_ids(prompt, dialog_format),
-        )
 
     @contextlib.asynccontextmanager
     async def _registered(self, _app: FastAPI) -> AsyncIterator[None]:
@@ -234,6 +222,22 @@ class FastChatWorker:
 
     async def _send(self, path: str, body: dict[str, Any]) -> Any:
         return await asyncio.to_thread(_post, self.controller + path, body)
+
+
+def _request(serving: Serving, params: dict[str, Any]) -> HostRequest:
+    """Read the request of FastChat; raise a ValueError that names a wrong key."""
+    llama = serving.loaded()
+    dialog_format = serving.dialog_format
+    if isinstance(dialog_format, MetaFormat) and isinstance(params.get("prompt"), str):
+        params = {**params, "prompt": as_trained(params["prompt"])}
+    return read_params(
+        params,
+        None,
+        llama.tokenizer,
+        llama.llm_engine.max_seq_len,
+        has_raw_echo=True,
+        encode=lambda prompt: prompt_ids(prompt, dialog_format),
+    )
 
 
 def _post(url: str, body: dict[str, Any]) -> Any:

@@ -6,10 +6,11 @@ only safetensors files.
 """
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
@@ -18,8 +19,9 @@ from llama.common.checks import FieldError, brief
 from llama.prompts.fields import Fields
 from llama.requests.adapters import AdapterInUseError
 from llama.server.errors import ApiError
-from llama.server.exchange import body_router
+from llama.server.exchange import Exchange, body_router
 from llama.server.service import Service
+from llama.server.serving import Serving
 
 LOAD_URL = "/v1/load_lora_adapter"
 UNLOAD_URL = "/v1/unload_lora_adapter"
@@ -43,20 +45,19 @@ class UnloadBody(Fields):
     lora_int_id: int | None = None
 
 
-def cards(service: Service) -> list[dict[str, Any]]:
-    """Return the adapters as /v1/models lists them, with vLLM's `root` and `parent`."""
-    return [
-        {
-            "id": info.name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "llama",
-            "max_model_len": service.loaded().model.params.max_seq_len,
-            "root": Path(info.path).name,
-            "parent": service.model_name,
-        }
-        for info in service.loaded().adapters.values()
-    ]
+def cards(serving: Serving) -> Iterator[dict[str, Any]]:
+    """Yield a model and its adapters as /v1/models lists them, with vLLM's `root` and `parent`."""
+    card = {
+        "id": serving.name,
+        "object": "model",
+        "created": serving.created,
+        "owned_by": "llama",
+        "max_model_len": serving.loaded().model.params.max_seq_len,
+    }
+    yield card
+    for info in serving.loaded().adapters.values():
+        root = Path(info.path).name
+        yield {**card, "id": info.name, "root": root, "parent": serving.name}
 
 
 def path_in(folder: Path, path: str) -> str:
@@ -86,21 +87,22 @@ def path_in(folder: Path, path: str) -> str:
 def routes(service: Service) -> APIRouter:
     """Return vLLM's routes that load and drop adapters; none without a folder for them."""
     router = body_router()
-    folder = service.lora_folder
+    folder = service.default.lora_folder
     if folder is None:
         return router
     lock = asyncio.Lock()
 
     @router.post(LOAD_URL)
-    async def load(body: LoadBody, http: Request) -> Response:
+    async def load(body: LoadBody, http: Exchange) -> Response:
         """Load an adapter of the folder for adapters (https://docs.vllm.ai, LoRA adapters)."""
-        llama = service.loaded()
+        serving = http.serving
+        llama = serving.loaded()
         name = body.lora_name
         async with lock:
-            if name == service.model_name:
+            if name == serving.name:
                 message = f"lora_name={brief(name)} is the name of the base model"
                 raise ApiError(400, message, param="lora_name")
-            max_loras = service.limits.max_loras
+            max_loras = serving.limits.max_loras
             if name not in llama.adapters and len(llama.adapters) >= max_loras:
                 message = f"{max_loras} adapters are loaded, the limit of --max_loras: unload one"
                 raise ApiError(400, message, param="lora_name")
@@ -118,9 +120,9 @@ def routes(service: Service) -> APIRouter:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post(UNLOAD_URL)
-    async def unload(body: UnloadBody, http: Request) -> Response:
+    async def unload(body: UnloadBody, http: Exchange) -> Response:
         """Free an adapter that no request is using."""
-        llama = service.loaded()
+        llama = http.serving.loaded()
         name = body.lora_name
         async with lock:
             if name not in llama.adapters:

@@ -17,16 +17,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import llama
-from llama.common.checks import FieldError, brief
+from llama.common.checks import FieldError
 from llama.server import adapters, routes, scoring, tokens
 from llama.server.auth import ApiKeys, AuthAndLimits
 from llama.server.encoding import JsonResponse
-from llama.server.errors import ApiError, first_name, log_refusal
+from llama.server.errors import ApiError, first_name, log_refusal, unknown_model
 from llama.server.exchange import IGNORED, BodyMemory
 from llama.server.ollama import routes as ollama
 from llama.server.openai import embeddings
 from llama.server.page import content_security_policy, read_page
-from llama.server.service import Service, State
+from llama.server.service import Service
+from llama.server.serving import State
 
 log = logging.getLogger("llama.server")
 _CLIENT_LEFT = 499  # nginx's status of a request whose client is gone; nobody reads it
@@ -45,7 +46,7 @@ def make_app(
     """Return the ASGI app of a service.
 
     Args:
-        service: the model and its limits.
+        service: the models and their limits.
         api_keys: the keys that are accepted; without any, no key is needed. See `ApiKeys`.
         metrics_keys: the keys that open /metrics and /load. See `ApiKeys`.
         loopback: whether the server listens on this machine alone. See `AuthAndLimits`.
@@ -59,8 +60,9 @@ def make_app(
     limits = service.limits
     app.state.bodies = BodyMemory(limits.max_body_bytes, limits.max_bodies_bytes)
     host = host_routes or APIRouter()
-    modules = (routes, tokens, ollama, embeddings, scoring, adapters)
-    apis = [module.routes(service) for module in modules]
+    app.state.service = service
+    apis = [module.routes(service) for module in (tokens, ollama, adapters)]
+    apis += [module.routes() for module in (routes, embeddings, scoring)]
     for router in (*apis, _server_routes(service), host):
         app.include_router(router)
     for kind in (ApiError, FieldError, HTTPException, ClientDisconnect, Exception):
@@ -93,37 +95,31 @@ def _server_routes(service: Service) -> APIRouter:
     @router.get("/health")
     async def health() -> Response:
         """Return 200 while the process can work, and 503 after a step failed."""
-        return Response(status_code=503 if service.state is State.BROKEN else 200)
+        is_broken = any(serving.state is State.BROKEN for serving in service)
+        return Response(status_code=503 if is_broken else 200)
 
     @router.get("/ready")
     async def ready() -> Response:
         """Return 503 while the model loads, without a rank, and while the server shuts down."""
         status = service.state.value
-        if service.llama is not None and not all(service.llama.model.parallel.ranks_alive()):
+        if not service.ranks_alive:
             status = "a rank is stopped or gone"
         return JsonResponse({"status": status}, 200 if status == State.READY.value else 503)
 
-    def model_card() -> dict[str, Any]:
-        return {
-            "id": service.model_name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "llama",
-            "max_model_len": service.loaded().model.params.max_seq_len,
-        }
+    def cards() -> list[dict[str, Any]]:
+        return [card for serving in service for card in adapters.cards(serving)]
 
     @router.get("/v1/models")
     async def models() -> Response:
-        """List the model and its adapters, with the longest context that they take."""
-        return JsonResponse({"object": "list", "data": [model_card(), *adapters.cards(service)]})
+        """List the models and their adapters, with the longest context that they take."""
+        return JsonResponse({"object": "list", "data": cards()})
 
     @router.get("/v1/models/{name:path}")  # A name may contain a slash.
     async def model(name: str) -> Response:
-        for card in (model_card(), *adapters.cards(service)):
+        for card in cards():
             if card["id"] == name:
                 return JsonResponse(card)
-        message = f"there is no model {brief(name)}: this server has {service.model_name!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")
+        raise unknown_model(name, service.servings)
 
     @router.get("/version")
     async def version() -> Response:

@@ -7,11 +7,11 @@ machine, no trace and no long quotation of the request reaches a client.
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from llama.common.checks import FieldError
+from llama.common.checks import FieldError, brief
 
 log = logging.getLogger("llama.server")
 # Limits in bytes of JSON: a message may quote what the client sent, and the name of a field may be
@@ -148,6 +148,12 @@ def _cut(text: str, max_bytes: int) -> str:
         if size <= max_bytes:
             return text
         text = text[: len(text) * max_bytes // size]
+
+
+def unknown_model(model: str, names: Iterable[str]) -> ApiError:
+    """Return the error of a request for a model that the server does not have."""
+    message = f"there is no model {brief(model)}: this server has {', '.join(map(repr, names))}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def broken() -> ApiError:

@@ -24,6 +24,7 @@ from llama.requests.request import Request as EngineRequest
 from llama.server.errors import ApiError
 from llama.server.request import ApiRequest
 from llama.server.service import Service
+from llama.server.serving import Serving
 
 _T = TypeVar("_T")
 log = logging.getLogger("llama.server")
@@ -42,10 +43,21 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
+class Exchange(Request):
+    """A request of HTTP whose body has been read.
+
+    Attributes:
+        serving: the model that the body asks for.
+    """
+
+    serving: Serving
+
+
 class BodyRoute(APIRoute):
     """A route that reads its parameter `body` by the type of that parameter, which is published.
 
-    FastAPI's own reading would hold up the event loop, and its errors have other fields.
+    It finds the model that the body asks for. FastAPI's own reading would hold up the event loop,
+    and its errors have other fields.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -60,8 +72,10 @@ class BodyRoute(APIRoute):
             self.check_content_type(http)
             ignored: list[str] | None = [] if http.app.state.lenient else None
             http.state.ignored = ignored  # A route may add fields that this model cannot use.
-            body = await _read_body(http, adapter, ignored)
-            response: Response = await self.endpoint(body, http)
+            exchange = Exchange(http.scope, http.receive)
+            body = await _read_body(exchange, adapter, ignored)
+            exchange.serving = _serving_of(http.app.state.service, body)
+            response: Response = await self.endpoint(body, exchange)
             if ignored:
                 _name_ignored(http, response, sorted(ignored))
             return response
@@ -98,6 +112,13 @@ async def _read_body(http: Request, adapter: TypeAdapter[Any], ignored: list[str
             memory.add(data, part)
         http.state.has_large_body = len(data) > _SMALL_BODY
         return await beside_if_large(http, _parse, data, adapter, ignored)
+
+
+def _serving_of(service: Service, body: Any) -> Serving:
+    """Return the model that a body asks for; without the field `model` it is the default."""
+    fields = body if isinstance(body, dict) else vars(body)
+    model = fields.get("model")
+    return service.of(model if isinstance(model, str) else None)
 
 
 async def beside_if_large(http: Request, work: Callable[..., _T], *args: Any) -> _T:
@@ -223,41 +244,39 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"JSON has no {name}")
 
 
-async def chat_ids(service: Service, http: Request, chat: ApiRequest) -> list[int]:
+async def chat_ids(http: Exchange, chat: ApiRequest) -> list[int]:
     """Return the token ids of a dialog.
 
     Raises:
         ApiError: 400 names a field of the body.
     """
     try:
-        return await beside_if_large(http, chat.chat_ids, service.dialog_format)
+        return await beside_if_large(http, chat.chat_ids, http.serving.dialog_format)
     except (TypeError, ValueError) as error:
         raise chat.fields.refusal(error) from None
 
 
-async def prepare_chat(
-    service: Service, http: Request, chat: ApiRequest, *, must_fit: bool
-) -> EngineRequest:
+async def prepare_chat(http: Exchange, chat: ApiRequest, *, must_fit: bool) -> EngineRequest:
     """Return the engine's request for a dialog.
 
     Args:
-        service: the service that will answer.
-        http: the request of HTTP, which knows its tenant.
+        http: the request of HTTP, which knows its tenant and its model.
         chat: the dialog and its parameters.
         must_fit: whether `max_tokens` beyond the context is an error.
 
     Raises:
         ApiError: 400 names a field of the body; 503 says that the server is busy.
     """
-    with service.refusals(chat.fields):
-        service.loaded().llm_engine.check_generates()
-    service.check_capacity(chat.num_answers, chat.fields.names.get("n", "n"))
-    ids = await chat_ids(service, http, chat)
+    serving = http.serving
+    with serving.refusals(chat.fields):
+        serving.loaded().llm_engine.check_generates()
+    serving.check_capacity(chat.num_answers, chat.fields.names.get("n", "n"))
+    ids = await chat_ids(http, chat)
     try:
-        params = await beside_if_large(http, chat.chat_params, service.dialog_format)
+        params = await beside_if_large(http, chat.chat_params, serving.dialog_format)
     except (TypeError, ValueError) as error:
         raise chat.fields.refusal(error) from None
-    return await service.prepare(
+    return await serving.prepare(
         ids,
         params,
         chat.fields,

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fastapi import Request
 from starlette.responses import Response
 
 from llama.requests.request import Request as EngineRequest
@@ -22,7 +21,7 @@ from llama.server.encoding import (
     unless_client_leaves,
 )
 from llama.server.errors import ErrorFields
-from llama.server.service import Service
+from llama.server.exchange import Exchange
 
 _MAX_IN_LOOP = 10_000  # characters or ids of an input that are encoded in the event loop
 _MAX_VALUES = 1000  # elements of vectors that are encoded as JSON in the event loop
@@ -31,8 +30,7 @@ MakeRequest = Callable[..., EngineRequest]  # arguments: an input, `index=` and 
 
 
 async def pooled_outputs(
-    service: Service,
-    http: Request,
+    http: Exchange,
     inputs: Sequence[Any],
     make: MakeRequest,
     fields: ErrorFields,
@@ -42,36 +40,34 @@ async def pooled_outputs(
     The inputs are run in groups, so that one body does not fill the queue of all.
 
     Args:
-        service: the service.
-        http: the request of HTTP.
+        http: the request of HTTP, which knows its model.
         inputs: texts or lists of token ids.
         make: makes the engine's request for one input.
         fields: the body's own names, which an error uses.
 
     Raises:
-        ApiError: 400 names the field that is wrong; 500 and 503 are those of `Service.outputs`.
+        ApiError: 400 names the field that is wrong; 500 and 503 are those of `Serving.outputs`.
     """
-    service.loaded()
+    http.serving.loaded()
     outputs: list[RequestOutput] = []
-    prepared = await _prepared(service, http, inputs, make, fields)
-    group_size = service.limits.max_prompts
+    prepared = await _prepared(http, inputs, make, fields)
+    group_size = http.serving.limits.max_prompts
     for start in range(0, len(prepared), group_size):
         group = prepared[start : start + group_size]
-        work = _run(service, http, group, fields)
+        work = _run(http, group, fields)
         outputs += await unless_client_leaves(work, http.receive)
     return outputs
 
 
 async def _prepared(
-    service: Service,
-    http: Request,
+    http: Exchange,
     inputs: Sequence[Any],
     make: MakeRequest,
     fields: ErrorFields,
 ) -> list[EngineRequest]:
     """Return the engine's request for each input; all are checked before any is run."""
     prepared = []
-    with service.refusals(fields):
+    with http.serving.refusals(fields):
         for i, item in enumerate(inputs):
             options = {"index": i, "tenant": http.state.tenant}
             is_large = isinstance(item, str | list) and len(item) > _MAX_IN_LOOP
@@ -84,11 +80,11 @@ async def _prepared(
 
 
 async def _run(
-    service: Service, http: Request, group: list[EngineRequest], fields: ErrorFields
+    http: Exchange, group: list[EngineRequest], fields: ErrorFields
 ) -> list[RequestOutput]:
     """Return the outputs of requests in their order."""
     found: dict[int, RequestOutput] = {}
-    outputs = service.outputs(group, http.state.request_id, fields)
+    outputs = http.serving.outputs(group, http.state.request_id, fields)
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             found[output.index] = output

@@ -54,7 +54,7 @@ class Server:
         """Listen; requests are answered from `start` on.
 
         Args:
-            service: the service, which has no model yet.
+            service: the service, whose model is not loaded yet.
             host: address to listen on.
             port: port to listen on; 0 takes a free one.
             api_keys: the keys that are accepted.
@@ -125,19 +125,18 @@ class Server:
             RuntimeError: a step of the model failed.
         """
         service = self.service
-        assert service.engine is not None
         try:
             has_failed = self._run_and_drain(drain_s, is_over)
             if has_failed:
                 self._break_off()
                 time.sleep(_BROKEN_S)
-            service.engine.close()
+            service.close()
             self.stop()
         except SystemExit:  # a second signal: what still runs gets an error
             self._break_off(is_failure=False)
             raise
         if has_failed:  # All clients may have left, so that nothing else reports the reason.
-            cause = service.engine.failure
+            cause = service.failure
             raise RuntimeError("a step of the model failed, so the server ends") from cause
 
     def _run_and_drain(self, drain_s: float, is_over: Callable[[], bool]) -> bool:

@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 
-from fastapi import Request
 from starlette.responses import Response
 
 from llama.prompts.dialog_format import DialogFormat
@@ -28,9 +27,9 @@ from llama.server.encoding import (
     unless_client_leaves,
 )
 from llama.server.errors import ApiError
+from llama.server.exchange import Exchange
 from llama.server.openai.answers import Completion, ResponseMeta
 from llama.server.request import ApiRequest
-from llama.server.service import Service
 
 # Tokens, log-probabilities and tokens of a prediction that are encoded in the event loop at a time;
 # 1,000 take 2 to 6 ms.
@@ -42,8 +41,7 @@ _LOGPROB_BYTES = 128
 
 
 async def respond(
-    service: Service,
-    http: Request,
+    http: Exchange,
     request: ApiRequest,
     prepared: list[EngineRequest],
     make_answer: Callable[[ApiRequest, DialogFormat, ResponseMeta], Completion | BlockAnswer],
@@ -51,8 +49,7 @@ async def respond(
     """Return the response to a request, whole or as a stream.
 
     Args:
-        service: the service that answers.
-        http: the request of HTTP.
+        http: the request of HTTP, which knows its model.
         request: what its body asks for.
         prepared: the engine's request for each prompt.
         make_answer: makes the answer of the API.
@@ -60,11 +57,12 @@ async def respond(
     Raises:
         ApiError: 400 if the answer could become too large.
     """
-    check_answer_size(request, prepared, service.limits.max_answer_mb)
-    model = service.model_name if request.model is None else request.model
-    meta = ResponseMeta(http.state.request_id, model, int(time.time()), service.reasoning_field)
-    answer = make_answer(request, service.dialog_format, meta)
-    outputs = service.outputs(prepared, meta.id, request.fields)
+    serving = http.serving
+    check_answer_size(request, prepared, serving.limits.max_answer_mb)
+    model = serving.name if request.model is None else request.model
+    meta = ResponseMeta(http.state.request_id, model, int(time.time()), serving.reasoning_field)
+    answer = make_answer(request, serving.dialog_format, meta)
+    outputs = serving.outputs(prepared, meta.id, request.fields)
     if request.stream:
         encode = answer.stream_format.encode
         keep_alive = COMMENT if answer.idle_event is None else encode(answer.idle_event)

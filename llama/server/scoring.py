@@ -8,7 +8,7 @@ import functools
 import time
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field, Tag
 from starlette.responses import Response
 
@@ -19,11 +19,10 @@ from llama.requests.request import RequestOutput
 from llama.requests.scoring import ClassificationHead, ranked
 from llama.server.accepted import LabelFields
 from llama.server.errors import ApiError, ErrorFields
-from llama.server.exchange import body_router
+from llama.server.exchange import Exchange, body_router
 from llama.server.openai.embeddings import Truncation, inputs_of
 from llama.server.openai.models import MAX_PROMPTS, PromptField
 from llama.server.pooled import json_response, pooled_outputs
-from llama.server.service import Service
 
 _NAMES = {"truncate": "truncate_prompt_tokens"}
 _TEXTS = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
@@ -103,14 +102,14 @@ class RerankBody(_ScoringBody):
     max_tokens_per_doc: Literal[4096] | None = None  # the value that Cohere's client sends
 
 
-def routes(service: Service) -> APIRouter:
+def routes() -> APIRouter:
     """Return the routes of labels and scores."""
     router = body_router()
 
     @router.post("/classify")
-    async def classify(body: ClassifyBody, http: Request) -> Response:
+    async def classify(body: ClassifyBody, http: Exchange) -> Response:
         """Return the label of each input, with the probability of every label."""
-        llama = service.loaded()
+        llama = http.serving.loaded()
         fields = ErrorFields("input" if body.messages is None else "messages", _NAMES)
         inputs = body.inputs()
         try:
@@ -119,9 +118,9 @@ def routes(service: Service) -> APIRouter:
             raise ApiError(404, str(error)) from None
         truncate = body.truncate(llama.model.params.max_seq_len)
         make = functools.partial(llama.classifier.request, truncate=truncate)
-        outputs = await pooled_outputs(service, http, inputs, make, fields)
+        outputs = await pooled_outputs(http, inputs, make, fields)
         content = {
-            **_head_of(service, http, "classify", body.model),
+            **_head_of(http, "classify", body.model),
             "data": [_label_of(i, head, output, body) for i, output in enumerate(outputs)],
             "usage": _usage(outputs),
         }
@@ -129,15 +128,15 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/score")
     @router.post("/v1/score")
-    async def score(body: ScoreBody, http: Request) -> Response:
+    async def score(body: ScoreBody, http: Exchange) -> Response:
         """Return the score of each pair of texts."""
         first = _as_list(body.text_1)
         second = _as_list(body.text_2)
         fields = ErrorFields("text_2", _NAMES | {"queries": "text_1", "documents": "text_2"})
-        scores, outputs = await _scores_of(service, http, first, second, body, fields)
+        scores, outputs = await _scores_of(http, first, second, body, fields)
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
         content = {
-            **_head_of(service, http, "score", body.model),
+            **_head_of(http, "score", body.model),
             "data": data,
             "usage": _usage(outputs),
         }
@@ -146,18 +145,18 @@ def routes(service: Service) -> APIRouter:
     @router.post("/rerank")
     @router.post("/v1/rerank")
     @router.post("/v2/rerank")
-    async def rerank(body: RerankBody, http: Request) -> Response:
+    async def rerank(body: RerankBody, http: Exchange) -> Response:
         """Return the documents in the order of their relevance, the most relevant first."""
         documents = [each if isinstance(each, str) else each.text for each in body.documents]
         fields = ErrorFields("documents", _NAMES | {"queries": "query"})
-        scores, outputs = await _scores_of(service, http, [body.query], documents, body, fields)
+        scores, outputs = await _scores_of(http, [body.query], documents, body, fields)
         results = []
         for index in ranked(scores, body.top_n or None):
             result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
             if body.return_documents is not False:
                 result["document"] = {"text": documents[index]}
             results.append(result)
-        head = _head_of(service, http, "rerank", body.model)
+        head = _head_of(http, "rerank", body.model)
         content = {"id": head["id"], "model": head["model"], "results": results}
         return await json_response({**content, "usage": _usage(outputs)}, len(results))
 
@@ -174,35 +173,34 @@ def _label_of(
 
 
 async def _scores_of(
-    service: Service,
-    http: Request,
+    http: Exchange,
     queries: list[str],
     documents: list[str],
     body: ScoreBody | RerankBody,
     fields: ErrorFields,
 ) -> tuple[list[float], list[RequestOutput]]:
     """Return the score of each pair of a query and a document, and the outputs that gave them."""
-    llama = service.loaded()
+    llama = http.serving.loaded()
     reason = llama.classifier.why_unscored()
     if reason:
         raise ApiError(404, reason)
-    with service.refusals(fields):
+    with http.serving.refusals(fields):
         truncate = body.truncate(llama.model.params.max_seq_len)
         scorer = llama.classifier.pair_scorer(queries, documents, truncate)
-    outputs = await pooled_outputs(service, http, scorer.inputs, scorer.request, fields)
+    outputs = await pooled_outputs(http, scorer.inputs, scorer.request, fields)
     return scorer.scores(outputs), outputs
 
 
-def _head_of(service: Service, http: Request, kind: str, model: str | None) -> dict[str, Any]:
+def _head_of(http: Exchange, kind: str, model: str | None) -> dict[str, Any]:
     """Return the fields that begin an answer; an adapter cannot be asked for."""
-    if service.adapter_of(model) is not None:
+    if http.serving.adapter_of(model) is not None:
         message = f"model={brief(model)} is an adapter, and scores are those of the base model"
         raise ApiError(400, message, param="model")
     return {
         "id": f"{kind}-{http.state.request_id}",
         "object": "list",
         "created": int(time.time()),
-        "model": model or service.model_name,
+        "model": model or http.serving.name,
     }
 
 

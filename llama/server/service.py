@@ -1,397 +1,122 @@
-"""The state that all routes share: the model, its engine, and whether a request is admitted.
+"""A server as its routes see it: the table of its models, and what all of them share.
 
-In: prepared requests of the routes. Out: their outputs, or an `ApiError`. Requests beyond
-`max_queue` waiting sequences are refused at once; the others wait in the engine. This file knows no
-API and no HTTP.
+In: the `model` of a body. Out: the `Serving` that answers it. The process asks the table for what
+concerns all models: whether one has failed, and how many sequences run. This file knows no API and
+no HTTP.
 """
 
-import asyncio
-import contextlib
-import functools
-import logging
-import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
-from pathlib import Path
 from typing import Any
 
-from llama.common.checks import FieldError, brief
 from llama.generation import Llama
-from llama.prompts import ToolFormat
-from llama.prompts.dialog_format import DialogFormat
-from llama.prompts.reasoning import REASONING_FIELDS
-from llama.requests.async_engine import AsyncLLMEngine
-from llama.requests.prepare import ContextLengthError
-from llama.requests.request import Request, RequestOutput
-from llama.sampling_params import SamplingParams
-from llama.server.errors import ApiError, ErrorFields, broken, shutting_down
-from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
-from llama.server.worker_pool import PoolBusyError, WorkerPool
-
-_PREPARE_S = 5.0  # limit for encoding a prompt, and for compiling a grammar
-_GRAMMAR_THREADS = 4  # grammars compiled at the same time
-_TOO_SLOW = (
-    f"the request took more than {_PREPARE_S:.0f} s to prepare: send less at once, or ask for a "
-    "simpler response format"
-)
-_POOL_BUSY = "the server is compiling the grammars of other requests: try again"
-log = logging.getLogger("llama.server")
-
-
-class State(Enum):
-    """The state of a server."""
-
-    LOADING = "loading"  # The model is being loaded.
-    READY = "ready"
-    DRAINING = "draining"  # Running requests are finished, and new ones are rejected.
-    BROKEN = "broken"  # A step failed; the process ends.
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The limits of a server.
-
-    Attributes:
-        max_queue: sequences that may wait, beside those that run.
-        max_wait_s: seconds until the first token of a request.
-        max_body_bytes: bytes of one body.
-        max_bodies_bytes: bytes of all bodies that are being received. See `BodyMemory`.
-        max_prompts: prompts of one body.
-        max_answer_mb: MiB that one answer may take. See `check_answer_size`.
-        max_connections: open connections. See `Connections`.
-        max_loras: LoRA adapters that are loaded at once, if clients can load them.
-        max_per_address: open connections of one address; None stands for three quarters of all.
-    """
-
-    max_queue: int = 1024
-    max_wait_s: float = 600.0
-    max_body_bytes: int = 8 * 2**20
-    max_bodies_bytes: int = 64 * 2**20
-    max_prompts: int = 256
-    max_answer_mb: int = 512
-    max_connections: int = 4096
-    max_loras: int = 16
-    max_per_address: int | None = None
+from llama.server.errors import unknown_model
+from llama.server.limits import Limits
+from llama.server.metrics import Metrics
+from llama.server.serving import Serving, State
 
 
 @dataclass(eq=False)
 class Service:
-    """The state of one server.
-
-    Everything is used in the event loop of the server, except `start`, `drain`, `has_failed`,
-    `break_off` and `is_busy`, which other threads use.
+    """The models of one server. `llama serve` adds one.
 
     Attributes:
-        model_name: name of the model, in answers and in /v1/models.
         limits: the limits of the server.
-        given_format: format of tool calls; None stands for that of the checkpoint's generation.
-        reasoning_field: name of the field of OpenAI's chats that has the reasoning.
-        lora_folder: folder from which clients can load LoRA adapters; None if they cannot.
-        state: whether requests are answered.
-        created: time of the start, in seconds since 1970.
+        servings: the models, by their names. The first one is the default.
         metrics: the metrics of the server.
-        llama: the model, once it is loaded.
-        engine: the engine of the model.
     """
 
-    model_name: str
     limits: Limits
-    given_format: ToolFormat | None = None
-    reasoning_field: str = REASONING_FIELDS[0]
-    lora_folder: Path | None = None
-    state: State = State.LOADING
-    created: int = field(default_factory=lambda: int(time.time()))
+    servings: dict[str, Serving] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
-    llama: Llama | None = None
-    engine: AsyncLLMEngine | None = None
-    _grammar_pool: WorkerPool = field(init=False)
-    _active: set[ActiveRequest] = field(default_factory=set)
-    _has_logged_failure: bool = False
 
-    def __post_init__(self) -> None:
-        max_waiting = self.limits.max_queue
-        self._grammar_pool = WorkerPool("llama-grammar", _GRAMMAR_THREADS, max_waiting)
+    def __iter__(self) -> Iterator[Serving]:
+        """Iterate over the models."""
+        return iter(self.servings.values())
+
+    def add(self, name: str, **options: Any) -> Serving:
+        """Add a model that is not loaded yet.
+
+        Args:
+            name: name of the model.
+            options: further attributes of its `Serving`.
+
+        Raises:
+            ValueError: a model has this name.
+        """
+        if name in self.servings:
+            raise ValueError(f"two models of the server have the name {name!r}: rename one")
+        serving = Serving(name, self.limits, self.metrics, **options)
+        self.servings[name] = serving
+        return serving
+
+    @property
+    def default(self) -> Serving:
+        """The model for requests that name none."""
+        return next(iter(self))
+
+    def of(self, model: str | None) -> Serving:
+        """Return the model that answers a body, which names it or one of its adapters.
+
+        A server with one model answers with it, whatever a body names. `Serving.adapter_of` refuses
+        unknown names where the model has adapters.
+
+        Raises:
+            ApiError: 404 if the server has several models, and none has this name.
+        """
+        if model is None or len(self.servings) == 1:
+            return self.default
+        for serving in self:
+            if serving.answers_to(model):
+                return serving
+        raise unknown_model(model, self.servings)
 
     def start(self, llama: Llama) -> None:
-        """Answer requests from now on, with a loaded model."""
-        self.llama = llama
-        self.engine = AsyncLLMEngine(llama)
-        self.metrics.registry.register(EngineMetrics(llama, self.num_unfinished))
-        self.state = State.READY
-        log.info("%s: %s", self.model_name, self.dialog_format.describe())
+        """Answer requests from now on, with the loaded default model."""
+        self.default.start(llama)
 
     def drain(self) -> None:
         """Reject new requests from now on."""
-        if self.state is not State.BROKEN:
-            self.state = State.DRAINING
+        for serving in self:
+            serving.drain()
+
+    @property
+    def state(self) -> State:
+        """The first state that is not `READY`; the process serves only while all models can."""
+        return next((x.state for x in self if x.state is not State.READY), State.READY)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a step failed, even if no client is left that waits for it."""
-        failure = self.engine and self.engine.failure
-        return self.state is State.BROKEN or failure is not None
+        """Whether a step of a model failed, even if no client is left that waits for it."""
+        return any(serving.has_failed for serving in self)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception of the first step that failed."""
+        engines = [serving.engine for serving in self]
+        return next((x.failure for x in engines if x and x.failure is not None), None)
 
     def break_off(self, *, is_failure: bool = True) -> None:
-        """End all requests, because the model cannot go on.
-
-        This does not wait for anything: a rank that is gone may have left this one in a step that
-        never ends.
-
-        Args:
-            is_failure: whether the requests get 500, for a failure, or 503, for a shutdown.
-        """
-        self.state = State.BROKEN if is_failure else State.DRAINING
-        if self.engine is not None:
-            self.engine.engine.close()
+        """End all requests; see `Serving.break_off`."""
+        for serving in self:
+            serving.break_off(is_failure=is_failure)
 
     @property
     def is_busy(self) -> bool:
         """Whether any request is being answered."""
-        return bool(self._active)
+        return any(serving.is_busy for serving in self)
+
+    @property
+    def ranks_alive(self) -> bool:
+        """Whether all ranks of the loaded models work."""
+        models = [serving.llama.model for serving in self if serving.llama is not None]
+        return all(is_alive for model in models for is_alive in model.parallel.ranks_alive())
 
     def num_unfinished(self) -> int:
         """Return the number of sequences that run or wait."""
-        answers = [answer for active in list(self._active) for answer in active.answers]
-        return sum(answer.finish_reason is None for answer in answers)
+        return sum(serving.num_unfinished() for serving in self)
 
-    def loaded(self) -> Llama:
-        """Return the model.
-
-        Raises:
-            ApiError: 503 while the model is being loaded, and while the server shuts down.
-        """
-        if self.state is State.LOADING:
-            raise ApiError(503, "the model is being loaded: try again")
-        if self.state is not State.READY or self.llama is None:
-            raise shutting_down()
-        return self.llama
-
-    @property
-    def dialog_format(self) -> DialogFormat:
-        """The format of dialogs: the model's, or Meta's with the given format of tool calls."""
-        dialog_format = self.loaded().dialog_format
-        if self.given_format is None:
-            return dialog_format
-        return dialog_format.with_tool_format(self.given_format)
-
-    def adapter_of(self, model: str | None) -> str | None:
-        """Return the name of the adapter that a body's `model` names; None for the base model.
-
-        Without adapters, any name stands for the base model.
-
-        Raises:
-            ApiError: 404 if the server has adapters, and nothing has this name.
-        """
-        adapters = self.loaded().adapters
-        if model is None or model in adapters:
-            return model
-        has_adapters = bool(adapters) or self.lora_folder is not None
-        base_names = (self.model_name, f"{self.model_name}:latest")  # Ollama's clients add a tag.
-        if not has_adapters or model in base_names:
-            return None
-        known = ", ".join(map(repr, [self.model_name, *adapters]))
-        message = f"there is no model {brief(model)}: this server has {known}"
-        raise ApiError(404, message, param="model", code="model_not_found")
-
-    async def prepare(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        fields: ErrorFields,
-        *,
-        tenant: bytes,
-        index: int = 0,
-        must_fit: bool = True,
-        max_context: int | None = None,
-        model: str | None = None,
-    ) -> Request:
-        """Return a checked request for the engine.
-
-        Args:
-            prompt: text or token ids.
-            params: parameters of all its answers.
-            fields: the body's own names, which an error uses.
-            tenant: prefix root of whoever sends the request. See `ApiKeys`.
-            index: position of the prompt in the body.
-            must_fit: whether `max_tokens` beyond the context is an error.
-            max_context: number of tokens of prompt and answer together, if less than the context.
-            model: the body's `model`, which can be the name of an adapter.
-
-        Raises:
-            ApiError: 400 names the field of the body that is at fault, or that takes too long to
-                prepare; 503 says that the server is busy or shutting down.
-        """
-        tokenizer = self.loaded().tokenizer
-        adapter = self.adapter_of(model)
-        if isinstance(prompt, str):
-            # The engine adds begin_of_text; a client may have written its name as well.
-            names = {token: name for name, token in tokenizer.special_tokens.items()}
-            prompt = prompt.removeprefix(names[tokenizer.bos_id])
-        try:
-            with self.refusals(fields):
-                return await self._prepare(
-                    prompt,
-                    params,
-                    tenant=tenant,
-                    index=index,
-                    must_fit=must_fit,
-                    max_context=max_context,
-                    adapter=adapter,
-                )
-        except PoolBusyError:
-            self.metrics.refused.inc()
-            raise ApiError(503, _POOL_BUSY) from None
-        except TimeoutError:
-            field = fields.prompt if params.structured_output is None else "structured_output"
-            raise fields.refusal(FieldError(field, _TOO_SLOW)) from None
-
-    @contextlib.contextmanager
-    def refusals(self, fields: ErrorFields) -> Iterator[None]:
-        """Turn the errors of a request that is being prepared into those of an API.
-
-        Args:
-            fields: the body's own names, which an error uses.
-
-        Raises:
-            ApiError: 400 names the field of the body that is at fault; 503 says that the server is
-                shutting down.
-        """
-        try:
-            yield
-        except ContextLengthError as error:
-            raise _context_error(error, fields) from None
-        except (TypeError, ValueError) as error:
-            raise fields.refusal(error) from None
-        except RuntimeError:
-            raise shutting_down() from None
-
-    async def _prepare(
-        self, prompt: str | list[int], params: SamplingParams, **options: Any
-    ) -> Request:
-        """Prepare a request in the event loop or in a thread; the time is limited either way."""
-        assert self.engine is not None
-        if params.structured_output is None:
-            async with asyncio.timeout(_PREPARE_S):
-                return await self.engine.prepare(prompt, params, "", **options)
-        prepare = functools.partial(self.engine.engine.prepare, "", prompt, params, **options)
-        request = await self._grammar_pool.run(prepare, _PREPARE_S)
-        self.loaded()  # The engine may have been closed meanwhile.
-        return request
-
-    def check_capacity(self, num_sequences: int, field: str = "prompt") -> None:
-        """Check that the queue has capacity for so many more sequences.
-
-        Args:
-            num_sequences: sequences of one request. It may take the whole batch and half of the
-                queue, so that others get in beside it.
-            field: the field of the body that asks for them.
-
-        Raises:
-            ApiError: 400 if the queue never has that much capacity, 503 if it has not now.
-        """
-        max_running = self.loaded().model.params.max_batch_size
-        max_sequences = max_running + self.limits.max_queue // 2
-        if num_sequences > max_sequences:
-            message = (
-                f"the request asks for {num_sequences} answers (prompts times n or best_of): this "
-                f"server takes at most {max_sequences} at once; send several requests, or start it "
-                "with a larger --max_queue"
-            )
-            raise ApiError(400, message, param=field)
-        num_unfinished = self.num_unfinished()
-        if num_sequences > max_running + self.limits.max_queue - num_unfinished:
-            self.metrics.refused.inc()
-            message = f"the queue is full: {num_unfinished} sequences run or wait; try again"
-            raise ApiError(503, message)
-
-    @contextlib.contextmanager
-    def _admitted(self, requests: list[Request], request_id: str) -> Iterator[ActiveRequest]:
-        """Count the requests as unfinished within a context.
-
-        Raises:
-            ApiError: 503 if the queue is full.
-        """
-        active = ActiveRequest(request_id, requests)
-        self.check_capacity(len(active.answers))
-        self._active.add(active)
-        try:
-            yield active
-        except ApiError as error:
-            active.status = error.status
-            error.is_logged = True
-            raise
-        finally:
-            self._active.remove(active)
-            self.metrics.observe_end(active)
-            active.log()
-
-    async def outputs(
-        self, requests: list[Request], request_id: str, fields: ErrorFields
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of one HTTP request as they come.
-
-        Raises:
-            ApiError: 500 if the step failed; 400 if the grammar of an answer became too large; 503
-                if the queue is full, if no token came in time, or if the server shuts down.
-        """
-        assert self.engine is not None
-        with self._admitted(requests, request_id) as active:
-            try:
-                async with contextlib.aclosing(self.engine.stream(requests)) as outputs:
-                    yield self._checked(await self._first(outputs), active, fields)
-                    async for output in outputs:
-                        yield self._checked(output, active, fields)
-            except ApiError:
-                raise
-            except FieldError as error:  # an adapter was unloaded since the request was prepared
-                raise fields.refusal(error) from None
-            except Exception:
-                self._note_failure(self.engine)
-                raise broken() from None
-
-    def _note_failure(self, engine: AsyncLLMEngine) -> None:
-        """Set the state after an exception of the engine, and log it once if it is that of a step.
-
-        The main thread may have set the state before.
-        """
-        is_of_step = self.state is not State.BROKEN or engine.failure is not None
-        self.state = State.BROKEN
-        if is_of_step and not self._has_logged_failure:
-            self._has_logged_failure = True
-            log.exception("a step failed: the server ends")
-
-    async def _first(self, outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-        """Return the first output, or raise an ApiError if it takes too long."""
-        max_wait_s = self.limits.max_wait_s
-        try:
-            async with asyncio.timeout(max_wait_s):
-                return await anext(outputs)
-        except TimeoutError:
-            message = f"no token came within {max_wait_s:.0f} s: try again later"
-            raise ApiError(503, message) from None
-
-    def _checked(
-        self, output: RequestOutput, active: ActiveRequest, fields: ErrorFields
-    ) -> RequestOutput:
-        """Count an output and return it, or raise an ApiError if it has an error."""
-        self.metrics.observe_output(active, output)
-        if output.error is not None and output.error_field is not None:
-            raise fields.refusal(FieldError(output.error_field, output.error))
-        if output.error is not None:
-            raise ApiError(500, output.error)
-        is_aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
-        if output.finished and is_aborted:
-            raise broken() if self.state is State.BROKEN else shutting_down()
-        return output
-
-
-def _context_error(error: ContextLengthError, fields: ErrorFields) -> ApiError:
-    """Return the error of an API for a request that exceeds the context."""
-    message = str(error)
-    if error.field == "max_tokens":
-        name = fields.names.get("max_tokens", "max_tokens")
-        return ApiError(400, message, param=name, code="context_length_exceeded")
-    if fields.too_long is None:
-        return ApiError(400, message, param=fields.prompt)
-    return ApiError(400, fields.too_long.format(count=error.count, max_count=error.max_count))
+    def close(self) -> None:
+        """End all requests and the engines' threads."""
+        for serving in self:
+            serving.close()

@@ -5,7 +5,7 @@ In: texts, dialogs or token ids. Out: JSON objects. No model runs.
 
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field, Tag
 from starlette.responses import Response
 
@@ -16,7 +16,7 @@ from llama.prompts.messages import Dialog
 from llama.prompts.tools import ToolFields
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError
-from llama.server.exchange import beside_if_large, body_router
+from llama.server.exchange import Exchange, beside_if_large, body_router
 from llama.server.sampling import TokenId
 from llama.server.service import Service
 from llama.tokenizer import Tokenizer
@@ -103,10 +103,10 @@ def routes(service: Service) -> APIRouter:
     router = body_router()
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeBody, http: Request) -> Response:
+    async def tokenize(body: TokenizeBody, http: Exchange) -> Response:
         """Return the ids of a text, or of a dialog as a chat request would encode it."""
-        llama = service.loaded()
-        ids = await beside_if_large(http, body.ids, service.dialog_format)
+        llama = http.serving.loaded()
+        ids = await beside_if_large(http, body.ids, http.serving.dialog_format)
         strings = None
         if body.return_token_strs:
             strings = await beside_if_large(http, _strings, llama.tokenizer, ids)
@@ -119,9 +119,9 @@ def routes(service: Service) -> APIRouter:
         return await beside_if_large(http, JsonResponse, content)
 
     @router.post("/detokenize")
-    async def detokenize(body: DetokenizeBody, http: Request) -> Response:
+    async def detokenize(body: DetokenizeBody, http: Exchange) -> Response:
         """Return the text of ids, in which special tokens are their names."""
-        tokenizer = service.loaded().tokenizer
+        tokenizer = http.serving.loaded().tokenizer
         try:
             text = await beside_if_large(http, tokenizer.decode, body.tokens)
         except ValueError as error:
@@ -131,7 +131,7 @@ def routes(service: Service) -> APIRouter:
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         """Return names and ids of the special tokens, as in a tokenizer_config.json."""
-        llama = service.loaded()
+        llama = service.default.loaded()
         return JsonResponse(_tokenizer_config(llama.tokenizer, llama.model.params.max_seq_len))
 
     return router

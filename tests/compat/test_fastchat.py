@@ -21,13 +21,14 @@ import pytest
 from helpers.fastchat import DIALOGS, FINE_TUNES, HOSTILE, NO_SYSTEM, format_of
 from helpers.launch import environment
 from helpers.server import run_server
+from helpers.services import service_of
 from llama import Llama, cli
 from llama.compat import fastchat
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.fastchat import FastChatWorker, as_trained, conversation_template, prompt_ids
 from llama.prompts.dialog_format import MissingFormat
 from llama.server.app import make_app
-from llama.server.service import Limits, Service
+from llama.server.limits import Limits
 from llama.tokenizer import ChatFormat
 
 LIMIT_S = 30.0
@@ -91,7 +92,7 @@ def stream(app, **params) -> Client:
 
 
 def make_worker(llama: Llama, **limits) -> FastChatWorker:
-    service = Service("demo", Limits(**limits))
+    service = service_of(limits=Limits(**limits))
     service.start(llama)
     return FastChatWorker(service, "http://c", "http://w", 45)
 
@@ -263,8 +264,7 @@ def test_a_full_queue_and_a_server_that_ends_are_reports(demo):
         (full,) = await stream(app, prompt="a", n=2, temperature=1.0).reports()
         assert full["error_code"] == 50001 and "queue is full" in full["text"]
         app.service.drain()
-        assert app.service.engine is not None
-        await asyncio.to_thread(app.service.engine.close)
+        await asyncio.to_thread(app.service.close)
         last = (await many.reports())[-1]
         assert last["error_code"] == 50001 and "shutting down" in last["text"]
         late = await post(app, "/worker_generate", prompt="a")

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from helpers.services import service_of
 from llama import Llama
 from llama.compat.fastchat import FastChatWorker
 from llama.prompts import ToolFormat
+from llama.server.limits import Limits
 from llama.server.process import Server
-from llama.server.service import Limits, Service
+from llama.server.service import Service
 
 SMALL = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
 _PAUSE_S = 0.05  # between two small requests
@@ -50,15 +52,14 @@ def running_server(llama: Llama, **limits: Any) -> Iterator[Server]:
     def host_routes(service: Service, port: int) -> Any:
         return FastChatWorker(service, "http://127.0.0.1:9", "http://127.0.0.1", 3600).router()
 
-    service = Service("demo", Limits(**limits), ToolFormat("llama3.1"))
+    service = service_of(limits=Limits(**limits), given_format=ToolFormat("llama3.1"))
     server = Server(service, host="127.0.0.1", port=0, api_keys=[], host_routes=host_routes)
     server.start()
     server.open(llama)
     try:
         yield server
     finally:
-        assert service.engine is not None
-        service.engine.close()
+        service.close()
         server.stop()
 
 
@@ -112,7 +113,7 @@ def _clock(ident: int | None) -> int:
 
 
 def _step_thread(server: Server) -> int | None:
-    engine = server.service.engine
+    engine = server.service.default.engine
     assert engine is not None
     (thread,) = engine._thread._threads
     return thread.ident

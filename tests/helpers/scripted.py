@@ -12,12 +12,12 @@ import httpx
 import openai
 
 from helpers.scheduling import FakeStep
+from helpers.services import service_of
 from llama import Llama
 from llama.engine.rows import Tokens
 from llama.engine.step import Step
 from llama.prompts import ToolFormat
 from llama.server.app import make_app
-from llama.server.service import Limits, Service
 
 
 def openai_client(connection: Any) -> openai.AsyncOpenAI:
@@ -79,14 +79,13 @@ class ScriptedServer:
         """Return the result of `work(client)`; `connect` wraps an HTTP client of this module."""
 
         async def run() -> Any:
-            service = Service("tiny", Limits(), tool_format, reasoning_field)
+            service = service_of("tiny", given_format=tool_format, reasoning_field=reasoning_field)
             service.start(self.llama)
             transport = http.ASGITransport(make_app(service, lenient=lenient))
             async with http.AsyncClient(transport=transport) as connection:
                 try:
                     return await asyncio.wait_for(work(connect(connection)), 60)
                 finally:
-                    assert service.engine is not None
-                    service.engine.close()
+                    service.close()
 
         return asyncio.run(run())

@@ -22,10 +22,10 @@ import uvicorn
 from helpers.bad_requests import BAD_REQUESTS, KEY
 from helpers.checkpoints import random_state, write_meta
 from helpers.launch import DEMO
+from helpers.services import service_of
 from llama import Llama
 from llama.prompts import ToolFormat
 from llama.server.process import Server
-from llama.server.service import Limits, Service
 
 _TICK_S = 0.005
 _WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}}
@@ -190,7 +190,7 @@ def measure(llama: Llama, chosen: dict[str, tuple[str, Any]]) -> None:
         watching.cancel()
 
     uvicorn.Server.serve = watched  # type: ignore[method-assign]
-    service = Service("demo", Limits(), ToolFormat("llama3.1"))
+    service = service_of(given_format=ToolFormat("llama3.1"))
     server = Server(service, host="127.0.0.1", port=0, api_keys=["k"])
     server.start()
     is_done = threading.Event()

@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 
 from helpers.bad_requests import BAD_REQUESTS
 from helpers.launch import REPO
+from helpers.services import service_of
 from llama.server import routes, scoring, tokens
 from llama.server.accepted import AcceptedFields, LabelFields
 from llama.server.anthropic.models import CountBody, MessagesBody
@@ -24,9 +25,7 @@ from llama.server.ollama import routes as ollama
 from llama.server.openai import embeddings
 from llama.server.openai.models import ChatBody, CompletionBody
 from llama.server.responses.models import ResponsesBody
-from llama.server.service import Limits, Service
 
-APIS = (routes, tokens, ollama, embeddings, scoring)
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -99,7 +98,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    app = make_app(Service("demo", Limits()))
+    app = make_app(service_of())
     with TestClient(app, base_url="http://localhost") as client:
         yield client
 
@@ -139,8 +138,9 @@ def resolved(schema: Any, root: Any) -> Any:
 
 def test_the_schema_of_each_route_is_that_of_its_parameter(document):
     """The schema of each route is that of its parameter, which reads the body."""
-    service = Service("demo", Limits())
-    made = [route for api in APIS for route in api.routes(service).routes]
+    routers = [api.routes() for api in (routes, embeddings, scoring)]
+    routers += [api.routes(service_of()) for api in (tokens, ollama)]
+    made = [route for router in routers for route in router.routes]
     posts = [each for each in made if isinstance(each, BodyRoute) and each.methods == {"POST"}]
     assert len(posts) == sum("post" in each for each in document["paths"].values()) == 18
     for route in posts:

@@ -121,8 +121,9 @@ def test_an_answer_that_could_be_too_large_is_refused(server, client):
     echo = {"prompt": [7] * 4000, "echo": True, "logprobs": 20, "n": 64, "max_tokens": 1}
     open_end = {"prompt": "a", "max_tokens": 4000, "logprobs": 100, "best_of": 64}
     chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "n": 64}
-    assert server.service.engine is not None
-    steps = server.service.engine.engine.core.stats.steps
+    engine = server.service.default.engine
+    assert engine is not None
+    steps = engine.engine.core.stats.steps
     for path, body, field in (
         (TEXT, echo, "logprobs"),
         (TEXT, {**echo, "stream": True}, "logprobs"),
@@ -133,7 +134,7 @@ def test_an_answer_that_could_be_too_large_is_refused(server, client):
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, field), error
         assert "at most 512" in error["message"] and "--max_answer_mb" in error["message"]
-    assert server.service.engine.engine.core.stats.steps == steps
+    assert engine.engine.core.stats.steps == steps
     assert client.post(TEXT, json={**echo, "n": 2, "logprobs": 1}).status_code == 200
 
 

@@ -18,7 +18,7 @@ from llama.prompts import ToolFormat, encode_chat
 from llama.server import encoding
 from llama.server.encoding import EventStream
 from llama.server.errors import ApiError
-from llama.server.service import Service
+from llama.server.serving import Serving
 
 STORY: Any = [{"role": "user", "content": "Tell me a story about a cat"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -377,7 +377,7 @@ def test_an_error_in_the_stream_and_the_pings_before_it(scripted, monkeypatch):
     The status was sent already, so the client raises the error that the last event reports.
     """
 
-    async def broken(self: Service, requests: Any, request_id: str, *more: Any) -> Any:
+    async def broken(self: Serving, requests: Any, request_id: str, *more: Any) -> Any:
         async with contextlib.aclosing(outputs(self, requests, request_id, *more)) as real:
             yield await anext(real)
         num_before = len(pings)
@@ -393,9 +393,9 @@ def test_an_error_in_the_stream_and_the_pings_before_it(scripted, monkeypatch):
         await keep_open(self, send_and_note)
 
     pings: list[bytes] = []
-    keep_open, outputs = EventStream._keep_open, Service.outputs
+    keep_open, outputs = EventStream._keep_open, Serving.outputs
     monkeypatch.setattr(EventStream, "_keep_open", noted)
-    monkeypatch.setattr(Service, "outputs", broken)
+    monkeypatch.setattr(Serving, "outputs", broken)
     monkeypatch.setattr(encoding, "KEEP_ALIVE_S", 0.05)
     scripted.says("x")
     body: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 5}

@@ -24,11 +24,11 @@ from helpers.browser import (
 )
 from helpers.markdown import MATH, TEXTS, TREE, commonmark, normalized
 from helpers.server import run_server
+from helpers.services import service_of
 from helpers.waiting import wait_until
 from helpers.web import web
 from llama.server.page import read_page
 from llama.server.process import Server
-from llama.server.service import Limits, Service
 
 
 @pytest.fixture(scope="module")
@@ -831,7 +831,7 @@ def test_the_engine_tab_asks_once_where_the_key_does_not_open_metrics(opened):
     The server needs no model for that.
     """
     keys = ["first", "second"]
-    server = Server(Service("demo", Limits()), host="127.0.0.1", port=0, api_keys=keys)
+    server = Server(service_of(), host="127.0.0.1", port=0, api_keys=keys)
     server.start()
     try:
         page = opened(f"http://127.0.0.1:{server.port}")

@@ -17,7 +17,7 @@ from helpers.scripted import ScriptedServer
 from helpers.web import web
 from llama.prompts import ToolFormat, encode_chat
 from llama.server.errors import ApiError
-from llama.server.service import Service
+from llama.server.serving import Serving
 
 STORY = "Tell me a story about a cat"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -284,13 +284,13 @@ def test_a_forced_call_fits_its_schema(scripted):
 def test_an_error_in_the_stream(scripted, monkeypatch):
     """An error in the stream is reported by its last event, as the status was sent already."""
 
-    async def broken(self: Service, requests: Any, request_id: str, *more: Any) -> Any:
+    async def broken(self: Serving, requests: Any, request_id: str, *more: Any) -> Any:
         async with contextlib.aclosing(outputs(self, requests, request_id, *more)) as real:
             yield await anext(real)
         raise ApiError(500, "the model failed in this step")
 
-    outputs = Service.outputs
-    monkeypatch.setattr(Service, "outputs", broken)
+    outputs = Serving.outputs
+    monkeypatch.setattr(Serving, "outputs", broken)
     scripted.says("It is warm.")
 
     async def ask(client: openai.AsyncOpenAI) -> list[Any]:

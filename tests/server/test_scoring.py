@@ -9,9 +9,9 @@ import transformers
 from starlette.testclient import TestClient
 
 from helpers.embedders import pooling_files, write_model
+from helpers.services import service_of
 from llama import Llama
 from llama.server.app import make_app
-from llama.server.service import Limits, Service
 
 TEXTS = ["the cat sleeps", "where is the ball?", "a"]
 Served = tuple[Llama, TestClient]
@@ -20,7 +20,7 @@ Served = tuple[Llama, TestClient]
 def serve(folder: Path, model_class: Any, **config: Any) -> Served:
     write_model(folder, model_class, **config)
     llama = Llama.build(str(folder), None, 64, 4, device="cpu", dtype="fp32", verbose=False)
-    service = Service("tiny", Limits())
+    service = service_of("tiny")
     service.start(llama)
     return llama, TestClient(make_app(service), base_url="http://localhost")
 

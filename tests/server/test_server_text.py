@@ -13,11 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
+from helpers.services import service_of
 from llama import Llama
 from llama.prompts import ToolFormat
 from llama.server.app import make_app
 from llama.server.errors import ApiError
-from llama.server.service import Limits, Service
+from llama.server.service import Service
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -26,7 +27,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 async def client_of(
     llama: Llama, tool_format: ToolFormat | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
-    service = Service("demo", Limits(), tool_format)
+    service = service_of(given_format=tool_format)
     service.start(llama)
     transport = httpx.ASGITransport(make_app(service))
     try:
@@ -35,14 +36,13 @@ async def client_of(
         ) as client:
             yield client, service
     finally:
-        assert service.engine is not None
-        service.engine.close()
+        service.close()
 
 
 def capture_prompts(service: Service) -> list[list[int]]:
     """Capture the prompts that reach the engine; each request then ends with 503."""
     found: list[list[int]] = []
-    prepare = service.prepare
+    prepare = service.default.prepare
 
     async def capture(*args: Any, **kwargs: Any) -> Any:
         request = await prepare(*args, **kwargs)
@@ -50,7 +50,7 @@ def capture_prompts(service: Service) -> list[list[int]]:
         found.append(list(sequence.tokens[: sequence.num_prompt]))
         raise ApiError(503, "captured")
 
-    service.prepare = capture  # type: ignore[method-assign]
+    service.default.prepare = capture  # type: ignore[method-assign]
     return found
 
 
@@ -227,7 +227,7 @@ def test_a_browser_lets_the_pages_ask_that_the_server_allows(allowed):
 
     This covers the preflight, which carries no key, and answers, including errors.
     """
-    app = make_app(Service("demo", Limits()), api_keys=["secret"], allowed_origins=allowed)
+    app = make_app(service_of(), api_keys=["secret"], allowed_origins=allowed)
     ask = {
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",

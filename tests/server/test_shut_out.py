@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from helpers.server import run_server
+from helpers.services import service_of
 from helpers.waiting import wait_until
 from helpers.web import web
 from llama.cli.flags import UsageError
@@ -29,8 +30,8 @@ from llama.ranks.signals import _SAME_SIGNAL_S
 from llama.server import connections
 from llama.server.auth import is_loopback
 from llama.server.connections import Connections
+from llama.server.limits import Limits
 from llama.server.process import Server
-from llama.server.service import Limits, Service
 
 TEXT = "/v1/completions"
 SMALL = {"prompt": "x", "max_tokens": 1}
@@ -55,14 +56,13 @@ def connections_of_server() -> Iterator[list[Connections]]:
 
 @pytest.fixture(scope="module")
 def url(demo, connections_of_server) -> Iterator[str]:
-    server = Server(Service("demo", LIMITS), host="127.0.0.1", port=0, api_keys=[])
+    server = Server(service_of(limits=LIMITS), host="127.0.0.1", port=0, api_keys=[])
     # inherited by all of its connections
     server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     server.start()
     server.service.start(demo)
     yield f"http://127.0.0.1:{server.port}"
-    assert server.service.engine is not None
-    server.service.engine.close()
+    server.service.close()
     server.stop()
 
 
@@ -229,7 +229,7 @@ def test_upgrades_use_up_no_connections(path, is_forced, monkeypatch, caplog):
     automatic = "uvicorn.protocols.websockets.auto.AutoWebSocketsProtocol"
     monkeypatch.setattr(automatic, SilentProtocol)
     caplog.set_level("INFO", "llama.server")
-    server = Server(Service("demo", LIMITS), host="127.0.0.1", port=0, api_keys=[])
+    server = Server(service_of(limits=LIMITS), host="127.0.0.1", port=0, api_keys=[])
     if is_forced:
         server._uvicorn.config.ws = SilentProtocol
     head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n".encode()

@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from helpers.services import service_of
 from llama.common.checks import FieldError
 from llama.requests.grammar import GrammarCompiler
-from llama.server import service as service_module
+from llama.server import serving as serving_module
 from llama.server.app import make_app
-from llama.server.service import Limits, Service
+from llama.server.limits import Limits
 
 SLOW = {"structured_outputs": {"regex": "slow"}}
 QUICK = {"structured_outputs": {"regex": "yes|no"}}
@@ -55,12 +56,11 @@ def test_slow_grammars_hold_up_no_other_request(demo, is_released, monkeypatch, 
     With six or more grammars that never finish, a request without a grammar is answered, small or
     large. The compiling requests get 400 and others 503; later grammars compile as usual.
     """
-    monkeypatch.setattr(service_module, "_PREPARE_S", 0.3)
+    monkeypatch.setattr(serving_module, "_PREPARE_S", 0.3)
 
     async def run() -> None:
-        service = Service("demo", Limits())
+        service = service_of()
         service.start(demo)
-        assert service.engine is not None
         transport = httpx.ASGITransport(make_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             try:
@@ -72,7 +72,7 @@ def test_slow_grammars_hold_up_no_other_request(demo, is_released, monkeypatch, 
                 quick = await _ask(client, **QUICK)
             finally:
                 is_released.set()
-                service.engine.close()
+                service.close()
         if is_long:
             assert small.status_code == 400 and "max_seq_len" in _error(small)["message"]
         else:
@@ -94,13 +94,12 @@ def test_slow_grammars_hold_up_no_other_request(demo, is_released, monkeypatch, 
 
 def test_grammars_beyond_the_queue_are_refused_at_once(demo, is_released):
     async def run() -> None:
-        service = Service("demo", Limits(max_queue=2))
+        service = service_of(limits=Limits(max_queue=2))
         service.start(demo)
-        assert service.engine is not None
         transport = httpx.ASGITransport(make_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             try:
-                num_held = service_module._GRAMMAR_THREADS + 2
+                num_held = serving_module._GRAMMAR_THREADS + 2
                 held = [asyncio.create_task(_ask(client, **SLOW)) for _ in range(num_held + 1)]
                 done, waiting = await asyncio.wait(held, return_when=asyncio.FIRST_COMPLETED)
                 (refused,) = [task.result() for task in done]
@@ -111,6 +110,6 @@ def test_grammars_beyond_the_queue_are_refused_at_once(demo, is_released):
                     assert "released" in _error(response)["message"]
             finally:
                 is_released.set()
-                service.engine.close()
+                service.close()
 
     asyncio.run(run())

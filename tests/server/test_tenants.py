@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 
 from helpers.batch import answers
 from helpers.launch import REPO
+from helpers.services import service_of
 from llama import Llama, SamplingParams
 from llama.cli.flags import UsageError
 from llama.cli.serve import _metrics_keys
@@ -28,7 +29,6 @@ from llama.requests.grammar import GrammarCompiler
 from llama.requests.prepare import prefix_root
 from llama.server.app import make_app
 from llama.server.process import Server
-from llama.server.service import Limits, Service
 
 STORY = " once upon a time there was a little cat who lived in a big house and liked to play" * 2
 MESSAGES: Any = [{"role": "user", "content": STORY}]
@@ -75,13 +75,12 @@ def llama(demo) -> Llama:
 def client(llama) -> Iterator[httpx.Client]:
     """Return a client of a server with the keys "a" and "b"."""
     keys = ["a", "b", "a"]
-    server = Server(Service("demo", Limits()), host="127.0.0.1", port=0, api_keys=keys)
+    server = Server(service_of(), host="127.0.0.1", port=0, api_keys=keys)
     server.start()
     server.service.start(llama)
     with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as opened:
         yield opened
-    assert server.service.engine is not None
-    server.service.engine.close()
+    server.service.close()
     server.stop()
 
 
@@ -210,7 +209,7 @@ def test_one_key_is_one_tenant():
     """One key, given once or twice, shares what it would share without a key."""
     roots = []
     for keys in ([], ["k"], ["k", "k"]):
-        app = make_app(Service("demo", Limits()), api_keys=keys, loopback=False)
+        app = make_app(service_of(), api_keys=keys, loopback=False)
         roots.append(app.keys.tenant("k"))  # type: ignore[attr-defined]
     assert roots == [b""] * 3
 
@@ -269,7 +268,7 @@ def test_what_all_tenants_do_is_for_the_operator(path, api_keys, metrics_keys, s
     That is also so below a path that a proxy adds.
     """
     keys: Any = {"api_keys": api_keys, "metrics_keys": metrics_keys}
-    app = make_app(Service("demo", Limits()), loopback=False, **keys)
+    app = make_app(service_of(), loopback=False, **keys)
     for root in ("", "/llama"):
         web = TestClient(app, root_path=root, base_url="http://testserver")
         found = []

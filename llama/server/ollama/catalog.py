@@ -1,6 +1,6 @@
-"""Descriptions of the one model of this server, as Ollama's API has them.
+"""Descriptions of a model of this server, as Ollama's API has them.
 
-In: a `Service` whose model is loaded. Out: JSON objects of /api/tags, /api/show and /api/ps.
+In: a `Serving` whose model is loaded. Out: JSON objects of /api/tags, /api/show and /api/ps.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from llama.checkpoint.table import part_of
 from llama.common.device import dtype_name
 from llama.model.args import ModelArgs
 from llama.server.ollama.answers import timestamp
-from llama.server.service import Service
+from llama.server.serving import Serving
 
 _NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
 _FLOAT_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -24,25 +24,25 @@ def tagged(name: str) -> str:
     return name if has_tag else f"{name}:latest"
 
 
-def listed(service: Service) -> dict[str, Any]:
+def listed(serving: Serving) -> dict[str, Any]:
     """Return the entry of the model in /api/tags."""
-    name = tagged(service.model_name)
-    details = _details(service)
+    name = tagged(serving.name)
+    details = _details(serving)
     return {
         "name": name,
         "model": name,
-        "modified_at": timestamp(service.created),
-        "size": _size(service),
+        "modified_at": timestamp(serving.created),
+        "size": _size(serving),
         "digest": _digest(name, details),
         "details": details,
     }
 
 
-def running(service: Service) -> dict[str, Any]:
+def running(serving: Serving) -> dict[str, Any]:
     """Return the entry of the model in /api/ps."""
-    entry = listed(service)
+    entry = listed(serving)
     del entry["modified_at"]
-    model = service.loaded().model
+    model = serving.loaded().model
     is_on_gpu = model.norm.weight.device.type == "cuda"
     return {
         **entry,
@@ -52,28 +52,28 @@ def running(service: Service) -> dict[str, Any]:
     }
 
 
-def shown(service: Service) -> dict[str, Any]:
+def shown(serving: Serving) -> dict[str, Any]:
     """Return the answer of /api/show."""
-    params = service.loaded().model.params
-    dialog_format = service.dialog_format
+    params = serving.loaded().model.params
+    dialog_format = serving.dialog_format
     capabilities = ["completion"]
     if dialog_format.has_tools:
         capabilities.append("tools")
     if dialog_format.reasoning is not None:
         capabilities.append("thinking")
     return {
-        "modelfile": f"FROM {service.model_name}\nPARAMETER num_ctx {params.max_seq_len}\n",
+        "modelfile": f"FROM {serving.name}\nPARAMETER num_ctx {params.max_seq_len}\n",
         "parameters": f"num_ctx {params.max_seq_len}",
         "template": dialog_format.jinja_template(),
-        "details": _details(service),
+        "details": _details(serving),
         "model_info": _model_info(params),
         "capabilities": capabilities,
-        "modified_at": timestamp(service.created),
+        "modified_at": timestamp(serving.created),
     }
 
 
-def _details(service: Service) -> dict[str, Any]:
-    model = service.loaded().model
+def _details(serving: Serving) -> dict[str, Any]:
+    model = serving.loaded().model
     dtype = dtype_name(model.norm.weight.dtype)
     return {
         "parent_model": "",
@@ -122,9 +122,9 @@ def _abbreviated(count: int) -> str:
     return str(count)
 
 
-def _size(service: Service) -> int:
+def _size(serving: Serving) -> int:
     """Return the bytes of the weights in memory, on all ranks together."""
-    model = service.loaded().model
+    model = serving.loaded().model
     own_bytes = sum(weight.nbytes for weight in [*model.parameters(), *model.buffers()])
     return int(own_bytes / part_of(model.params, model.parallel.placement))
 

@@ -14,6 +14,7 @@ from llama.requests.request import Request as EngineRequest
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError
 from llama.server.exchange import (
+    Exchange,
     UndeclaredBodyRoute,
     beside_if_large,
     body_router,
@@ -58,18 +59,19 @@ def routes(service: Service) -> APIRouter:
 
     async def answer(
         body: ChatBody | GenerateBody,
-        http: Request,
+        http: Exchange,
         make_answer: type[ChatAnswer | GenerateAnswer],
     ) -> Response:
+        serving = http.serving
         if body.only_loads:
-            meta = ResponseMeta("", body.model or service.model_name, int(time.time()))
-            nothing = make_answer(ApiRequest(DEFAULTS), service.dialog_format, meta)
+            meta = ResponseMeta("", body.model or serving.name, int(time.time()))
+            nothing = make_answer(ApiRequest(DEFAULTS), serving.dialog_format, meta)
             return JsonResponse(nothing.loaded_body(unloads=body.unloads))
-        if body.think and service.dialog_format.reasoning is None:
+        if body.think and serving.dialog_format.reasoning is None:
             _ignore(http, "think", " must be false: the model does not support thinking")
         request = await beside_if_large(http, body.request)
-        prepared = await _prepare(service, http, request)
-        return await respond(service, http, request, [prepared], make_answer)
+        prepared = await _prepare(http, request)
+        return await respond(http, request, [prepared], make_answer)
 
     @router.get("/api/version")
     async def version() -> Response:
@@ -78,32 +80,33 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/api/tags")
     async def tags() -> Response:
-        """List the one model."""
-        return JsonResponse({"models": [catalog.listed(service)]})
+        """List the models."""
+        return JsonResponse({"models": [catalog.listed(serving) for serving in service]})
 
     @router.get("/api/ps")
     async def ps() -> Response:
-        """List the one model, which is always loaded."""
-        return JsonResponse({"models": [catalog.running(service)]})
+        """List the models, which are always loaded."""
+        return JsonResponse({"models": [catalog.running(serving) for serving in service]})
 
     @router.post(SHOW_URL)
-    async def show(body: ShowBody, http: Request) -> Response:
-        """Describe the model."""
+    async def show(body: ShowBody, http: Exchange) -> Response:
+        """Describe a model."""
         name = body.model or body.name
         if not name:
             raise FieldError.of("model", " is needed")
-        if catalog.tagged(name) != catalog.tagged(service.model_name):
-            message = f"model {brief(name)} not found: this server has {service.model_name!r}"
+        serving = service.of(name)
+        if catalog.tagged(name) != catalog.tagged(serving.name):
+            message = f"model {brief(name)} not found: this server has {serving.name!r}"
             raise ApiError(404, message, param="model")
-        return JsonResponse(catalog.shown(service))
+        return JsonResponse(catalog.shown(serving))
 
     @router.post(CHAT_URL)
-    async def chat(body: ChatBody, http: Request) -> Response:
+    async def chat(body: ChatBody, http: Exchange) -> Response:
         """Answer a dialog."""
         return await answer(body, http, ChatAnswer)
 
     @router.post(GENERATE_URL)
-    async def generate(body: GenerateBody, http: Request) -> Response:
+    async def generate(body: GenerateBody, http: Exchange) -> Response:
         """Answer a question, or continue a text."""
         return await answer(body, http, GenerateAnswer)
 
@@ -128,12 +131,13 @@ def _refuse(router: APIRouter, path: str, methods: list[str], message: str) -> N
     router.add_route(path, refuse, methods=methods, include_in_schema=False)
 
 
-async def _prepare(service: Service, http: Request, request: ApiRequest) -> EngineRequest:
+async def _prepare(http: Exchange, request: ApiRequest) -> EngineRequest:
     """Return the engine's request; the answer may end with the context, before its limit."""
     if request.chat:
-        return await prepare_chat(service, http, request, must_fit=False)
-    service.check_capacity(request.num_answers)
-    return await service.prepare(
+        return await prepare_chat(http, request, must_fit=False)
+    serving = http.serving
+    serving.check_capacity(request.num_answers)
+    return await serving.prepare(
         request.prompts[0],
         request.params,
         request.fields,

@@ -10,17 +10,16 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
 from llama.requests.pooling import EmbeddingOptions
 from llama.server.accepted import LabelFields
 from llama.server.errors import ErrorFields
-from llama.server.exchange import body_router
+from llama.server.exchange import Exchange, body_router
 from llama.server.openai.models import PromptField
 from llama.server.pooled import json_response, pooled_outputs
-from llama.server.service import Service
 
 EMBEDDINGS_URL = "/v1/embeddings"
 # The default context length stands for -1, as in vLLM.
@@ -62,21 +61,22 @@ def inputs_of(value: Any) -> list[Any]:
     return value if is_list else [value]
 
 
-def routes(service: Service) -> APIRouter:
+def routes() -> APIRouter:
     """Return the route of embeddings."""
     router = body_router()
 
     @router.post(EMBEDDINGS_URL)
-    async def embeddings(body: EmbeddingBody, http: Request) -> Response:
+    async def embeddings(body: EmbeddingBody, http: Exchange) -> Response:
         """Embed each input (https://platform.openai.com/docs/api-reference/embeddings)."""
-        llama = service.loaded()
+        serving = http.serving
+        llama = serving.loaded()
         pooler = llama.pooler
         fields = ErrorFields("input", {"truncate": "truncate_prompt_tokens"})
-        with service.refusals(fields):
+        with serving.refusals(fields):
             options = pooler.checked(body.options(llama.model.params.max_seq_len))
-        adapter = service.adapter_of(body.model)
+        adapter = serving.adapter_of(body.model)
         make = functools.partial(pooler.request, options=options, adapter=adapter)
-        outputs = await pooled_outputs(service, http, inputs_of(body.input), make, fields)
+        outputs = await pooled_outputs(http, inputs_of(body.input), make, fields)
         is_encoded = body.encoding_format == "base64"
 
         def data() -> Iterator[dict[str, Any]]:
@@ -89,7 +89,7 @@ def routes(service: Service) -> APIRouter:
         content = {
             "object": "list",
             "data": data(),
-            "model": body.model or service.model_name,
+            "model": body.model or serving.name,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
         return await json_response(content, len(outputs) * pooler.dim)

@@ -1,0 +1,385 @@
+"""One model of a server: its engine, its adapters, its limits, and whether it admits a request.
+
+In: prepared requests of the routes. Out: their outputs, or an `ApiError`. Requests beyond
+`max_queue` waiting sequences are refused at once; the others wait in the engine. This file knows no
+API, no HTTP and no other model of the server.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from llama.common.checks import FieldError
+from llama.generation import Llama
+from llama.prompts import ToolFormat
+from llama.prompts.dialog_format import DialogFormat
+from llama.prompts.reasoning import REASONING_FIELDS
+from llama.requests.async_engine import AsyncLLMEngine
+from llama.requests.prepare import ContextLengthError
+from llama.requests.request import Request, RequestOutput
+from llama.sampling_params import SamplingParams
+from llama.server.errors import (
+    ApiError,
+    ErrorFields,
+    broken,
+    shutting_down,
+    unknown_model,
+)
+from llama.server.limits import Limits
+from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
+from llama.server.worker_pool import PoolBusyError, WorkerPool
+
+_PREPARE_S = 5.0  # limit for encoding a prompt, and for compiling a grammar
+_GRAMMAR_THREADS = 4  # grammars compiled at the same time
+_TOO_SLOW = (
+    f"the request took more than {_PREPARE_S:.0f} s to prepare: send less at once, or ask for a "
+    "simpler response format"
+)
+_POOL_BUSY = "the server is compiling the grammars of other requests: try again"
+log = logging.getLogger("llama.server")
+
+
+class State(Enum):
+    """The state of a server."""
+
+    LOADING = "loading"  # The model is being loaded.
+    READY = "ready"
+    DRAINING = "draining"  # Running requests are finished, and new ones are rejected.
+    BROKEN = "broken"  # A step failed; the process ends.
+
+
+@dataclass(eq=False)
+class Serving:
+    """A model that a server answers with.
+
+    Everything is used in the event loop of the server, except `start`, `drain`, `has_failed`,
+    `break_off` and `is_busy`, which other threads use.
+
+    Attributes:
+        name: name of the model, in answers and in /v1/models.
+        limits: the limits of its requests.
+        metrics: the metrics of the server.
+        given_format: format of tool calls; None stands for that of the checkpoint's generation.
+        reasoning_field: name of the field of OpenAI's chats that has the reasoning.
+        lora_folder: folder from which clients can load LoRA adapters; None if they cannot.
+        state: whether requests are answered.
+        created: time of the start, in seconds since 1970.
+        llama: the model, once it is loaded.
+        engine: the engine of the model.
+    """
+
+    name: str
+    limits: Limits
+    metrics: Metrics
+    given_format: ToolFormat | None = None
+    reasoning_field: str = REASONING_FIELDS[0]
+    lora_folder: Path | None = None
+    state: State = State.LOADING
+    created: int = field(default_factory=lambda: int(time.time()))
+    llama: Llama | None = None
+    engine: AsyncLLMEngine | None = None
+    _grammar_pool: WorkerPool = field(init=False)
+    _active: set[ActiveRequest] = field(default_factory=set)
+    _has_logged_failure: bool = False
+
+    def __post_init__(self) -> None:
+        max_waiting = self.limits.max_queue
+        self._grammar_pool = WorkerPool("llama-grammar", _GRAMMAR_THREADS, max_waiting)
+
+    def start(self, llama: Llama) -> None:
+        """Answer requests from now on, with a loaded model."""
+        self.llama = llama
+        self.engine = AsyncLLMEngine(llama)
+        self.metrics.registry.register(EngineMetrics(llama, self.num_unfinished))
+        self.state = State.READY
+        log.info("%s: %s", self.name, self.dialog_format.describe())
+
+    def drain(self) -> None:
+        """Reject new requests from now on."""
+        if self.state is not State.BROKEN:
+            self.state = State.DRAINING
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a step failed, even if no client is left that waits for it."""
+        failure = self.engine and self.engine.failure
+        return self.state is State.BROKEN or failure is not None
+
+    def break_off(self, *, is_failure: bool = True) -> None:
+        """End all requests, because the model cannot go on.
+
+        This does not wait for anything: a rank that is gone may have left this one in a step that
+        never ends.
+
+        Args:
+            is_failure: whether the requests get 500, for a failure, or 503, for a shutdown.
+        """
+        self.state = State.BROKEN if is_failure else State.DRAINING
+        if self.engine is not None:
+            self.engine.engine.close()
+
+    def close(self) -> None:
+        """End all requests, and the thread of the engine after its current step."""
+        if self.engine is not None:
+            self.engine.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any request is being answered."""
+        return bool(self._active)
+
+    def num_unfinished(self) -> int:
+        """Return the number of sequences that run or wait."""
+        answers = [answer for active in list(self._active) for answer in active.answers]
+        return sum(answer.finish_reason is None for answer in answers)
+
+    def loaded(self) -> Llama:
+        """Return the model.
+
+        Raises:
+            ApiError: 503 while the model is being loaded, and while the server shuts down.
+        """
+        if self.state is State.LOADING:
+            raise ApiError(503, "the model is being loaded: try again")
+        if self.state is not State.READY or self.llama is None:
+            raise shutting_down()
+        return self.llama
+
+    @property
+    def dialog_format(self) -> DialogFormat:
+        """The format of dialogs: the model's, or Meta's with the given format of tool calls."""
+        dialog_format = self.loaded().dialog_format
+        if self.given_format is None:
+            return dialog_format
+        return dialog_format.with_tool_format(self.given_format)
+
+    def answers_to(self, model: str) -> bool:
+        """Return whether a body's `model` names this model or one of its adapters."""
+        # Ollama's clients add a tag.
+        is_base = model in (self.name, f"{self.name}:latest")
+        return is_base or (self.llama is not None and model in self.llama.adapters)
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """Return the name of the adapter that a body's `model` names; None for the base model.
+
+        Without adapters, any name stands for the base model.
+
+        Raises:
+            ApiError: 404 if the server has adapters, and nothing has this name.
+        """
+        adapters = self.loaded().adapters
+        if model is None or model in adapters:
+            return model
+        has_adapters = bool(adapters) or self.lora_folder is not None
+        if not has_adapters or self.answers_to(model):
+            return None
+        raise unknown_model(model, [self.name, *adapters])
+
+    async def prepare(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        fields: ErrorFields,
+        *,
+        tenant: bytes,
+        index: int = 0,
+        must_fit: bool = True,
+        max_context: int | None = None,
+        model: str | None = None,
+    ) -> Request:
+        """Return a checked request for the engine.
+
+        Args:
+            prompt: text or token ids.
+            params: parameters of all its answers.
+            fields: the body's own names, which an error uses.
+            tenant: prefix root of whoever sends the request. See `ApiKeys`.
+            index: position of the prompt in the body.
+            must_fit: whether `max_tokens` beyond the context is an error.
+            max_context: number of tokens of prompt and answer together, if less than the context.
+            model: the body's `model`, which can be the name of an adapter.
+
+        Raises:
+            ApiError: 400 names the field of the body that is at fault, or that takes too long to
+                prepare; 503 says that the server is busy or shutting down.
+        """
+        tokenizer = self.loaded().tokenizer
+        adapter = self.adapter_of(model)
+        if isinstance(prompt, str):
+            # The engine adds begin_of_text; a client may have written its name as well.
+            names = {token: name for name, token in tokenizer.special_tokens.items()}
+            prompt = prompt.removeprefix(names[tokenizer.bos_id])
+        try:
+            with self.refusals(fields):
+                return await self._prepare(
+                    prompt,
+                    params,
+                    tenant=tenant,
+                    index=index,
+                    must_fit=must_fit,
+                    max_context=max_context,
+                    adapter=adapter,
+                )
+        except PoolBusyError:
+            self.metrics.refused.inc()
+            raise ApiError(503, _POOL_BUSY) from None
+        except TimeoutError:
+            field = fields.prompt if params.structured_output is None else "structured_output"
+            raise fields.refusal(FieldError(field, _TOO_SLOW)) from None
+
+    @contextlib.contextmanager
+    def refusals(self, fields: ErrorFields) -> Iterator[None]:
+        """Turn the errors of a request that is being prepared into those of an API.
+
+        Args:
+            fields: the body's own names, which an error uses.
+
+        Raises:
+            ApiError: 400 names the field of the body that is at fault; 503 says that the server is
+                shutting down.
+        """
+        try:
+            yield
+        except ContextLengthError as error:
+            raise _context_error(error, fields) from None
+        except (TypeError, ValueError) as error:
+            raise fields.refusal(error) from None
+        except RuntimeError:
+            raise shutting_down() from None
+
+    async def _prepare(
+        self, prompt: str | list[int], params: SamplingParams, **options: Any
+    ) -> Request:
+        """Prepare a request in the event loop or in a thread; the time is limited either way."""
+        assert self.engine is not None
+        if params.structured_output is None:
+            async with asyncio.timeout(_PREPARE_S):
+                return await self.engine.prepare(prompt, params, "", **options)
+        prepare = functools.partial(self.engine.engine.prepare, "", prompt, params, **options)
+        request = await self._grammar_pool.run(prepare, _PREPARE_S)
+        self.loaded()  # The engine may have been closed meanwhile.
+        return request
+
+    def check_capacity(self, num_sequences: int, field: str = "prompt") -> None:
+        """Check that the queue has capacity for so many more sequences.
+
+        Args:
+            num_sequences: sequences of one request. It may take the whole batch and half of the
+                queue, so that others get in beside it.
+            field: the field of the body that asks for them.
+
+        Raises:
+            ApiError: 400 if the queue never has that much capacity, 503 if it has not now.
+        """
+        max_running = self.loaded().model.params.max_batch_size
+        max_sequences = max_running + self.limits.max_queue // 2
+        if num_sequences > max_sequences:
+            message = (
+                f"the request asks for {num_sequences} answers (prompts times n or best_of): this "
+                f"server takes at most {max_sequences} at once; send several requests, or start it "
+                "with a larger --max_queue"
+            )
+            raise ApiError(400, message, param=field)
+        num_unfinished = self.num_unfinished()
+        if num_sequences > max_running + self.limits.max_queue - num_unfinished:
+            self.metrics.refused.inc()
+            message = f"the queue is full: {num_unfinished} sequences run or wait; try again"
+            raise ApiError(503, message)
+
+    @contextlib.contextmanager
+    def _admitted(self, requests: list[Request], request_id: str) -> Iterator[ActiveRequest]:
+        """Count the requests as unfinished within a context.
+
+        Raises:
+            ApiError: 503 if the queue is full.
+        """
+        active = ActiveRequest(request_id, requests)
+        self.check_capacity(len(active.answers))
+        self._active.add(active)
+        try:
+            yield active
+        except ApiError as error:
+            active.status = error.status
+            error.is_logged = True
+            raise
+        finally:
+            self._active.remove(active)
+            self.metrics.observe_end(active)
+            active.log()
+
+    async def outputs(
+        self, requests: list[Request], request_id: str, fields: ErrorFields
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of one HTTP request as they come.
+
+        Raises:
+            ApiError: 500 if the step failed; 400 if the grammar of an answer became too large; 503
+                if the queue is full, if no token came in time, or if the server shuts down.
+        """
+        assert self.engine is not None
+        with self._admitted(requests, request_id) as active:
+            try:
+                async with contextlib.aclosing(self.engine.stream(requests)) as outputs:
+                    yield self._checked(await self._first(outputs), active, fields)
+                    async for output in outputs:
+                        yield self._checked(output, active, fields)
+            except ApiError:
+                raise
+            except FieldError as error:  # an adapter was unloaded since the request was prepared
+                raise fields.refusal(error) from None
+            except Exception:
+                self._note_failure(self.engine)
+                raise broken() from None
+
+    def _note_failure(self, engine: AsyncLLMEngine) -> None:
+        """Set the state after an exception of the engine, and log it once if it is that of a step.
+
+        The main thread may have set the state before.
+        """
+        is_of_step = self.state is not State.BROKEN or engine.failure is not None
+        self.state = State.BROKEN
+        if is_of_step and not self._has_logged_failure:
+            self._has_logged_failure = True
+            log.exception("a step failed: the server ends")
+
+    async def _first(self, outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+        """Return the first output, or raise an ApiError if it takes too long."""
+        max_wait_s = self.limits.max_wait_s
+        try:
+            async with asyncio.timeout(max_wait_s):
+                return await anext(outputs)
+        except TimeoutError:
+            message = f"no token came within {max_wait_s:.0f} s: try again later"
+            raise ApiError(503, message) from None
+
+    def _checked(
+        self, output: RequestOutput, active: ActiveRequest, fields: ErrorFields
+    ) -> RequestOutput:
+        """Count an output and return it, or raise an ApiError if it has an error."""
+        self.metrics.observe_output(active, output)
+        if output.error is not None and output.error_field is not None:
+            raise fields.refusal(FieldError(output.error_field, output.error))
+        if output.error is not None:
+            raise ApiError(500, output.error)
+        is_aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
+        if output.finished and is_aborted:
+            raise broken() if self.state is State.BROKEN else shutting_down()
+        return output
+
+
+def _context_error(error: ContextLengthError, fields: ErrorFields) -> ApiError:
+    """Return the error of an API for a request that exceeds the context."""
+    message = str(error)
+    if error.field == "max_tokens":
+        name = fields.names.get("max_tokens", "max_tokens")
+        return ApiError(400, message, param=name, code="context_length_exceeded")
+    if fields.too_long is None:
+        return ApiError(400, message, param=fields.prompt)
+    return ApiError(400, fields.too_long.format(count=error.count, max_count=error.max_count))
