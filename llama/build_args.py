@@ -4,251 +4,42 @@ The checks of these arguments, the flags of the commands with their LLAMA_* vari
 values that ranks compare are made from it. To add an argument, add a field here, add it to the
 signature and the docstring of `Llama.build`, and read it where it matters.
 
-It imports neither torch nor pydantic, because every command reads it for its flags.
+It imports neither torch nor pydantic, because every command reads it for its flags. The file has
+over 400 lines because it is one table.
 """
 
+import functools
 import os
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 from llama.common.checks import (
     FieldError,
     FieldTypeError,
+    Range,
+    ReadBy,
     brief,
-    checked_number,
     index_of,
-    limits_of,
+    true_or_false,
 )
 
 if TYPE_CHECKING:
     import torch
 
+# Headings of flags in `--help`.
+SAMPLING = "Sampling"
+_MEMORY = "Memory and batches"
+_RANKS = "Ranks"
+_DRAFTS = "Speculative decoding"
+
 MEASURED_SHARES = ("memory", "speed")  # values of `shares` that each rank measures
-# Arguments that are lists of whole numbers, and what errors say of them.
+# What errors say of arguments that are lists of whole numbers.
 _COUNTS = {
     "pipeline_layers": "give the number of layers of each stage, such as 10,6",
     "ffn_shares": "give a whole number for each rank, such as 3,2,2",
 }
 _MAX_LISTED = 10**6  # the largest number in a list
-
-
-def _flag(
-    default: Any,
-    metavar: str,
-    meaning: str,
-    absent: str = "",
-    *,
-    limits: tuple[float, float] | None = None,
-    may_differ: bool = False,
-    choices: tuple[str, ...] = (),
-) -> Any:
-    """Make a field that is a flag of the commands, too.
-
-    Args:
-        default: the value of a field that is not given.
-        metavar: the name of the value in `--help`.
-        meaning: the text of `--help`.
-        absent: what None stands for, in `--help`.
-        limits: the smallest and the largest number.
-        may_differ: ranks of one group may have different values.
-        choices: values that shells complete; others may be valid, too.
-    """
-    metadata: dict[str, Any] = {
-        "flag": (metavar, meaning, absent),
-        "may_differ": may_differ,
-        "choices": choices,
-    }
-    if limits is not None:
-        metadata["limits"] = limits
-    return field(default=default, metadata=metadata)
-
-
-@dataclass(frozen=True)
-class BuildArgs:
-    """The arguments of `Llama.build`, whose docstring explains them.
-
-    A test holds its signature equal to these fields: names, types and defaults.
-    """
-
-    ckpt_dir: str
-    tokenizer_path: str | None = _flag(
-        None, "FILE", "Tokenizer file", "the one beside the weights", may_differ=True
-    )
-    max_seq_len: int | None = _flag(
-        None,
-        "N",
-        "Maximum number of tokens of a prompt and its answer",
-        "the model's context, at most 8192, as far as it fits the memory",
-        limits=(1, 2**31),
-    )
-    max_batch_size: int | None = _flag(
-        None,
-        "N",
-        "Number of sequences that run at once; more wait",
-        "what fits",
-        limits=(1, 2**20),
-    )
-    model_parallel_size: int | None = _flag(
-        None, "N", "Number of ranks that share each layer", "all ranks"
-    )
-    seed: int = _flag(
-        1,
-        "N",
-        "Seed of the samples; the same command gives the same answers",
-        limits=(0, 2**63 - 1),
-    )
-    _: KW_ONLY
-    pipeline_parallel_size: int = _flag(
-        1, "N", "Number of pipeline stages that divide the layers", limits=(1, 2**13)
-    )
-    pipeline_layers: "str | Sequence[int] | None" = _flag(
-        None, "LIST", "Number of layers of each pipeline stage, such as 10,6", "by their work"
-    )
-    device: "str | torch.device | None" = _flag(
-        None,
-        "NAME",
-        "Device: cuda, mps or cpu",
-        "the first one available",
-        may_differ=True,
-        choices=("cuda", "mps", "cpu"),
-    )
-    dtype: "str | torch.dtype | None" = _flag(
-        None,
-        "NAME",
-        "Data type: bf16, fp16 or fp32",
-        "bf16 if the device supports it",
-        choices=("bf16", "fp16", "fp32"),
-    )
-    quantize: str | None = _flag(
-        None,
-        "NAME",
-        "Quantize the weights: int8, fp8 or int4",
-        "as they are",
-        choices=("int8", "fp8", "int4"),
-    )
-    chat_template: str | None = _flag(
-        None, "FILE", "Chat template (Jinja), or llama3 for Meta's format", "the model's own"
-    )
-    activations: str | None = _flag(
-        None,
-        "NAME",
-        "Round the activations: on the CPU int8, int8_lm_head (also those of lm_head), or "
-        "int8_token with one scale per token; on a GPU fp8",
-        "as the files ask, else bf16",
-        choices=("bf16", "fp8", "int8", "int8_lm_head", "int8_token"),
-    )
-    lora: "str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None" = _flag(
-        None,
-        "DIR",
-        "Folder of a LoRA adapter to merge into the weights; several are separated by commas",
-        "none",
-        may_differ=True,  # Ranks compare what is in the folders.
-    )
-    shares: "str | Sequence[int] | None" = _flag(
-        None,
-        "LIST",
-        "Relative share of each rank, such as 3,2,2; memory or speed to measure it",
-        "equal shares",
-        choices=MEASURED_SHARES,
-    )
-    ffn_shares: "str | Sequence[int] | None" = _flag(
-        None, "LIST", "Relative share of the feed-forward columns of each rank", "as shares"
-    )
-    kv_cache_memory_bytes: int | None = _flag(
-        None, "N", "Size of the KV cache on each rank, in bytes", "what fits", limits=(1, 2**60)
-    )
-    kv_cache_dtype: str | None = _flag(
-        None,
-        "NAME",
-        "Data type of the KV cache: int8 takes half the memory",
-        "dtype",
-        choices=("int8",),
-    )
-    reasoning_parser: str = _flag(
-        "auto",
-        "NAME",
-        "Marks of the reasoning in answers: auto, deepseek_r1 or none",
-        choices=("auto", "deepseek_r1", "none"),
-    )
-    tool_call_parser: str = _flag(
-        "auto",
-        "NAME",
-        "Format of tool calls of a chat template: hermes, llama3_json, xlam, nemotron, functionary,"
-        " pythonic, none",
-        choices=(
-            "auto",
-            "hermes",
-            "llama3_json",
-            "xlam",
-            "nemotron",
-            "functionary",
-            "pythonic",
-            "none",
-        ),
-    )
-    timeout_s: float = _flag(
-        600.0, "S", "Maximum time that a rank waits for another, in seconds", may_differ=True
-    )
-    verify: bool = _flag(
-        False, "", "Compare the weights with their checksums while they load", may_differ=True
-    )
-    pooling: Literal["last", "mean"] | None = _flag(
-        None,
-        "NAME",
-        "Hidden states that make an embedding: last or mean",
-        "as the model's files say",
-        choices=("last", "mean"),
-    )
-    bidirectional: bool = _flag(
-        False, "", "Let each token attend to its whole text, for embeddings (LLM2Vec)"
-    )
-    mute_ranks: bool = True
-    verbose: bool = True
-    speculate: str | None = _flag(
-        None,
-        "NAME",
-        "Speculative decoding: lookup, or the name of a draft model",
-        "none",
-        choices=("lookup",),
-    )
-    speculate_tokens: int = _flag(
-        7, "N", "Maximum number of tokens drafted per step", limits=(1, 64)
-    )
-    speculate_shared: bool = _flag(False, "", "Let lookup use the texts of other requests, too")
-
-    def checked(self) -> "BuildArgs":
-        """Return the same arguments with plain Python numbers.
-
-        The values that other arguments may take depend on the machine and the files, and are
-        checked where these are known.
-
-        Raises:
-            FieldError: a number is out of its limits, or a value has a wrong type.
-        """
-        checked_values: dict[str, Any] = {
-            name: checked_number(name, getattr(self, name), *limits)
-            for name, limits in limits_of(BuildArgs).items()
-        }
-        for argument in fields(BuildArgs):
-            value = getattr(self, argument.name)
-            if argument.type is bool and not isinstance(value, bool):
-                text = f"{argument.name}={brief(value)} must be True or False"
-                raise FieldTypeError(argument.name, text)
-        name = self.speculate
-        if name is not None and not (isinstance(name, str) and name):
-            raise TypeError(f"speculate={brief(name)}: give 'lookup', a draft model, or None")
-        if self.pooling not in (None, "last", "mean"):
-            raise FieldError("pooling", f"pooling={brief(self.pooling)} must be 'last' or 'mean'")
-        lora = lora_paths(self.lora) or None
-        shares = read_shares(self.shares)
-        counts: dict[str, Any] = {x: read_counts(x, getattr(self, x)) for x in _COUNTS}
-        return replace(self, **checked_values, lora=lora, shares=shares, **counts)
-
-    def shared(self) -> dict[str, Any]:
-        """Return the arguments that must be the same on every rank, by name."""
-        names = [x.name for x in fields(self) if x.metadata and not x.metadata["may_differ"]]
-        return {name: getattr(self, name) for name in names}
 
 
 def lora_paths(
@@ -303,7 +94,7 @@ def read_shares(shares: object) -> str | tuple[int, ...] | None:
 
 
 def read_counts(name: str, value: object) -> tuple[int, ...] | None:
-    """Return an argument of `_COUNTS` as numbers.
+    """Return the argument `pipeline_layers` or `ffn_shares` as numbers.
 
     Args:
         name: the argument.
@@ -334,3 +125,310 @@ def _read_integer(part: object) -> int:
     if isinstance(part, str) and part.strip().isdecimal() and len(part) < 10:
         return int(part)
     return 0 if isinstance(part, str) else index_of(part) or 0
+
+
+def _drafter(name: object) -> str:
+    """Return an argument `speculate` that is not None."""
+    if isinstance(name, str) and name:
+        return name
+    text = f"={brief(name)}: give 'lookup', a draft model, or None"
+    raise FieldTypeError.of("speculate", text)
+
+
+_Switch = Annotated[bool, ReadBy(true_or_false)]
+_AS_GIVEN = ReadBy(lambda value: value)  # checked where it is used
+_LAYERS = ReadBy(functools.partial(read_counts, "pipeline_layers"))
+_COLUMNS = ReadBy(functools.partial(read_counts, "ffn_shares"))
+_ADAPTERS = ReadBy(lambda lora: lora_paths(lora) or None)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Annotation of a field that is a flag of the commands, too.
+
+    Attributes:
+        metavar: the name of the value in `--help`.
+        meaning: the text of `--help`.
+        absent: what None stands for, in `--help`.
+        choices: values that shells complete; others may be valid, too.
+        group: the heading of the flag in `--help`.
+        may_differ: ranks of one group may have different values.
+    """
+
+    metavar: str
+    meaning: str
+    absent: str = ""
+    choices: tuple[str, ...] = ()
+    group: str = "Model"
+    may_differ: bool = False
+
+
+class FlagArgument(NamedTuple):
+    """A field with its flag, its type, its default, and the limits of a number."""
+
+    flag: Flag
+    kind: Any
+    default: Any
+    limits: Range | None
+
+
+@dataclass(frozen=True)
+class BuildArgs:
+    """The arguments of `Llama.build`, whose docstring explains them.
+
+    A test holds its signature equal to these fields: names, types and defaults.
+    """
+
+    # pydantic checks the fields: see `checked`.
+    __pydantic_config__ = {  # noqa: RUF012
+        "strict": True,
+        "arbitrary_types_allowed": True,
+        "defer_build": True,
+        "revalidate_instances": "always",
+    }
+
+    ckpt_dir: Annotated[str, _AS_GIVEN]
+    tokenizer_path: Annotated[
+        str | None,
+        _AS_GIVEN,
+        Flag("FILE", "Tokenizer file", "the one beside the weights", may_differ=True),
+    ] = None
+    max_seq_len: Annotated[
+        int | None,
+        Range(1, 2**31),
+        Flag(
+            "N",
+            "Maximum number of tokens of a prompt and its answer",
+            "the model's context, at most 8192, as far as it fits the memory",
+            group=_MEMORY,
+        ),
+    ] = None
+    max_batch_size: Annotated[
+        int | None,
+        Range(1, 2**20),
+        Flag("N", "Number of sequences that run at once; more wait", "what fits", group=_MEMORY),
+    ] = None
+    model_parallel_size: Annotated[
+        int | None,
+        _AS_GIVEN,
+        Flag("N", "Number of ranks that share each layer", "all ranks", group=_RANKS),
+    ] = None
+    seed: Annotated[
+        int,
+        Range(0, 2**63 - 1),
+        Flag("N", "Seed of the samples; the same command gives the same answers", group=SAMPLING),
+    ] = 1
+    _: KW_ONLY
+    pipeline_parallel_size: Annotated[
+        int,
+        Range(1, 2**13),
+        Flag("N", "Number of pipeline stages that divide the layers", group=_RANKS),
+    ] = 1
+    pipeline_layers: Annotated[
+        str | Sequence[int] | None,
+        _LAYERS,
+        Flag(
+            "LIST",
+            "Number of layers of each pipeline stage, such as 10,6",
+            "by their work",
+            group=_RANKS,
+        ),
+    ] = None
+    device: Annotated[
+        "str | torch.device | None",
+        _AS_GIVEN,
+        Flag(
+            "NAME",
+            "Device: cuda, mps or cpu",
+            "the first one available",
+            choices=("cuda", "mps", "cpu"),
+            may_differ=True,
+        ),
+    ] = None
+    dtype: Annotated[
+        "str | torch.dtype | None",
+        _AS_GIVEN,
+        Flag(
+            "NAME",
+            "Data type: bf16, fp16 or fp32",
+            "bf16 if the device supports it",
+            choices=("bf16", "fp16", "fp32"),
+        ),
+    ] = None
+    quantize: Annotated[
+        str | None,
+        Flag(
+            "NAME",
+            "Quantize the weights: int8, fp8 or int4",
+            "as they are",
+            choices=("int8", "fp8", "int4"),
+        ),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        _AS_GIVEN,
+        Flag("FILE", "Chat template (Jinja), or llama3 for Meta's format", "the model's own"),
+    ] = None
+    activations: Annotated[
+        str | None,
+        Flag(
+            "NAME",
+            "Round the activations: on the CPU int8, int8_lm_head (also those of lm_head), or "
+            "int8_token with one scale per token; on a GPU fp8",
+            "as the files ask, else bf16",
+            choices=("bf16", "fp8", "int8", "int8_lm_head", "int8_token"),
+        ),
+    ] = None
+    lora: Annotated[
+        str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+        _ADAPTERS,
+        Flag(
+            "DIR",
+            "Folder of a LoRA adapter to merge into the weights; several are separated by commas",
+            "none",
+            may_differ=True,
+        ),
+    ] = None
+    shares: Annotated[
+        str | Sequence[int] | None,
+        ReadBy(read_shares),
+        Flag(
+            "LIST",
+            "Relative share of each rank, such as 3,2,2; memory or speed to measure it",
+            "equal shares",
+            choices=MEASURED_SHARES,
+            group=_RANKS,
+        ),
+    ] = None
+    ffn_shares: Annotated[
+        str | Sequence[int] | None,
+        _COLUMNS,
+        Flag(
+            "LIST",
+            "Relative share of the feed-forward columns of each rank",
+            "as shares",
+            group=_RANKS,
+        ),
+    ] = None
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        Range(1, 2**60),
+        Flag("N", "Size of the KV cache on each rank, in bytes", "what fits", group=_MEMORY),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str | None,
+        Flag(
+            "NAME",
+            "Data type of the KV cache: int8 takes half the memory",
+            "dtype",
+            choices=("int8",),
+            group=_MEMORY,
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str,
+        Flag(
+            "NAME",
+            "Marks of the reasoning in answers: auto, deepseek_r1 or none",
+            choices=("auto", "deepseek_r1", "none"),
+        ),
+    ] = "auto"
+    tool_call_parser: Annotated[
+        str,
+        Flag(
+            "NAME",
+            "Format of tool calls of a chat template: hermes, llama3_json, xlam, nemotron, "
+            "functionary, pythonic, none",
+            choices=(
+                "auto",
+                "hermes",
+                "llama3_json",
+                "xlam",
+                "nemotron",
+                "functionary",
+                "pythonic",
+                "none",
+            ),
+        ),
+    ] = "auto"
+    timeout_s: Annotated[
+        float,
+        _AS_GIVEN,
+        Flag(
+            "S",
+            "Maximum time that a rank waits for another, in seconds",
+            may_differ=True,
+            group=_RANKS,
+        ),
+    ] = 600.0
+    verify: Annotated[
+        _Switch,
+        Flag("", "Compare the weights with their checksums while they load", may_differ=True),
+    ] = False
+    pooling: Annotated[
+        Literal["last", "mean"] | None,
+        Flag(
+            "NAME",
+            "Hidden states that make an embedding: last or mean",
+            "as the model's files say",
+            choices=("last", "mean"),
+        ),
+    ] = None
+    bidirectional: Annotated[
+        _Switch,
+        Flag("", "Let each token attend to its whole text, for embeddings (LLM2Vec)"),
+    ] = False
+    mute_ranks: _Switch = True
+    verbose: _Switch = True
+    speculate: Annotated[
+        str | None,
+        ReadBy(_drafter),
+        Flag(
+            "NAME",
+            "Speculative decoding: lookup, or the name of a draft model",
+            "none",
+            choices=("lookup",),
+            group=_DRAFTS,
+        ),
+    ] = None
+    speculate_tokens: Annotated[
+        int, Range(1, 64), Flag("N", "Maximum number of tokens drafted per step", group=_DRAFTS)
+    ] = 7
+    speculate_shared: Annotated[
+        _Switch, Flag("", "Let lookup use the texts of other requests, too", group=_DRAFTS)
+    ] = False
+
+    def checked(self) -> "BuildArgs":
+        """Return the same arguments with plain Python values.
+
+        The values that other arguments may take depend on the machine and the files, and are
+        checked where these are known.
+
+        Raises:
+            FieldError: a number is out of its limits, or a value has a wrong type.
+        """
+        import torch
+
+        from llama.common.validation import checked_fields
+
+        return checked_fields(self, {"torch": torch})
+
+    def shared(self) -> dict[str, Any]:
+        """Return the arguments that must be the same on every rank, by name."""
+        return {
+            name: getattr(self, name)
+            for name, argument in BuildArgs.flags().items()
+            if not argument.flag.may_differ
+        }
+
+    @staticmethod
+    def flags() -> dict[str, FlagArgument]:
+        """Return the arguments that are flags of the commands, by name."""
+        found = {}
+        for each in fields(BuildArgs):
+            kind, *annotations = get_args(each.type) or (each.type,)
+            flag = next((x for x in annotations if isinstance(x, Flag)), None)
+            limits = next((x for x in annotations if isinstance(x, Range)), None)
+            if flag is not None:
+                found[each.name] = FlagArgument(flag, kind, each.default, limits)
+        return found

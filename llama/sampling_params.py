@@ -11,10 +11,9 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from pydantic import PlainValidator
 
-from llama.common.checks import FieldError, brief, number, whole_number
+from llama.common.checks import FieldError, Range, brief, number, whole_number
 from llama.common.validation import (
     Length,
-    Range,
     TupleOf,
     checked_dataclass,
     custom_error,

@@ -1,7 +1,6 @@
 """Which chat format a model gets: its files' template, a given one, Meta's, or none."""
 
 import asyncio
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +102,9 @@ def test_a_format_of_calls_can_be_named(base, tmp_path):
         format_with(parser)
     with pytest.raises(FieldError, match="tool_call_parser='qwen' must be one of auto, hermes"):
         Llama.build(str(base), tool_call_parser="qwen", **SIZES)
-    fields = {x.name: x for x in dataclasses.fields(BuildArgs)}
-    assert set(fields["tool_call_parser"].metadata["choices"]) == set(CALL_PARSERS)
-    assert set(fields["reasoning_parser"].metadata["choices"]) == set(PARSERS)
+    flags = BuildArgs.flags()
+    assert set(flags["tool_call_parser"].flag.choices) == set(CALL_PARSERS)
+    assert set(flags["reasoning_parser"].flag.choices) == set(PARSERS)
 
 
 def test_meta_s_own_files_have_meta_s_format(demo):

@@ -13,10 +13,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, get_args
 
-from llama.build_args import BuildArgs
+from llama.build_args import BuildArgs, FlagArgument
 from llama.common.checks import FieldError, nearest
 from llama.common.extras import install_hint
 
@@ -132,13 +132,13 @@ def one_of(*names: str) -> Callable[[str], str]:
     return read_name
 
 
-def _build_flag(argument: Field[Any]) -> Flag:
-    types = (argument.type, *get_args(argument.type))
+def _build_flag(argument: FlagArgument) -> Flag:
+    types = (argument.kind, *get_args(argument.kind))
     kind: Any = next((kind for kind in (bool, int, float) if kind in types), str)
-    if kind is int and "limits" in argument.metadata:
-        kind = within(*argument.metadata["limits"])
-    metavar, meaning, absent = argument.metadata["flag"]
-    return Flag(kind, metavar, meaning, absent, argument.metadata["choices"])
+    if kind is int and argument.limits is not None:
+        kind = within(int(argument.limits.low), int(argument.limits.high))
+    flag = argument.flag
+    return Flag(kind, flag.metavar, flag.meaning, flag.absent, flag.choices)
 
 
 _SHELLS = ("bash", "zsh", "fish")
@@ -147,7 +147,7 @@ SHAPE_NAMES = ("1b", "3b", "8b", "70b", "405b")
 GPU_NAMES = ("h100", "h200", "b200", "a100", "4090", "cpu")
 
 FLAGS = {
-    **{argument.name: _build_flag(argument) for argument in fields(BuildArgs) if argument.metadata},
+    **{name: _build_flag(argument) for name, argument in BuildArgs.flags().items()},
     "ckpt_dir": Flag(str, "DIR", "Folder of the weights, or a GGUF file", "the demo model"),
     "in_file": Flag(str, "IN", "File of prompts or OpenAI batch requests, one per line"),
     "out_file": Flag(str, "OUT", "File for the results, one JSON record per line"),

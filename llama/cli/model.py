@@ -10,7 +10,6 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from llama.storage.page_cache import read_ahead
 # The arguments of Llama.build, with their defaults.
 BUILD_FLAGS: dict[str, Any] = {
     "ckpt_dir": None,
-    **{each.name: each.default for each in fields(BuildArgs) if each.metadata},
+    **{name: argument.default for name, argument in BuildArgs.flags().items()},
 }
 
 _PACKAGE = Path(__file__).resolve().parent.parent

@@ -8,11 +8,14 @@ value and what is allowed. This module knows no field by name.
 import contextlib
 import dataclasses
 import difflib
+import functools
 import math
 import operator
 import os
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal, get_args, overload
 
 _SHOWN_CHARS = 80  # length of a value that an error quotes
@@ -122,11 +125,6 @@ def number(name: str, value: Any, low: float, high: float, *, above: bool = Fals
     return result
 
 
-def within(default: Any, low: float, high: float) -> Any:
-    """Make a dataclass field for a number from `low` to `high`; `limits_of` reads the limits."""
-    return dataclasses.field(default=default, metadata={"limits": (low, high)})
-
-
 def torchrun_number(name: str, below: int = 2**20) -> int:
     """Read a torchrun variable as an int below `below`.
 
@@ -137,31 +135,81 @@ def torchrun_number(name: str, below: int = 2**20) -> int:
     return whole_number(name, int(text) if text.isdecimal() else text, low, below - 1)
 
 
-def limits_of(cls: type) -> dict[str, tuple[type, float, float, bool]]:
-    """Return the fields of a dataclass that have limits.
+@dataclass(frozen=True)
+class Range:
+    """Annotation of a field: a number from `low` to `high`, both included, unless `above` is set.
 
-    Returns:
-        for each field float or int, the smallest value, the largest value, and whether the value
-        may be None.
+    A field of a pydantic class is checked by pydantic, others by `check_ranges`. Scalars of numpy
+    and torch become Python numbers, and an int in a float field a float.
     """
-    return {
-        field.name: (
-            float if float in (field.type, *get_args(field.type)) else int,
-            *field.metadata["limits"],
-            field.type not in (int, float),
-        )
-        for field in dataclasses.fields(cls)
-        if "limits" in field.metadata
-    }
+
+    low: float
+    high: float
+    above: bool = False  # excludes `low` itself
+
+    def check(self, name: str, value: Any, kind: Any) -> int | float | None:
+        """Return the number that `value` is.
+
+        Args:
+            name: the field, for errors.
+            value: the value of a caller.
+            kind: the type of the field: int or float, or one of them or None.
+        """
+        kinds = get_args(kind) or (kind,)
+        is_optional = NoneType in kinds
+        if float not in kinds:
+            return whole_number(name, value, int(self.low), int(self.high), optional=is_optional)
+        if value is None and is_optional:
+            return None
+        return number(name, value, self.low, self.high, above=self.above)
+
+    def __get_pydantic_core_schema__(self, source: Any, _: Any) -> Any:
+        """Return the schema; errors of `check` without a name are relative to pydantic's path."""
+        from pydantic_core import core_schema
+
+        kinds = get_args(source) or (source,)
+        schema: Any = core_schema.int_schema(ge=int(self.low), le=int(self.high))
+        if float in kinds:
+            schema = core_schema.float_schema(ge=self.low, le=self.high)
+        if NoneType in kinds:
+            schema = core_schema.nullable_schema(schema)
+        check = functools.partial(self.check, "", kind=source)
+        return core_schema.no_info_before_validator_function(check, schema)
 
 
-def checked_number(
-    name: str, value: Any, kind: type, low: float, high: float, optional: bool
-) -> float | int | None:
-    """Return `value` as a number that is within the limits, which `limits_of` has returned."""
-    if kind is float:
-        return number(name, value, low, high)
-    return whole_number(name, value, int(low), int(high), optional=optional)
+@dataclass(frozen=True)
+class ReadBy:
+    """Annotation of a field of a pydantic class: a function reads a value that is not None.
+
+    Attributes:
+        read: returns the value to store, or raises a `FieldError`. Its field may be empty; then the
+            message follows the name of the field.
+    """
+
+    read: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, _: Any) -> Any:
+        """Return the schema of the function."""
+        from pydantic_core import core_schema
+
+        schema: Any = core_schema.no_info_plain_validator_function(self.read)
+        return core_schema.nullable_schema(schema) if NoneType in get_args(source) else schema
+
+
+def check_ranges(values: Any) -> None:
+    """Check the fields of a dataclass that are annotated with a `Range`."""
+    for field in dataclasses.fields(values):
+        kind, *annotations = get_args(field.type) or (field.type,)
+        for annotation in annotations:
+            if isinstance(annotation, Range):
+                annotation.check(field.name, getattr(values, field.name), kind)
+
+
+def true_or_false(value: Any) -> bool:
+    """Return `value` if it is a bool; its error is relative to the field."""
+    if not isinstance(value, bool):
+        raise FieldTypeError("", f"={brief(value)} must be True or False")
+    return value
 
 
 def path_like(name: str, value: Any) -> str | os.PathLike[str]:

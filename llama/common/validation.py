@@ -1,14 +1,15 @@
 """Pydantic types for values from callers, and pydantic's errors as `FieldError`.
 
 In: a pydantic type, and the value of a caller. Out: plain Python values, or one `FieldError` that
-names the value at fault. Both `SamplingParams` and the bodies of the server declare their fields
-with the types of this module, so that each rule is written once. It knows no field by name.
+names the value at fault. `BuildArgs`, `SamplingParams` and the bodies of the server declare their
+fields with the types of this module and of checks.py, so that each rule is written once. It knows
+no field by name.
 """
 
-import contextlib
 import dataclasses
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
@@ -17,13 +18,19 @@ import pydantic.dataclasses
 from pydantic import (
     ConfigDict,
     GetCoreSchemaHandler,
+    TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
-from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+from pydantic_core import (
+    CoreSchema,
+    ErrorDetails,
+    PydanticCustomError,
+    core_schema,
+)
 
-from llama.common.checks import FieldError, FieldTypeError, brief, index_of, nearest, python_scalar
+from llama.common.checks import FieldError, FieldTypeError, brief, nearest
 
 _T = TypeVar("_T")
 _Path = list[str | int]  # keys of objects and indices of lists, from the outside in
@@ -87,63 +94,10 @@ def with_message(text: str, *, of_parts: bool = False) -> WrapValidator:
             errors = e.errors(include_url=False)
             if not of_parts and all(error["loc"] for error in errors):
                 raise
-            is_type = any(error["type"] in _EXPECTED for error in errors)
+            is_type = any(map(_is_type_error, errors))
             raise custom_error(text.replace("{value}", brief(value)), is_type=is_type) from None
 
     return WrapValidator(check)
-
-
-@dataclass(frozen=True)
-class Range:
-    """Annotation of a number from `low` to `high`, both included.
-
-    A scalar of numpy or torch becomes a Python number, and an int in a float field a float.
-    """
-
-    low: float
-    high: float
-
-    def __get_pydantic_core_schema__(self, source: Any, _: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema for `int`, `int | None` or `float`."""
-        types = get_args(source) or (source,)
-        if float in types:
-            return self._float_schema()
-        return self._int_schema(optional=NoneType in types)
-
-    def _int_schema(self, *, optional: bool) -> CoreSchema:
-        allowed = f"a whole number from {self.low} to {self.high}"
-        schema: CoreSchema
-        schema = core_schema.int_schema(strict=True, ge=int(self.low), le=int(self.high))
-        if optional:
-            schema = core_schema.nullable_schema(schema)
-            allowed += " or None"
-
-        def check(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-            number = value if type(value) is int else index_of(value)
-            is_type = number is None
-            if not is_type or value is None:
-                with contextlib.suppress(ValidationError):
-                    return read(number)
-            text = f"={brief(value if is_type else number)} must be {allowed}"
-            raise custom_error(text, is_type=is_type)
-
-        return core_schema.no_info_wrap_validator_function(check, schema)
-
-    def _float_schema(self) -> CoreSchema:
-        schema = core_schema.float_schema(
-            strict=True, ge=self.low, le=self.high, allow_inf_nan=False
-        )
-
-        def check(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-            number = value if type(value) is float else python_scalar(value)
-            is_type = isinstance(number, bool) or not isinstance(number, int | float)
-            if not is_type:
-                with contextlib.suppress(ValidationError):
-                    return read(number)
-            text = f"={brief(value if is_type else number)} must be a number"
-            raise custom_error(f"{text} from {self.low} to {self.high}", is_type=is_type)
-
-        return core_schema.no_info_wrap_validator_function(check, schema)
 
 
 @dataclass(frozen=True)
@@ -253,8 +207,13 @@ def field_error(error: ValidationError, given: Any = None, root: str = "") -> Fi
         name = ": ".join(filter(None, [f"message {path[0]}", join_path(path[1:])]))
     message = f"{name}{text}".removeprefix(": ")
     field = join_path([*whole_path, *first.get("ctx", {}).get("field", ())])
-    is_type = first["type"] in _EXPECTED or first["type"] == "custom_type"
-    return FieldTypeError(field, message) if is_type else FieldError(field, message)
+    return FieldTypeError(field, message) if _is_type_error(first) else FieldError(field, message)
+
+
+def _is_type_error(error: ErrorDetails) -> bool:
+    if error["type"] in _EXPECTED or error["type"] == "custom_type":
+        return True
+    return isinstance(error.get("ctx", {}).get("error"), FieldTypeError)
 
 
 def _path_of(error: ErrorDetails, given: Any) -> _Path:
@@ -293,6 +252,8 @@ def _message_of(error: ErrorDetails, expected: str) -> str:
     kind = error["type"]
     value = error["input"]
     context = error.get("ctx", {})
+    if isinstance(context.get("error"), FieldError):  # an error without a field, as of a Range
+        return str(context["error"])
     if kind in _MESSAGES:
         size = len(value) if kind == "too_long" else 0
         return _MESSAGES[kind].format(**context, value=brief(value), size=size, msg=error["msg"])
@@ -310,6 +271,32 @@ def join_path(path: _Path) -> str:
     """Return a path as text, such as "tools[0].function.name"."""
     keys = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in path]
     return "".join(keys).removeprefix(".")
+
+
+@functools.cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
+def checked_fields(values: _T, names: Mapping[str, Any]) -> _T:
+    """Return a copy of a plain dataclass whose fields pydantic has checked.
+
+    Args:
+        values: the object. The `__pydantic_config__` of its class defers the build, and asks for
+            the validation of objects.
+        names: names in its annotations that its module imports for type checkers alone.
+
+    Raises:
+        FieldError: a value cannot be used.
+    """
+    cls: Any = type(values)
+    adapter = _adapter(cls)
+    adapter.rebuild(_types_namespace=names)
+    try:
+        checked: _T = adapter.validate_python(values)
+    except ValidationError as e:
+        raise _nested(e) or field_error(e) from None
+    return checked
 
 
 @dataclass_transform(
@@ -349,9 +336,9 @@ def _plain_signature(cls: Any) -> inspect.Signature:
 
 
 def _nested(error: ValidationError) -> FieldError | None:
-    """Return the `FieldError` that a validator has raised, if one has."""
+    """Return the `FieldError` with the name of its field that a validator has raised, if any."""
     for details in error.errors(include_url=False):
         cause = details.get("ctx", {}).get("error")
-        if isinstance(cause, FieldError):
+        if isinstance(cause, FieldError) and cause.field:
             return cause
     return None

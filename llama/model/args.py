@@ -4,9 +4,9 @@ In: the contents of the file. Out: a `ModelArgs`. No file is opened, and no tens
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
-from llama.common.checks import brief, errors_in, limits_of, number, whole_number, within
+from llama.common.checks import Range, brief, check_ranges, errors_in
 
 # Keys that some releases of params.json carry and that change nothing here.
 HARMLESS_PARAMS = frozenset({"max_batch_size", "max_seq_len", "model_parallel_size"})
@@ -24,18 +24,18 @@ class ModelArgs:
     are accepted are 60 times those of the 405B model, with which nothing overflows or is slow.
     """
 
-    dim: int = within(4096, 1, 2**20)
-    n_layers: int = within(32, 1, 2**13)
-    n_heads: int = within(32, 1, 2**16)
-    n_kv_heads: int | None = within(None, 1, 2**16)  # None: as many as n_heads
-    vocab_size: int = within(-1, 1, MAX_SIZE)
-    multiple_of: int = within(256, 1, MAX_SIZE)  # the ffn size is rounded up to this
-    ffn_dim_multiplier: float | None = within(None, 0, 1e3)
-    norm_eps: float = within(1e-5, 0, 1.0)
-    rope_theta: float = within(500000, 0, 1e12)
+    dim: Annotated[int, Range(1, 2**20)] = 4096
+    n_layers: Annotated[int, Range(1, 2**13)] = 32
+    n_heads: Annotated[int, Range(1, 2**16)] = 32
+    n_kv_heads: Annotated[int | None, Range(1, 2**16)] = None  # None: as many as n_heads
+    vocab_size: Annotated[int, Range(1, MAX_SIZE)] = -1
+    multiple_of: Annotated[int, Range(1, MAX_SIZE)] = 256  # the ffn size is rounded up to this
+    ffn_dim_multiplier: Annotated[float | None, Range(0, 1e3, above=True)] = None
+    norm_eps: Annotated[float, Range(0, 1.0, above=True)] = 1e-5
+    rope_theta: Annotated[float, Range(0, 1e12, above=True)] = 500000
     use_scaled_rope: bool = False
-    rope_scale_factor: float | None = within(None, 0, 1e6)
-    context_length: int | None = within(None, 1, 2**40)
+    rope_scale_factor: Annotated[float | None, Range(0, 1e6, above=True)] = None
+    context_length: Annotated[int | None, Range(1, 2**40)] = None
     tied_output: bool = False
     is_causal: bool = True  # whether a token attends only to those before it
 
@@ -107,7 +107,10 @@ class ModelArgs:
             ValueError: They do not; the error names `source`.
         """
         with errors_in(source):
-            self._check_ranges()
+            check_ranges(self)
+            for name in ("use_scaled_rope", "tied_output", "is_causal"):
+                if not isinstance(getattr(self, name), bool):
+                    raise ValueError(f"{name}={brief(getattr(self, name))} must be true or false")
             if self.dim % self.n_heads or self.head_dim % 2:
                 raise ValueError(
                     f"dim={self.dim} / n_heads={self.n_heads} must be an even whole number, the "
@@ -119,18 +122,6 @@ class ModelArgs:
                 )
             if self.ffn_dim < 1:
                 raise ValueError(f"ffn_dim_multiplier={self.ffn_dim_multiplier} leaves no ffn")
-
-    def _check_ranges(self) -> None:
-        """Check each value by itself."""
-        for name, (value_type, low, high, optional) in limits_of(ModelArgs).items():
-            value = getattr(self, name)
-            if value_type is int:
-                whole_number(name, value, int(low), int(high), optional=optional)
-            elif value is not None or not optional:
-                number(name, value, low, high, above=True)
-        for name in ("use_scaled_rope", "tied_output", "is_causal"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={brief(getattr(self, name))} must be true or false")
 
     def check_ranks(self, size: int) -> None:
         """Check that a model-parallel group of `size` ranks can divide this model.
