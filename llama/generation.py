@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import numpy as np
 import torch
 
+from llama.assembly import Speculate, assemble
 from llama.build_args import BuildArgs
 from llama.checkpoint.pooling import GENERATES, HeadSettings, PoolingSettings
 from llama.common.checks import path_like, whole_number
@@ -26,6 +27,7 @@ from llama.engine.core import EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.gpu.selection import recorder_for
 from llama.loading import load_model
+from llama.loading.loaded import Loaded
 from llama.loading.sizes import pages_for, step_bytes
 from llama.model.transformer import Transformer
 from llama.prompts.chat import ChatOptions
@@ -63,6 +65,15 @@ _LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _SLOW_LOAD_S = 2.0  # loads that take longer print the command that packs the weights
 _Dialogs = Seq[Seq[Mapping[str, Any]]]  # dialogs of Meta's or OpenAI's messages
+
+
+def _speculation(args: BuildArgs, loaded: Loaded) -> Speculate | None:
+    """Return how the engine of a loaded model speculates."""
+    if not args.speculate:
+        return None
+    return Speculate(
+        args.speculate_tokens, args.speculate, loaded.draft_model, args.speculate_shared
+    )
 
 
 class Llama:
@@ -218,17 +229,12 @@ class Llama:
                 dialog_format=loaded.dialog_format,
                 seed=args.seed,
                 num_pages=loaded.num_pages,
-                draft_model=loaded.draft_model,
-                has_drafts=bool(args.speculate),
+                speculation=_speculation(args, loaded),
                 pooling=loaded.pooling,
                 head=loaded.head,
                 why_silent=loaded.why_silent,
             )
             llama.engine.explain_failure = loaded.warn_not_finite
-            if args.speculate:
-                llama.engine.speculate(
-                    args.speculate_tokens, args.speculate, is_shared=args.speculate_shared
-                )
         seconds = time.perf_counter() - began
         llama.load_seconds = seconds
         if loaded.model.parallel.global_rank == 0:
@@ -249,8 +255,7 @@ class Llama:
         dialog_format: DialogFormat | None = None,
         seed: int = 1,
         num_pages: int | None = None,
-        draft_model: Transformer | None = None,
-        has_drafts: bool = False,
+        speculation: Speculate | None = None,
         pooling: PoolingSettings = GENERATES,
         head: torch.Tensor | None = None,
         why_silent: str = "",
@@ -264,8 +269,7 @@ class Llama:
             seed: the seed of calls that give none.
             num_pages: pages of the KV cache; by default as many as max_batch_size sequences of
                 max_seq_len tokens need.
-            draft_model: the model that drafts tokens, for speculative decoding.
-            has_drafts: whether `engine.speculate` will be called.
+            speculation: how the engine speculates; by default it does not.
             pooling: what the model does with whole prompts.
             head: its classification head, (labels, dim) float32.
             why_silent: why it cannot generate; empty if it can.
@@ -281,15 +285,16 @@ class Llama:
         self.seed = seed
         self.load_seconds = 0.0
         self._muted: MutedStdout | None = None
-        core = EngineCore.for_model(
+        assembled = assemble(
             model,
             num_pages=num_pages or args.max_batch_size * pages_for(args.max_seq_len),
-            draft_model=draft_model,
+            speculation=speculation,
             recorder_for=(lambda _: None) if why_silent else recorder_for,  # Graphs generate.
-            has_drafts=has_drafts,
             reserve=step_bytes(args, model.plan, model.norm.weight.dtype, args.max_batch_size),
         )
-        self.llm_engine = LLMEngine(core, tokenizer, args.max_seq_len, seed, why_silent)
+        self.llm_engine = LLMEngine(
+            assembled.core, assembled.adapters, tokenizer, args.max_seq_len, seed, why_silent
+        )
         self.pooler = Pooler(
             pooling,
             tokenizer,

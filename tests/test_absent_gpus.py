@@ -21,8 +21,8 @@ from helpers.checkpoints import write_byte_tokenizer
 from helpers.tape import Again
 from helpers.weights import hf_model
 from llama import Llama, Transformer
+from llama.assembly import assemble
 from llama.checkpoint.find import find
-from llama.engine.core import EngineCore
 from llama.gpu import selection
 from llama.gpu.job import CheckResult
 from llama.loading.files import Files
@@ -189,9 +189,9 @@ def test_a_build_runs_the_largest_step_first(checkpoint_dir, monkeypatch):
         assert steps == [4 * 128]  # all that four sequences of 128 tokens can be
         for peak in (0, (1 << 30) - 40 * page):  # of which 16 are for logits
             monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _, peak=peak: peak)
-            core = EngineCore.for_model(
+            core = assemble(
                 model, num_pages=32, token_budget=64, recorder_for=lambda model: Again(1 << 30)
-            )
+            ).core
             num_pages[peak] = core.runner.num_pages
             assert steps.count(64) == len(num_pages)
     assert [*num_pages.values()] == [32, pytest.approx(24, abs=2)]

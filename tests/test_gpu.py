@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.drafts import drafter_of
 from helpers.launch import REPO, environment
 from llama import Llama, SamplingParams
 from llama.common.device import free_bytes
-from llama.engine.graphs import DecodeGraphs
-from llama.engine.recorder import CudaRecorder
+from llama.options.graphs.decode_graphs import DecodeGraphs
+from llama.options.graphs.recorder import CudaRecorder
 from programs.gpu_ranks import PROMPTS
 
 pytestmark = [
@@ -37,7 +38,9 @@ def build(folder: str, dtype: str, device: str = "cuda") -> Llama:
 
 
 def graphs_of(llama: Llama) -> DecodeGraphs | None:
-    return llama.engine.runner._graphs
+    graphs = llama.engine.runner.replayer
+    assert graphs is None or isinstance(graphs, DecodeGraphs)
+    return graphs
 
 
 def test_float32_gives_the_ids_of_the_cpu(wide):
@@ -67,11 +70,12 @@ def test_a_draft_model_guesses_in_graphs_of_its_own(wide, monkeypatch):
     """
     gpu = Llama.build(wide, None, 512, 8, device="cuda", dtype="fp32", speculate=wide)
     core = gpu.engine
-    monkeypatch.setattr(core.drafter, "choose", lambda rates, *_: [len(x) for x in rates])
+    drafter = drafter_of(core)
+    monkeypatch.setattr(drafter, "choose", lambda rates, *_: [len(x) for x in rates])
     wanted = build(wide, "fp32", "cpu").generate(PROMPTS, 40, 0.0)[0]
     assert gpu.generate(PROMPTS, 40, 0.0)[0] == wanted
     assert core.stats.accepted_tokens > 0.9 * core.stats.draft_tokens > 50
-    assert [runner.has_graphs for runner in core.runners] == [True, True]
+    assert core.runner.replayer and drafter._runner.replayer
     gpu.close()
 
 
@@ -193,7 +197,7 @@ def test_nccl_s_sums_can_be_captured(tmp_path):
     """
     code = """
 import torch, torch.distributed as dist
-from llama.engine.recorder import CudaRecorder
+from llama.options.graphs.recorder import CudaRecorder
 place = torch.device("cuda", 0)
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=place)
 x = torch.ones(64, device=place)

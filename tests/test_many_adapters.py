@@ -379,14 +379,14 @@ def damaged(model: Any, root: Path) -> dict[str, tuple[Path, str]]:
 def test_a_bad_folder_is_refused_by_name_and_the_engine_goes_on(base, folders, model, tmp_path):
     llama = build(base, folders, dtype="fp32")
     expected = answers(llama, MIXED, PROMPTS)
-    num_bytes = llama.engine.runner.adapters.nbytes
+    num_bytes = llama.llm_engine.adapter_store.nbytes
     for name, (folder, message) in damaged(model, tmp_path).items():
         with pytest.raises((ValueError, OSError), match=message):
             llama.load_adapter(name, folder)
         assert name not in llama.adapters
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         llama.load_adapter("absent", tmp_path / "absent")
-    assert llama.engine.runner.adapters.nbytes == num_bytes
+    assert llama.llm_engine.adapter_store.nbytes == num_bytes
     assert answers(llama, MIXED, PROMPTS) == expected
     llama.close()
 
@@ -396,7 +396,7 @@ def test_loads_and_drops_leave_nothing(base, folders):
     seen: list[weakref.ref] = []
     for i in range(64):
         llama.load_adapter(f"a{i}", folders["all"])
-        adapters = llama.engine.runner.adapters
+        adapters = llama.llm_engine.adapter_store
         (stored,) = adapters._adapters.values()
         seen.append(weakref.ref(stored.weights))
         del stored
@@ -404,7 +404,7 @@ def test_loads_and_drops_leave_nothing(base, folders):
         llama.drop_adapter(f"a{i}")
     gc.collect()
     assert not [ref for ref in seen if ref() is not None]
-    assert llama.engine.runner.adapters.nbytes == 0 and not llama.adapters
+    assert llama.llm_engine.adapter_store.nbytes == 0 and not llama.adapters
     assert not llama.engine.scheduler.has_adapters
     llama.close()
 

@@ -10,7 +10,16 @@ import torch
 
 from helpers import reference
 from helpers.checkpoints import random_state, write_meta
-from helpers.drafts import PROMPTS, Drafts, answers, cached, key, requests_of, without_drafts
+from helpers.drafts import (
+    PROMPTS,
+    Drafts,
+    answers,
+    cached,
+    drafter_of,
+    key,
+    requests_of,
+    without_drafts,
+)
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
 from helpers.sequences import state_of
@@ -20,13 +29,16 @@ from llama.cli.chat.conversation import TurnStats
 from llama.cli.flags import read
 from llama.cli.model import figures, load
 from llama.engine.core import PAGE_SIZE
-from llama.engine.draft_model import ModelDrafter, SequenceDraft
-from llama.engine.lookup import Lookup, Speculator, Text
 from llama.engine.runner import ModelRunner
 from llama.engine.sequence import SequenceState
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS
 from llama.ops.triton.kernels import KernelSet, Tile
+from llama.options.speculation.draft_model import ModelDrafter, SequenceDraft
+from llama.options.speculation.drafter import Drafter
+from llama.options.speculation.hook import speculate
+from llama.options.speculation.lookup import Lookup, Speculator, Text
+from llama.ranks.parallel import Parallel
 from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
 from llama.weights.blocks import BlockedWeight
 
@@ -93,8 +105,12 @@ class RandomLengths(ModelDrafter):
         return [self.rng.randint(0, len(each)) for each in rates]
 
 
+def lookup_drafter(max_drafts: int = 7, *, is_shared: bool = False) -> Speculator:
+    return Speculator(max_drafts, Parallel(), is_shared)
+
+
 def runner_of(model: Transformer, num_pages: int) -> ModelRunner:
-    return ModelRunner(model, num_pages=num_pages, page_size=PAGE_SIZE)
+    return ModelRunner(model, model.new_kv_cache(num_pages, PAGE_SIZE), num_pages)
 
 
 Plain = tuple[Llama, list[tuple], dict[tuple, list[int]]]
@@ -128,7 +144,7 @@ def test_drafts_change_no_bit_where_the_vocabulary_does_not_fill_its_blocks(tied
     found, _ = without_drafts(llama)
     requests = list(requests_of(llama))
     speculating = Llama(llama.model, llama.tokenizer, num_pages=300)
-    speculating.engine.speculate(7)
+    speculate(speculating.engine, lookup_drafter())
     assert answers(speculating, requests) == found
     assert speculating.engine.stats.draft_tokens > 20
     together = [x for x in found if len(x) == 4]
@@ -164,11 +180,12 @@ def test_drafts_change_no_answer(kind, num_pages, plain, monkeypatch):
     model, found, truth = plain
     llama = Llama(model.model, model.tokenizer, num_pages=num_pages)
     core = llama.engine
-    core.drafter = Drafts(kind, truth)
+    drafter: Drafter = Drafts(kind, truth)
     if kind in ("lookup", "shared"):
-        core.speculate(7, is_shared=kind == "shared")
+        drafter = lookup_drafter(is_shared=kind == "shared")
     if kind == "model":
-        core.drafter = RandomLengths(4, runner_of(model.model, num_pages), core.scheduler)
+        drafter = RandomLengths(4, runner_of(model.model, num_pages), core.scheduler)
+    speculate(core, drafter)
     requests = list(requests_of(llama))
     assert answers(llama, requests) == found
     assert core.stats.draft_tokens > (20 if kind in ("lookup", "shared") else 100)
@@ -194,7 +211,7 @@ def test_an_abort_among_drafts_frees_its_pages(plain):
     model, _, truth = plain
     llama = Llama(model.model, model.tokenizer, num_pages=300)
     core = llama.engine
-    core.drafter = Drafts("some", truth)
+    speculate(core, Drafts("some", truth))
     added = [answer.sequence for request in requests_of(llama) for answer in request.answers]
     core.step(added=added)
     while core.stats.accepted_tokens < 20:
@@ -223,11 +240,11 @@ def test_beam_search_is_not_drafted_for(plain):
     for max_drafts in (0, 7):
         llama = Llama(model.model, model.tokenizer, num_pages=100)
         if max_drafts:
-            llama.engine.speculate(max_drafts)
+            speculate(llama.engine, lookup_drafter(max_drafts))
         # one beam needs a new page, and one token is left
         found.append(llama.beam_search(["abab" * 9], 3, 20))
     assert found[0] == found[1]
-    drafter = llama.engine.drafter
+    drafter = drafter_of(llama.engine)
     assert isinstance(drafter, Speculator) and drafter._states
     assert not any(state.lookup for state in drafter._states.values())
     assert llama.engine.stats.draft_tokens == 0
@@ -255,7 +272,8 @@ def test_a_draft_model_computes_what_it_has_not_had(plain, monkeypatch):
 
     monkeypatch.setattr(drafter, "_run", counted)
     cached = []
-    for core.drafter in (None, drafter, drafter):
+    for each in (None, drafter, drafter):
+        speculate(core, each)
         seq = state_of(PROMPTS[9] * 2, 90, 7, temperature=0.7)
         core.add(seq)
         while core.has_unfinished():
@@ -311,12 +329,12 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
     monkeypatch.setattr("llama.gpu.selection.kernels_for", lambda params, *_: own[params.n_layers])
     asked = list[Transformer]()
     monkeypatch.setattr("llama.generation.recorder_for", asked.append)
-    monkeypatch.setattr("llama.engine.core.ModelDrafter", RandomLengths)
+    monkeypatch.setattr("llama.assembly.ModelDrafter", RandomLengths)
     llama = Llama.build(
         str(folder), max_batch_size=8, speculate=str(small), speculate_tokens=4, **common
     )
     core = llama.engine
-    drafter = core.drafter
+    drafter = drafter_of(core)
     assert isinstance(drafter, ModelDrafter)
     assert asked == [drafter._runner.model, llama.model]  # graphs of each model
     assert [model.kernels for model in asked] == [own[1], own[2]]
@@ -359,9 +377,8 @@ def test_texts_of_others_are_looked_up_where_that_is_asked_for(is_shared, plain,
     """
     model, drafted, found = plain[0], list[int](), list[list[int]]()
     llama = Llama(model.model, model.tokenizer, num_pages=40)
-    llama.engine.speculate(7, is_shared=is_shared)
-    speculator = llama.engine.drafter
-    assert isinstance(speculator, Speculator)
+    speculator = lookup_drafter(is_shared=is_shared)
+    speculate(llama.engine, speculator)
     monkeypatch.setattr(speculator, "choose", lambda rates, _: [len(x) for x in rates])
     for prompt in (1, 2, 1):
         before = llama.engine.stats.accepted_tokens
@@ -396,7 +413,7 @@ def test_a_prediction_is_where_drafts_come_from(plain):
     model, found = plain[0], list[tuple[list[int], int]]()
     for kind in ("without", "wrong", "right"):
         llama = Llama(model.model, model.tokenizer, num_pages=40)
-        llama.engine.speculate(7)
+        speculate(llama.engine, lookup_drafter())
         text = "" if kind == "without" else "no word of it, and none"
         asked = SamplingParams(temperature=1, max_tokens=60, seed=3, prediction=text)
         request = llama.llm_engine.prepare("", PROMPTS[1], asked)
@@ -425,8 +442,9 @@ def test_a_model_is_built_to_speculate(plain, make_checkpoint, caplog):
         "LLAMA_SPECULATE_SHARED": "1",
     })  # fmt: skip
     fast = load(options)
-    assert isinstance(fast.engine.drafter, Speculator)
-    assert fast.engine.drafter._ended_texts is not None
+    speculator = drafter_of(fast.engine)
+    assert isinstance(speculator, Speculator)
+    assert speculator._ended_texts is not None
     prompt = (PROMPTS[3] * 4)[:60]
     bias = dict.fromkeys(PROMPTS[3], 12.0)
     params = SamplingParams(temperature=0, max_tokens=60, logit_bias=bias, ignore_eos=True)

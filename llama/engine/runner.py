@@ -1,15 +1,14 @@
 """The model on one rank: a `Step` in, the results of its rows out, the same on every rank.
 
 A step has two parts. `ModelRunner.start` packs the tokens into one flat batch and begins the pass
-of the model over the KV cache, which it owns. `RunningStep.compute_rows` then begins to compute the
-results of the rows, and returns a function that waits for the device, once. Scoring prompts waits
-earlier, once per _SCORED_ROWS rows. On a GPU without the kernel for sampling, rows with top_p,
-top_k or min_p cost two more waits.
+of the model over the KV cache. `RunningStep.compute_rows` then begins to compute the results of the
+rows, and returns a function that waits for the device, once. Scoring prompts waits earlier, once
+per _SCORED_ROWS rows. On a GPU without the kernel for sampling, rows with top_p, top_k or min_p
+cost two more waits.
 
 On a GPU scheduling is asynchronous, as in vLLM: the next step begins before this one is read, and
-takes the tokens that this one sampled from the device. Steps of single tokens are replayed as
-graphs, see `llama.engine.graphs`; all others run operator by operator. The file has over 400 lines
-because the two parts of a step share the runner's buffers.
+takes the tokens that this one sampled from the device. A `Replayer` may compute steps of single
+tokens; all others run operator by operator.
 """
 
 import warnings
@@ -18,20 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.common.device import current, free_unused, peak_bytes
+from llama.common.device import current, free_unused
 from llama.engine import tables
-from llama.engine.adapters import AdapterStore
 from llama.engine.constraints import TokenMasks
-from llama.engine.decode_inputs import DecodeStep
-from llama.engine.graphs import Decoded, DecodeGraphs, bucket_of
-from llama.engine.largest_step import largest_step
+from llama.engine.hooks import Decoded, Replayer, StepHook
 from llama.engine.processors import LogitsProcessors
-from llama.engine.recorder import CaptureError, Recorder
 from llama.engine.rows import CapturedStates, HiddenStates, Reader, Rows, Scheduled, Tokens
 from llama.engine.sampler import Sampled, needs_top_only, sample, score, top_of_ranks
 from llama.engine.sequence import SequenceState
 from llama.engine.step import Step, StepResults
-from llama.model.execution import NOTHING_WATCHED, Watched
+from llama.model.execution import Watched
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
 from llama.ops.sample import on_device_of
@@ -40,112 +35,66 @@ from llama.ops.triton.kernels import TORCH_ONLY, kernel_errors
 _SCORED_ROWS = 256  # prompt rows that get logits at once: 256 x 128,256 float32 are 131 MB
 
 
+class LastIds:
+    """The tokens that the latest step sampled, on the device, for the step that starts next.
+
+    Attributes:
+        ids: The token of each row, (max_rows) int64.
+        rows: The row of each sequence.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.rows: dict[SequenceState, int] = {}
+
+    @classmethod
+    def of(cls, model: Transformer) -> "LastIds":
+        """Return memory for the rows of any step of a model: a multiple of 64 rows."""
+        max_rows = -(-model.params.max_batch_size // 64) * 64
+        return cls(max_rows, model.norm.weight.device)
+
+    def keep(self, ids: Tensor, sequences: list[SequenceState]) -> None:
+        """Keep the tokens (R) of so many sequences."""
+        # A row without a token has the id -1; nothing that the next step makes of it is read.
+        self.ids[: len(sequences)] = ids.clamp(min=0)
+        self.rows = {seq: row for row, seq in enumerate(sequences)}
+
+
 class ModelRunner:
-    """Runs `model` over `num_pages` pages of `page_size` slots, which it allocates.
+    """Runs a model over the pages of its KV cache.
 
     Args:
         model: The model.
-        num_pages: The pages of the KV cache that sequences may use.
-        page_size: The slots of a page.
+        kv_cache: Its KV cache, (L, 2, P, S, K, W), which the runner frees when it is closed.
+        num_pages: The pages that sequences may use.
         async_scheduling: Whether a step may start before the previous one is read; by default it
             may on a GPU.
-        recorder: The recorder of graphs; None runs every step operator by operator.
-        reserve: The bytes that a step needs. With graphs, the cache gets only the pages that fit
-            beside the graphs and the reserve.
-        has_drafts: Whether steps may have more rows than sequences. Graphs of all numbers of rows
-            are then recorded, and not while requests wait.
-        step_tokens: The maximum number of tokens of a step. A GPU runs one such step first, whose
-            memory is reserved as well; 0: none.
+        last_ids: The tokens of the latest step, which a replayer reads as well.
+        replayer: Computes steps of single tokens, if there is one.
+        hooks: The options that take part in each step. The core has the same list.
     """
 
     def __init__(
         self,
         model: Transformer,
-        *,
+        kv_cache: Tensor,
         num_pages: int,
-        page_size: int,
+        *,
         async_scheduling: bool | None = None,
-        recorder: Recorder | None = None,
-        reserve: int = 0,
-        has_drafts: bool = False,
-        step_tokens: int = 0,
+        last_ids: LastIds | None = None,
+        replayer: Replayer | None = None,
+        hooks: list[StepHook] | None = None,
     ) -> None:
         self.model = model
-        self.adapters = AdapterStore(model)
-        self.page_size = page_size
-        device = model.norm.weight.device
-        self.async_scheduling = (
-            device.type == "cuda" if async_scheduling is None else async_scheduling
-        )
+        self.kv_cache = kv_cache
+        self.num_pages = num_pages
+        self.page_size = kv_cache.shape[3]
+        self.async_scheduling = kv_cache.is_cuda if async_scheduling is None else async_scheduling
         self.token_masks = TokenMasks(model.vocab_size)
         self.processors = LogitsProcessors()
-        max_rows = bucket_of(max(model.params.max_batch_size, 64))  # rows of a graph or a step
-        self._last_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._last_rows: dict[SequenceState, int] = {}  # the row of each sequence in it
-        self._recorded_rows = max_rows if has_drafts else model.params.max_batch_size
-        self._graphs: DecodeGraphs | None = None
-        self.num_pages = num_pages  # pages that sequences may use
-        with model.parallel.step(), current(device):
-            if device.type == "cuda" and step_tokens:
-                reserve = max(reserve, self._measure_step(step_tokens))
-            if recorder is None:
-                self.kv_cache = model.new_kv_cache(num_pages, page_size)
-            else:
-                self._record(recorder, reserve)
-
-    def _measure_step(self, num_tokens: int) -> int:
-        """Return the memory that a step of so many tokens takes, see `largest_step`."""
-        run = largest_step(self.model, num_tokens, self.page_size)
-        try:
-            return peak_bytes(self._last_ids.device, run)
-        except kernel_errors() as error:
-            self.give_up_kernels(error)
-            return peak_bytes(self._last_ids.device, run)
-
-    def _record(self, recorder: Recorder, reserve: int) -> None:
-        """Record the graphs, and allocate the KV cache beside them.
-
-        The memory of the graphs is measured first, with a KV cache of two pages.
-        """
-        model = self.model
-        size = self.page_size
-        small = model.new_kv_cache(2, size)
-        graph_bytes = 0
-        try:
-            graph_bytes = self._new_graphs(small, recorder).num_bytes()
-        except CaptureError:
-            if model.parallel.size > 1:
-                raise  # the other ranks may wait for this one's part of a sum
-        cache_bytes = recorder.free_bytes() - graph_bytes - reserve
-        fitting = 2 * cache_bytes // small.nbytes - 1
-        min_pages = -(-model.params.max_seq_len // size)
-        fitting = max(min_pages, model.parallel.all_reduce_min(fitting))
-        self.num_pages = min(self.num_pages, fitting)
-        # One page more than the scheduler knows: a graph's unused rows write there.
-        self.kv_cache = model.new_kv_cache(self.num_pages + 1, size)
-        self._graphs = self._new_graphs(self.kv_cache, recorder)
-        problem: CaptureError | None = None
-        try:
-            self._graphs.record_all()
-        except CaptureError as e:
-            if model.parallel.size > 1:
-                raise
-            problem = e
-        if not model.parallel.all_reduce_min(int(problem is None)):  # all stages alike
-            self._give_up_graphs(problem or CaptureError("another rank cannot record them"))
-
-    def _new_graphs(self, kv_cache: Tensor, recorder: Recorder) -> DecodeGraphs:
-        return DecodeGraphs(self.model, kv_cache, recorder, self._last_ids, self._recorded_rows)
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether steps of single tokens are replayed as graphs."""
-        return self._graphs is not None
-
-    def _give_up_graphs(self, error: CaptureError) -> None:
-        """Go on without graphs, which the other ranks of the group know of."""
-        warnings.warn(f"steps run without graphs from now on: {error}", stacklevel=2)
-        self._drop_graphs()
+        self.last_ids = last_ids or LastIds.of(model)
+        self.replayer = replayer
+        self.hooks = [] if hooks is None else hooks
 
     def run(self, step: Step) -> StepResults:
         """Run a step and wait for its results."""
@@ -164,50 +113,40 @@ class ModelRunner:
                 return RunningStep(self, step)
 
     def give_up_kernels(self, error: Exception) -> None:
-        """Let torch's operators replace the GPU's kernels, one of which has failed.
+        """Go on without the GPU's kernels, one of which has failed, and without a replayer."""
+        give_up_kernels(self.model, error)
+        self.stop_replaying()
 
-        On several ranks the error is raised instead: the others do not know of it.
-        """
-        if not self.model.parallel.is_alone:
-            raise error
-        warnings.warn(f"torch runs in place of the GPU's kernels: {error}", stacklevel=3)
-        self._drop_graphs()
-        self.model.use_kernels(TORCH_ONLY)
-
-    def decode_step(self, sampled: list[Scheduled], num_tokens: int) -> DecodeStep | None:
-        """Return a step as graphs take it; None where there is no graph for this kind of step.
-
-        Graphs take steps of single tokens that are all sampled and have no adapters.
-        """
-        if self._graphs is None or num_tokens != len(sampled):
+    def prepare_replay(self, step: Step, sampled: list[Scheduled]) -> object | None:
+        """Return a step as the replayer takes it; None where it runs operator by operator."""
+        if self.replayer is None or len(sampled) != sum([item.count for item in step.items]):
             return None
-        if self.adapters and any(item.sequence.spec.adapter for item in sampled):
+        if any(hook.wanted_states or hook.changes_batch(step) for hook in self.hooks):
             return None
-        if not self._graphs.takes(sampled):
-            return None
-        sequences = [item.sequence for item in sampled]
-        tokens = [seq.tokens[-1] for seq in sequences]
-        sources = [self._last_rows[seq] if seq.num_pending else -1 for seq in sequences]
-        return DecodeStep.of(tokens, sources, sampled, self.page_size)
+        return self.replayer.prepare(sampled)
 
     def replay(
-        self, step: DecodeStep, x: Tensor | None = None, *, wants_logits: bool
+        self, prepared: object, x: Tensor | None = None, *, wants_logits: bool
     ) -> Decoded | Tensor | None:
-        """Run a step by a graph, see `DecodeGraphs.run`.
+        """Compute a step that `prepare_replay` returned, see `Replayer.run`."""
+        assert self.replayer is not None, "a prepared step, and nothing that replays it"
+        results = self.replayer.run(prepared, x, wants_logits=wants_logits)
+        if results is None:
+            self.stop_replaying()
+        return results
 
-        A step that cannot be recorded, for want of memory say, is the end of graphs: None. On
-        several ranks it raises the error, as the others do not know it.
-        """
-        assert self._graphs is not None, "a step for graphs, without any"
-        try:
-            return self._graphs.run(step, x, wants_logits=wants_logits)
-        except CaptureError as error:
-            if not self.model.parallel.is_alone:
-                raise
-            self._give_up_graphs(error)
-            return None
+    def stop_replaying(self) -> None:
+        """Run all steps operator by operator from now on."""
+        if self.replayer is not None:
+            self.replayer.close()
+            self.replayer = None
 
-    def hidden_states(self, step: Step, watched: Watched = NOTHING_WATCHED) -> Tensor:
+    def watched(self, step: Step) -> Watched:
+        """Return the hidden states of a step that its sequences and the hooks want to see."""
+        wanted = [hook.wanted_states for hook in self.hooks]
+        return Watched(step.captured_layers().union(*wanted))
+
+    def hidden_states(self, step: Step, watched: Watched) -> Tensor:
         """Run a step operator by operator.
 
         Args:
@@ -235,7 +174,7 @@ class ModelRunner:
             tokens += item.drafts
             if len(tokens) < first + item.count:
                 pending.append(len(tokens))
-                sources.append(self._last_rows[seq])
+                sources.append(self.last_ids.rows[seq])
                 tokens.append(0)
         logit_rows = list[int]()
         for rows in step.rows.values():
@@ -252,35 +191,30 @@ class ModelRunner:
             logit_rows,
             self.kv_cache.device,
         )
-        if self.adapters:
-            adapters = self.adapters.rows_of(step.items)
-            if adapters is not None:
-                batch = batch.with_adapters(adapters)
+        for hook in self.hooks:
+            batch = hook.pack(step, batch)
         if pending:
-            known = self._last_ids[on_device_of(ids, sources)]
+            known = self.last_ids.ids[on_device_of(ids, sources)]
             ids[on_device_of(ids, pending)] = known
         return ids, batch
 
-    def keep_last_ids(self, ids: Tensor, sequences: list[SequenceState]) -> None:
-        """Keep the tokens that a step sampled on the device, for the step that starts next."""
-        if self.async_scheduling:
-            # A row without a token has the id -1; nothing that the next step makes of it is read.
-            num_rows = len(sequences)
-            self._last_ids[:num_rows] = ids.clamp(min=0)
-            self._last_rows = {seq: row for row, seq in enumerate(sequences)}
-
     def close(self) -> None:
-        """Free the KV cache, and the graphs: they hold collectives of groups that will end."""
-        self._drop_graphs()
+        """Free the KV cache, and what replays steps: it holds collectives of groups that end."""
+        self.stop_replaying()
         device = self.kv_cache.device
         self.kv_cache = torch.empty(0)
         free_unused(device)
 
-    def _drop_graphs(self) -> None:
-        """Free the graphs, and run steps without them from now on."""
-        if self._graphs is not None:
-            self._graphs.close()
-            self._graphs = None
+
+def give_up_kernels(model: Transformer, error: Exception) -> None:
+    """Let torch's operators replace the GPU's kernels of a model, one of which has failed.
+
+    On several ranks the error is raised instead: the others do not know of it.
+    """
+    if not model.parallel.is_alone:
+        raise error
+    warnings.warn(f"torch runs in place of the GPU's kernels: {error}", stacklevel=4)
+    model.use_kernels(TORCH_ONLY)
 
 
 class RunningStep:
@@ -306,7 +240,7 @@ class RunningStep:
             and not self._is_greedy
             and any(seq.spec.needs_tokens for seq in self._sequences)
         )
-        self._watched = Watched(step.captured_layers())
+        self._watched = runner.watched(step)
         self._hidden = self._run(sampled)
 
     @property
@@ -317,10 +251,9 @@ class RunningStep:
     def _run(self, sampled: list[Scheduled]) -> HiddenStates:
         """Begin the pass of the model."""
         runner = self._runner
-        num_tokens = sum([item.count for item in self._step.items])
-        decode = runner.decode_step(sampled, num_tokens)
-        if decode is not None:
-            decoded = runner.replay(decode, wants_logits=self.wants_logits)
+        prepared = runner.prepare_replay(self._step, sampled)
+        if prepared is not None:
+            decoded = runner.replay(prepared, wants_logits=self.wants_logits)
             if decoded is not None:
                 return decoded
         return runner.hidden_states(self._step, self._watched)
@@ -336,6 +269,9 @@ class RunningStep:
                 return RunningStep(self._runner, self._step)._compute_rows()
 
     def _compute_rows(self) -> Reader[StepResults]:
+        for hook in self._runner.hooks:
+            if hook.wanted_states:
+                hook.see(self._step, self._watched.states)
         readers = {}
         first = 0
         for kind, rows in self._step.rows.items():
@@ -360,7 +296,8 @@ class RunningStep:
         else:
             sampled = self._sampled(self._model.logits(hidden))
         columns = self._columns(sampled)
-        self._runner.keep_last_ids(columns[:, 0], self._sequences)
+        if self._runner.async_scheduling:
+            self._runner.last_ids.keep(columns[:, 0], self._sequences)
         read = tables.to_host(columns)
         return lambda: tables.tokens_of(self._publish(read()))
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from llama.common.device import DTYPES, current
-from llama.engine.decode_inputs import DecodeStep
-from llama.engine.graphs import Decoded, DecodeGraphs
-from llama.engine.recorder import CudaRecorder, Recorder
+from llama.engine.hooks import Decoded
 from llama.engine.request import SequenceSpec
 from llama.engine.rows import Scheduled
+from llama.engine.runner import LastIds
 from llama.engine.sequence import SequenceState
 from llama.gpu.cases import fill_cache, read_cache
 from llama.gpu.job import Choice, Job
@@ -29,6 +28,9 @@ from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.kv_cache import FORMATS
 from llama.ops.triton.kernels import KernelSet
+from llama.options.graphs.decode_graphs import DecodeGraphs
+from llama.options.graphs.decode_inputs import DecodeStep
+from llama.options.graphs.recorder import CudaRecorder, Recorder
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 
@@ -61,8 +63,8 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
     fill_cache(kv_cache, model.params.head_dim, draw)
     used_pages = kv_cache[:, :, :-1]
     unused_page = kv_cache[:, :, -1]  # the page of unused rows
-    last_ids = torch.randint(model.vocab_size, (_MAX_ROWS,), generator=generator)
-    last_ids = last_ids.to(kv_cache.device)
+    last_ids = LastIds(_MAX_ROWS, kv_cache.device)
+    last_ids.ids.copy_(torch.randint(model.vocab_size, (_MAX_ROWS,), generator=generator))
     is_first = model.parallel.placement.is_first
     graphs = DecodeGraphs(model, kv_cache, recorder, last_ids)
     batches = [
@@ -84,6 +86,7 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
             eager_cache = read_cache(used_pages)
             unused_page.fill_(7.0)  # nobody may read it
             replayed = graphs.run(step, x, wants_logits=wants_logits)
+            assert replayed is not None, "a step was not recorded"
             _expect_same(n, replayed, eager)
             replayed_cache = read_cache(used_pages)
             _expect_close("keys and values", replayed_cache, eager_cache)

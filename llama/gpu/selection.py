@@ -15,7 +15,6 @@ import torch
 
 from llama.common.device import dtype_name
 from llama.engine.core import PAGE_SIZE
-from llama.engine.recorder import CudaRecorder, Recorder
 from llama.gpu import graph_check, selfcheck_cache
 from llama.gpu.job import CheckResult, Formats, Job
 from llama.model.args import ModelArgs
@@ -23,6 +22,7 @@ from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ops.triton.kernels import GRAPH, NAMES, ROUND_ROWS, TORCH_ONLY, KernelSet
+from llama.options.graphs.recorder import CudaRecorder, Recorder
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import WHOLE, Placement
 from llama.weights.choice import QUANTIZED

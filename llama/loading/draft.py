@@ -9,8 +9,8 @@ from dataclasses import replace
 from llama.build_args import BuildArgs
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.common.checks import FieldError, brief
-from llama.engine.core import DRAFTERS
 from llama.loading.files import Files, find_files
+from llama.options.speculation.hook import DRAFTERS
 from llama.tokenizer import Tokenizer
 
 _PROBES = (  # tokenizers that agree on these texts are taken to be the same

@@ -87,7 +87,7 @@ class Loaded:
             )
             if values
         )
-        graphs = ", CUDA graphs" if runner.has_graphs else ""
+        graphs = ", CUDA graphs" if runner.replayer else ""
         purpose = self.files.checkpoint.purpose
         counts = placement.layer_counts
         layers = ",".join(map(str, counts))

@@ -49,12 +49,12 @@ class AdapterLoader:
                 if replaced is not None:
                     self._check_unused(replaced)
                 if not self._ranks.is_led:
-                    adapter = self._ranks.core.read_adapter(path)
+                    adapter = self._ranks.adapters.read(path)
                     must_match += [name, adapter.digest]
             if self._ranks.is_led:
                 adapter = self._ranks.load_adapter(path)
             else:
-                self._ranks.core.add_adapter(adapter)
+                self._ranks.adapters.add(adapter)
             if replaced is not None and replaced.digest != adapter.digest:
                 try:
                     self._forget(replaced)

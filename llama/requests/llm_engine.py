@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from llama.engine.core import EngineCore
-from llama.engine.interrupts import DeferredInterrupt
+from llama.options.adapters import AdapterStore
 from llama.requests.adapter_loading import AdapterLoader
 from llama.requests.adapters import AdapterInfo, AdapterNames
 from llama.requests.grammar import GrammarCompiler
+from llama.requests.interrupts import DeferredInterrupt
 from llama.requests.prepare import Preparer
 from llama.requests.rank_calls import RankCalls
 from llama.requests.registry import RequestRegistry
@@ -39,6 +40,7 @@ class LLMEngine:
     """The requests of one model, which an `EngineCore` computes."""
 
     core: EngineCore
+    adapter_store: AdapterStore
     tokenizer: Tokenizer
     max_seq_len: int  # largest number of tokens of a sequence, prompt and answer together
     seed: int  # seed that the seeds of requests without one are derived from
@@ -53,7 +55,9 @@ class LLMEngine:
         )
         self.prepare = preparer.prepare
         self.check_generates = preparer.check_generates
-        self._ranks = RankCalls(self.core, self.parallel, self.has_unfinished_requests)
+        self._ranks = RankCalls(
+            self.core, self.adapter_store, self.parallel, self.has_unfinished_requests
+        )
         self.agree = self._ranks.agree
         self._threads = StepThreads(self._step, self._settle)
         self._lock = self._threads.lock  # protects the registry; released while the model runs

@@ -14,9 +14,10 @@ from typing import TypeVar
 
 from llama.checkpoint.lora.unmerged import LoadedAdapter
 from llama.engine.core import EngineCore
-from llama.engine.leader import Follower, Leader
 from llama.engine.sequence import SequenceState
+from llama.options.adapters import AdapterStore
 from llama.ranks.parallel import Parallel
+from llama.requests.leader import Follower, Leader
 
 _T = TypeVar("_T")
 _END_OF_WORK = "the work that rank 0 leads"  # what the ranks agree on at the end of `lead`
@@ -29,16 +30,22 @@ class RankCalls:
     """
 
     def __init__(
-        self, core: EngineCore, parallel: Parallel, has_requests: Callable[[], bool]
+        self,
+        core: EngineCore,
+        adapters: AdapterStore,
+        parallel: Parallel,
+        has_requests: Callable[[], bool],
     ) -> None:
         """Prepare the coordination of one rank.
 
         Args:
             core: The engine core of this rank.
+            adapters: The adapters that its sequences can choose.
             parallel: The group of ranks that share the model.
             has_requests: Returns whether the engine has unfinished requests.
         """
         self.core = core
+        self.adapters = adapters
         self.parallel = parallel
         self._has_requests = has_requests
         self.is_led = False  # rank 0 takes all requests; the other ranks follow
@@ -60,7 +67,10 @@ class RankCalls:
 
     def drop_adapter(self, digest: bytes) -> None:
         """Forget an adapter: on every rank while rank 0 leads, else on this one."""
-        (self._leader or self.core).drop_adapter(digest)
+        if self._leader is None:
+            self.adapters.drop(digest)
+        else:
+            self._leader.drop_adapter(digest)
 
     def agree(self, what: str) -> contextlib.AbstractContextManager[list[object]]:
         """Return `Parallel.agree(what)`, or a context without effect while rank 0 leads."""
@@ -113,9 +123,9 @@ class RankCalls:
         self.is_led = True
         try:
             if self.parallel.is_leader:
-                self._leader = Leader(self.core, self.parallel)
+                self._leader = Leader(self.core, self.adapters, self.parallel)
                 return self._lead(self._leader, work, discard_all)
-            self._num_calls = Follower(self.core, self.parallel).follow()
+            self._num_calls = Follower(self.core, self.adapters, self.parallel).follow()
         finally:
             self._leader = None
             self.is_led = False

@@ -200,7 +200,7 @@ class RequestOutput:
     def num_predicted(self) -> tuple[int, int]:
         """Return how many tokens of the request's prediction its answers had, and how many not."""
         # Imported here because the module imports torch, which clients of a server do not need.
-        from llama.engine.lookup import count_predicted
+        from llama.options.speculation.lookup import count_predicted
 
         prediction = self._first.spec.prediction
         return count_predicted(prediction, (answer.token_ids for answer in self.outputs))

@@ -10,7 +10,7 @@ This module owns the lock of the engine, and knows nothing of requests.
 import threading
 from collections.abc import Callable
 
-from llama.engine.interrupts import DeferredInterrupt
+from llama.requests.interrupts import DeferredInterrupt
 
 _MAX_SLEEP_S = 1.0  # after which a thread checks whether another one still runs the model
 

@@ -18,11 +18,12 @@ from bench.machine import require_triton
 from bench.shapes import SHAPES
 from llama import ModelArgs, Transformer
 from llama.engine.core import PAGE_SIZE
-from llama.engine.graphs import DecodeGraphs
+from llama.engine.runner import LastIds
 from llama.model.cost import DEVICES, decode_bytes, step_roofline, weight_shapes
 from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import FORMATS
 from llama.ops.triton.kernels import NAMES, KernelSet
+from llama.options.graphs.decode_graphs import DecodeGraphs
 
 _SMALL_S = 2.5e-6  # seconds of a kernel that is neither a product nor attention
 _SHARES = {
@@ -91,7 +92,7 @@ def launches(rows: int, layers: int) -> int:
     model.use_kernels(KernelSet(frozenset(NAMES)))
     graphs = DecodeGraphs(
         model, model.new_kv_cache(2, PAGE_SIZE), _NoRecorder(),
-        torch.zeros(rows, dtype=torch.int64),
+        LastIds(rows, torch.device("cpu")),
     )  # fmt: skip
     with _noted() as launched, Operators() as operators:
         graphs._step(rows, 4, True)

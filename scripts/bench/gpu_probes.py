@@ -25,7 +25,7 @@ from bench import machine
 from bench.gpu_run import MODES, Section
 from bench.shapes import random_model, write_checkpoint
 from llama import Llama, SamplingParams, Transformer
-from llama.engine.recorder import CudaRecorder, Outputs
+from llama.options.graphs.recorder import CudaRecorder, Outputs
 from llama.ranks import torch_private
 from llama.requests.llm_engine import LLMEngine
 

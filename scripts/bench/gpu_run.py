@@ -20,10 +20,11 @@ from torch import Tensor
 
 from bench.shapes import SHAPES, random_model, write_tokenizer
 from llama import Tokenizer, Transformer
-from llama.engine.core import PAGE_SIZE, EngineCore
-from llama.engine.recorder import CudaRecorder, Outputs, Recorder
+from llama.assembly import assemble
+from llama.engine.core import PAGE_SIZE
 from llama.gpu import selection
 from llama.ops.triton.kernels import KernelSet
+from llama.options.graphs.recorder import CudaRecorder, Outputs, Recorder
 from llama.requests.llm_engine import LLMEngine
 
 MODES = ("graphs+kernels", "graphs", "torch")
@@ -114,7 +115,7 @@ class Section:
             allowed = selection.allowed_kernels() if has_kernels else frozenset()
             at = model.params, model.parallel, self.device, self.dtype
             model.use_kernels(selection.kernels_for(*at, allowed))
-        core = EngineCore.for_model(
+        assembled = assemble(
             model,
             num_pages=-(-num_tokens // PAGE_SIZE) + 1,
             async_scheduling=True,
@@ -123,7 +124,9 @@ class Section:
         with tempfile.TemporaryDirectory() as scratch:
             write_tokenizer(path := Path(scratch, "tokenizer.model"), model.vocab_size)
             tokenizer = Tokenizer(path)
-        return LLMEngine(core, tokenizer, model.params.max_seq_len, seed=0)
+        return LLMEngine(
+            assembled.core, assembled.adapters, tokenizer, model.params.max_seq_len, seed=0
+        )
 
     def _recorder(self) -> Recorder:
         return Again() if self.dry else CudaRecorder(self.device)

@@ -24,9 +24,10 @@ from bench.report import Column
 from bench.run import Bench, Row, whole
 from bench.shapes import write_tokenizer
 from llama import ModelArgs, SamplingParams, Tokenizer, Transformer
-from llama.engine.core import PAGE_SIZE, EngineCore
-from llama.engine.recorder import Outputs
+from llama.assembly import assemble
+from llama.engine.core import PAGE_SIZE
 from llama.ops.triton.kernels import KernelSet
+from llama.options.graphs.recorder import Outputs
 from llama.requests.llm_engine import LLMEngine
 
 _VOCABULARY = 512
@@ -174,7 +175,7 @@ def _engine(batch: int, longest: int) -> LLMEngine:
     gpu_sample.top_tokens = lambda logits, **_: (ids[: len(logits)], ids[: len(logits)])
     for weight in model.parameters():
         weight.data.zero_()
-    core = EngineCore.for_model(
+    assembled = assemble(
         model,
         num_pages=batch * (longest // PAGE_SIZE + 2),
         async_scheduling=True,
@@ -183,4 +184,6 @@ def _engine(batch: int, longest: int) -> LLMEngine:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")
         write_tokenizer(path, _VOCABULARY)
-        return LLMEngine(core, Tokenizer(path), max_seq_len=longest, seed=0)
+        return LLMEngine(
+            assembled.core, assembled.adapters, Tokenizer(path), max_seq_len=longest, seed=0
+        )

@@ -15,7 +15,8 @@ from bench.engines.ours import our_llama
 from bench.report import Column
 from bench.run import Bench, Row, whole
 from bench.worker import memory
-from llama.engine.core import PAGE_SIZE, EngineCore
+from llama.assembly import assemble
+from llama.engine.core import PAGE_SIZE
 from llama.requests.llm_engine import LLMEngine
 from llama.sampling_params import SamplingParams
 
@@ -96,13 +97,14 @@ class Traffic:
         self.ids = range(self.llama.tokenizer.num_ranks)  # the last ones are special
         self.prefixes = [self.draw.choices(self.ids, k=k) for k in (20, 70, 130)]
         # Pages for a few of the longest requests: with a batch of many, some are preempted.
-        core = EngineCore.for_model(
+        assembled = assemble(
             self.llama.model,
             num_pages=4 * (_LONGEST // PAGE_SIZE),
             token_budget=_TOKEN_BUDGET,
         )
         self.engine = LLMEngine(
-            core,
+            assembled.core,
+            assembled.adapters,
             self.llama.tokenizer,
             max_seq_len=_LONGEST,
             seed=self.seed,

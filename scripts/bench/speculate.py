@@ -22,6 +22,8 @@ from bench.engines.ours import our_llama
 from bench.report import Column
 from bench.run import Bench, Row, whole
 from llama import Llama, SamplingParams
+from llama.options.speculation import hook
+from llama.options.speculation.lookup import Speculator
 
 _COLUMNS: list[Column] = [
     ("text", "kind", ""), ("batch", "batch", ""), ("without", "plain", ".1f"),
@@ -130,7 +132,7 @@ def speculate(
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
         if is_shape:
             llama = our_llama(bench.ours(), shape)
-            llama.engine.speculate(7)
+            hook.speculate(llama.engine, Speculator(7, llama.model.parallel))
         else:
             llama = our_llama(bench.ours(), shape | {"speculate": speculate})
     draw = random.Random(bench.seed)
@@ -156,13 +158,14 @@ def speculate(
 def _measure(
     llama: Llama, prompts: list[str | list[int]], asked: SamplingParams, repeats: int
 ) -> Row:
-    core, drafter = llama.engine, llama.engine.drafter
+    core = llama.engine
+    (drafter,) = [x.drafter for x in core.hooks if isinstance(x, hook.Speculation)]
     found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     answers: list[list[list[int]]] = []
     counts: Row = {}
     for i in range(whole("repeats", repeats) + 1):  # the first is a warm-up, and reads the prompts
         for is_drafting in ((False, True), (True, False))[i % 2]:
-            core.drafter = drafter if is_drafting else None
+            hook.speculate(core, drafter if is_drafting else None)
             stats = core.stats
             before = stats.steps, stats.draft_tokens, stats.accepted_tokens
             requests = [
@@ -184,7 +187,7 @@ def _measure(
                 counts |= {"steps": steps, "drafted": drafted, "accepted": accepted}
             else:
                 counts["plain_steps"] = stats.steps - before[0]
-    core.drafter = drafter
+    hook.speculate(core, drafter)
     if any(answer != answers[0] for answer in answers):
         raise RuntimeError("an answer depends on the drafts")
     num = sum(map(len, answers[0]))

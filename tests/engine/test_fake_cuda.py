@@ -18,13 +18,13 @@ import torch._subclasses.fake_tensor as fake_tensor
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from helpers.drafts import drafter_of
 from helpers.sequences import state_of
 from helpers.tape import TapeRecorder
-from llama.engine import decode_inputs, runner, tables
-from llama.engine.core import EngineCore
-from llama.engine.decode_inputs import DecodeInputs
-from llama.engine.graphs import DecodeGraphs
+from llama.assembly import Speculate, assemble
+from llama.engine import runner, tables
 from llama.engine.rows import Tokens
+from llama.engine.runner import LastIds
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.model.layers import Matrix
@@ -33,6 +33,9 @@ from llama.ops.batch import Batch
 from llama.ops.kv_cache import FORMATS
 from llama.ops.sample import choose_ids
 from llama.ops.triton.kernels import KernelSet
+from llama.options.graphs import decode_inputs
+from llama.options.graphs.decode_graphs import DecodeGraphs
+from llama.options.graphs.decode_inputs import DecodeInputs
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.groups import GroupedWeight
@@ -115,7 +118,7 @@ def test_a_decode_step_of_fixed_shape_can_be_captured(args, wants_logits, monkey
     with FakeTensorMode(), torch.inference_mode():
         model = fake_model(args, torch.bfloat16)
         kv_cache = model.new_kv_cache(64, PAGE)
-        last_ids = torch.zeros(64, dtype=torch.int64, device=GPU)
+        last_ids = LastIds(64, GPU)
         recorder = TapeRecorder.of_model(model)
         graphs = DecodeGraphs(model, kv_cache, recorder, last_ids)
         made, _ = graphs._record(8, 512, wants_logits)
@@ -172,18 +175,19 @@ def test_a_draft_model_guesses_on_its_gpu(driver, monkeypatch, in_graphs):
     adjusted: dict[str, Any] = greedy | {"repetition_penalty": 1.3, "logit_bias": ((5, 1.0),)}
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, draft_model = (fake_model(args, torch.bfloat16) for _ in range(2))
-        core = EngineCore.for_model(
-            model, num_pages=100, draft_model=draft_model,
+        core = assemble(
+            model, num_pages=100, speculation=Speculate(4, draft_model=draft_model),
             recorder_for=TapeRecorder.of_model if in_graphs else lambda model: None,
-        )  # fmt: skip
-        core.speculate(4)
-        monkeypatch.setattr(core.drafter, "choose", lambda rates, *_: [len(x) for x in rates])
+        ).core  # fmt: skip
+        drafter = drafter_of(core)
+        monkeypatch.setattr(drafter, "choose", lambda rates, *_: [len(x) for x in rates])
         for length, params in ((40, greedy), (41, adjusted)):
             core.add(state_of([1] * length, 80, **params))
         while core.has_unfinished():
             core.step()
     assert core.stats.accepted_tokens == core.stats.draft_tokens > 50
-    assert {(x.kv_cache.device, x.has_graphs) for x in core.runners} == {(GPU, in_graphs)}
+    for each in (core.runner, drafter._runner):
+        assert (each.kv_cache.device, each.replayer is not None) == (GPU, in_graphs)
 
 
 class Only65:
@@ -270,10 +274,10 @@ def test_answers_of_every_kind_stay_on_their_gpu(
                 if isinstance(theirs, Matrix) and isinstance(theirs.weight, GroupedWeight):
                     ours.weight = on_gpu(theirs.weight)
         model.use_kernels(kernels_of_a_gpu)
-        core = EngineCore.for_model(
+        core = assemble(
             model, num_pages=100,
             recorder_for=TapeRecorder.of_model if in_graphs else lambda model: None,
-        )  # fmt: skip
+        ).core  # fmt: skip
         for length in (40, 3, 19):
             seq = state_of([1] * length, length + 12, length, **ASKED[asked])
             seq.constraint = Only65() if asked == "constrained" else None
@@ -281,4 +285,4 @@ def test_answers_of_every_kind_stay_on_their_gpu(
             core.step()
         while core.has_unfinished():
             core.step()
-    assert core.runner.has_graphs == in_graphs and core.runner.kv_cache.device == GPU
+    assert bool(core.runner.replayer) == in_graphs and core.runner.kv_cache.device == GPU

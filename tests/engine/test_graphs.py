@@ -18,17 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.drafts import MostlyRight
+from helpers.drafts import MostlyRight, drafter_of
 from helpers.kernels import KERNELS_RUN
 from helpers.sequences import state_of
 from helpers.tape import NotCapturable, TapeRecorder
-from llama.engine import decode_inputs, draft_model
-from llama.engine import graphs as graphs_module
+from llama.assembly import Speculate, assemble
 from llama.engine.core import EngineCore
-from llama.engine.decode_inputs import DecodeInputs, DecodeStep
-from llama.engine.draft_model import ModelDrafter
-from llama.engine.graphs import bucket_of
-from llama.engine.recorder import CaptureError
 from llama.engine.rows import Scheduled
 from llama.engine.runner import RunningStep
 from llama.engine.sequence import SequenceState
@@ -44,6 +39,14 @@ from llama.ops.batch import Batch
 from llama.ops.kv_cache import FORMATS
 from llama.ops.triton import kernels
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.options.graphs import decode_graphs as graphs_module
+from llama.options.graphs import decode_inputs
+from llama.options.graphs.decode_graphs import DecodeGraphs, bucket_of
+from llama.options.graphs.decode_inputs import DecodeInputs, DecodeStep
+from llama.options.graphs.recorder import CaptureError
+from llama.options.speculation import draft_model
+from llama.options.speculation.draft_model import ModelDrafter
+from llama.options.speculation.hook import speculate
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.choice import packed
@@ -68,10 +71,16 @@ def model() -> Transformer:
 def core_of(
     model: Transformer, num_pages: int, *, graphs: bool, ahead: bool, **options: Any
 ) -> EngineCore:
-    return EngineCore.for_model(
+    return assemble(
         model, num_pages=num_pages, page_size=PAGE, token_budget=24, async_scheduling=ahead,
         recorder_for=TapeRecorder.of_model if graphs else lambda model: None, **options,
-    )  # fmt: skip
+    ).core  # fmt: skip
+
+
+def graphs_of(core: EngineCore) -> DecodeGraphs:
+    graphs = core.runner.replayer
+    assert isinstance(graphs, DecodeGraphs)
+    return graphs
 
 
 def random_sequences(rng: random.Random) -> list[tuple[int, SequenceState]]:
@@ -154,7 +163,7 @@ def test_the_answers_do_not_depend_on_how_steps_run(model, plain, graphs, ahead)
             tops, known_tops = ours[3], theirs[3]
             assert [[i for i, _ in t] for t in tops] == [[i for i, _ in t] for t in known_tops]
         if graphs:
-            recorded = core.runner._graphs._graphs  # type: ignore[union-attr]
+            recorded = graphs_of(core)._graphs
             assert len({rows for rows, _, _ in recorded}) > 1, "the graphs were not used"
     assert preempted, "nobody was preempted: the test tests less than it says"
 
@@ -166,8 +175,7 @@ def test_drafts_are_verified(model, plain, monkeypatch, graphs):
     arriving = sorted(random_sequences(random.Random(1)), key=lambda pair: pair[0])
     seeds = [seq.spec.seed for _, seq in arriving]
     core = core_of(model, 200, graphs=graphs, ahead=True)
-    core.speculate(5)
-    core.drafter = MostlyRight(model, dict(zip(seeds, [x[0] for x in wanted], strict=True)))
+    speculate(core, MostlyRight(model, dict(zip(seeds, [x[0] for x in wanted], strict=True))))
     eager: list[Scheduled] = []
     hidden = core.runner.hidden_states
 
@@ -183,7 +191,7 @@ def test_drafts_are_verified(model, plain, monkeypatch, graphs):
     assert 20 < core.stats.accepted_tokens < core.stats.draft_tokens
     assert any(item.drafts for item in eager) != graphs
     if graphs:
-        recorded = {rows for rows, _, _ in core.runner._graphs._graphs}  # type: ignore[union-attr]
+        recorded = {rows for rows, _, _ in graphs_of(core)._graphs}
         assert max(recorded) > bucket_of(model.params.max_batch_size)
 
 
@@ -194,10 +202,12 @@ def test_a_draft_model_drafts_in_graphs(model, plain, monkeypatch):
     tokens, after a fully accepted draft. Its graphs and its cache are separate.
     """
     wanted, _ = plain(1, 200)
-    core = core_of(model, 200, graphs=True, ahead=True, draft_model=model)
-    core.speculate(5)
-    drafter, runner = core.drafter, core.runners[0]
-    assert isinstance(drafter, ModelDrafter) and runner is not core.runner
+    speculation = Speculate(5, draft_model=model)
+    core = core_of(model, 200, graphs=True, ahead=True, speculation=speculation)
+    drafter = drafter_of(core)
+    assert isinstance(drafter, ModelDrafter)
+    runner = drafter._runner
+    assert runner is not core.runner
     assert runner.kv_cache.data_ptr() != core.runner.kv_cache.data_ptr()
     monkeypatch.setattr(drafter, "choose", lambda rates, _, min_drafts: [len(x) for x in rates])
     eager, num_new = list[Scheduled](), set[int]()
@@ -219,7 +229,7 @@ def test_a_draft_model_drafts_in_graphs(model, plain, monkeypatch):
     assert {1, 2} <= num_new and max(num_new) > draft_model._MAX_DRAFT_PASS
     assert {item.count > draft_model._MAX_DRAFT_PASS for item in eager} == {True}
     core.close()
-    assert not any(each.has_graphs for each in core.runners)
+    assert not runner.replayer and not core.runner.replayer
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
@@ -283,13 +293,12 @@ def test_all_shapes_are_recorded_before_the_first_step(with_kernel, plain):
     The largest is first, and the others share its memory; one buffer has the logits of all.
     """
     recorder = Counting(with_kernel)
-    core = EngineCore.for_model(
+    core = assemble(
         with_kernel, num_pages=26, page_size=PAGE, token_budget=24, async_scheduling=True,
         recorder_for=lambda model: recorder,
-    )  # fmt: skip
+    ).core  # fmt: skip
     assert recorder.rows == [8, 4] + [8, 4, 2, 1]  # two are measured first
-    graphs = core.runner._graphs
-    assert graphs is not None
+    graphs = graphs_of(core)
     assert len({logits.data_ptr() for (_, logits), _ in graphs._graphs.values()}) == 1
     found = answers(core, 2)
     assert [x[:2] for x in found] == [x[:2] for x in plain(2, 26)[0]]
@@ -309,15 +318,13 @@ def test_shapes_of_drafts_and_of_long_tables_are_recorded_at_build(model, plain,
         recorders.append(Counting(model))
         return recorders[-1]
 
-    core = EngineCore.for_model(
-        model, num_pages=200, page_size=PAGE, draft_model=model, recorder_for=recorder_for,
-        has_drafts=True,
-    )  # fmt: skip
-    core.speculate(5)
-    assert core.drafter is not None
-    monkeypatch.setattr(core.drafter, "choose", lambda rates, *_: [len(x) for x in rates])
-    graphs = core.runner._graphs
-    assert graphs is not None
+    core = assemble(
+        model, num_pages=200, page_size=PAGE, speculation=Speculate(5, draft_model=model),
+        recorder_for=recorder_for,
+    ).core  # fmt: skip
+    drafter = drafter_of(core)
+    monkeypatch.setattr(drafter, "choose", lambda rates, *_: [len(x) for x in rates])
+    graphs = graphs_of(core)
     buckets, widths = [1, 2, 4, 8, 16, 24, 32, 48, 64], [4, 8, 16, 32, 64, 128]
     assert sorted(graphs._graphs) == [(rows, width, True) for rows in buckets for width in widths]
     counts = [len(recorder.rows) for recorder in recorders]
@@ -349,7 +356,7 @@ def test_a_rank_that_cannot_record_ends_at_once():
     )  # fmt: skip
     ranks = OneOfTwo(Placement(rank=1, size=2))
     with pytest.raises(CaptureError, match="no room"):
-        EngineCore.for_model(
+        assemble(
             Transformer(args, parallel=ranks), num_pages=20, page_size=PAGE,
             recorder_for=lambda model: NoRoom([]),
         )  # fmt: skip
@@ -361,13 +368,13 @@ def test_the_cache_has_what_graphs_and_a_step_leave(with_kernel, room, pages):
     page, logits = 2 * 2 * PAGE * 2 * 16 * 4, 64 * 512 * 4
     two_measured = 50 + 10
     recorder = Counting(with_kernel, (room + 1) * page + two_measured + (4 * 10 + logits) + 7000)
-    core = EngineCore.for_model(
+    core = assemble(
         with_kernel,
         num_pages=200,
         page_size=PAGE,
         recorder_for=lambda model: recorder,
         reserve=7000,
-    )
+    ).core
     assert core.scheduler.pool.num_pages == pages == core.runner.kv_cache.shape[2] - 1
 
 
@@ -377,7 +384,8 @@ def test_the_cache_has_what_a_draft_model_leaves(with_kernel, monkeypatch):
     The draft model allocates its graphs and a cache of all pages first, and can draft for every
     page.
     """
-    page, graphs = 2 * 2 * PAGE * 2 * 16 * 4, 50 + 5 * 10
+    # Graphs of 1, 2, 4, 8, 16, 24, 32, 48 and 64 rows, since drafts are rows.
+    page, graphs = 2 * 2 * PAGE * 2 * 16 * 4, 50 + 10 * 10
     free = (201 + 151) * page + 2 * graphs + 64 * 512 * 4
     recorders: list[Counting] = []
     new_kv_cache = with_kernel.new_kv_cache
@@ -391,12 +399,11 @@ def test_the_cache_has_what_a_draft_model_leaves(with_kernel, monkeypatch):
         return recorders[-1]
 
     monkeypatch.setattr(with_kernel, "new_kv_cache", counted)
-    core = EngineCore.for_model(
-        with_kernel, num_pages=200, page_size=PAGE, draft_model=with_kernel,
-        recorder_for=recorder_for,
-    )  # fmt: skip
-    core.speculate(5)
-    assert [each.num_pages for each in core.runners] == [200, 150]
+    core = assemble(
+        with_kernel, num_pages=200, page_size=PAGE, recorder_for=recorder_for,
+        speculation=Speculate(5, draft_model=with_kernel),
+    ).core  # fmt: skip
+    assert (drafter_of(core)._runner.num_pages, core.runner.num_pages) == (200, 150)
     assert core.scheduler.pool.num_pages == 150
 
 
@@ -516,7 +523,7 @@ def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, name, gr
             core.add(seq := state_of([1, 2, 3], 9, temperature=0.0))
             while core.has_unfinished():
                 core.step()
-        assert seq.tokens == alone.tokens and not core.runner.has_graphs
+        assert seq.tokens == alone.tokens and not core.runner.replayer
     finally:
         model.use_kernels(TORCH_ONLY)
 
@@ -665,9 +672,9 @@ def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):
     for recorder in (None, NoRoom([])):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            core = EngineCore.for_model(
+            core = assemble(
                 model, num_pages=20, page_size=PAGE, recorder_for={model: recorder}.get
-            )
+            ).core
             sequences = [state_of(p, 12, temperature=0.0) for p in prompts]
             for seq in sequences:
                 core.add(seq)
@@ -804,7 +811,7 @@ def test_a_hook_that_comes_later_is_called(model):
         core.step()
     seen: list[int] = []
     handle = model.norm.register_forward_hook(lambda module, args, out: seen.append(len(out)))
-    core.runner._graphs._path = object()  # type: ignore[union-attr]  # a compiled stack, as on a GPU: not None
+    graphs_of(core)._path = object()  # a compiled stack, as on a GPU: not None
     core.step()
     assert seen == [1]
     handle.remove()
@@ -821,11 +828,11 @@ def test_no_rank_leaves_the_graphs_alone(model, monkeypatch):
     for _ in range(3):
         core.step()
     monkeypatch.setattr(model, "parallel", Parallel(Placement(size=2)))
-    graphs, step = core.runner._graphs, [Scheduled(seq, 4, 1)]
-    assert graphs is not None and graphs.takes(step)
+    graphs, step = graphs_of(core), [Scheduled(seq, 3, 1)]
+    assert graphs.prepare(step)
     graphs._path = object()
     with pytest.raises(RuntimeError, match="LLAMA_GPU_KERNELS=none"):
-        graphs.takes(step)
+        graphs.prepare(step)
 
 
 def test_the_way_of_a_model_changes_with_its_hooks_and_weights(model):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.fake_cuda import DEFAULT_STREAM, POOL, FakeCuda
-from llama.engine.recorder import CaptureError, CudaRecorder
+from llama.options.graphs.recorder import CaptureError, CudaRecorder
 
 GPU = torch.device("cuda", 0)
 

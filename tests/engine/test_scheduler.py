@@ -21,6 +21,7 @@ from llama.engine.pages import PagePool, page_hash
 from llama.engine.scheduler import Scheduler
 from llama.engine.step import Step, StepResults
 from llama.engine.waiting import WaitingQueue
+from llama.options.speculation.hook import speculate
 
 
 def alone(prompt: list[int], count: int, stop_ids: frozenset[int]) -> list[int]:
@@ -63,7 +64,7 @@ def test_no_token_is_lost_or_repeated(
     """
     ahead = ahead and rng is None and stages == 1
     tried = engine(num_pages, 4, batch, max(budget, batch), reuse, ahead, stages)
-    tried.drafter = rng and RandomDrafts(rng)
+    speculate(tried, rng and RandomDrafts(rng))
     stop_ids = frozenset(stops)
     pending = sorted(
         ((when, sequence(prompt, count, stop_ids, n)) for prompt, count, when, n in arrivals),
@@ -126,11 +127,11 @@ def test_steps_of_a_pipeline_are_equally_full():
         tried.add(seq)
     steps: list[Step] = []
     for _ in range(3):
-        tried.step(before_run=steps.append)
+        tried.step(inform=steps.append)
     long = sequence([i % VOCAB for i in range(26)], 2)
-    tried.step([long], before_run=steps.append)
+    tried.step([long], inform=steps.append)
     while tried.has_unfinished():
-        tried.step(before_run=steps.append)
+        tried.step(inform=steps.append)
     with_chunks = [i for i, step in enumerate(steps) if any(x.count > 1 for x in step.items)]
     first = with_chunks[0]
     assert with_chunks == [*range(first, first + len(with_chunks))] and len(with_chunks) >= 4
@@ -156,7 +157,7 @@ def test_prompts_are_divided_among_steps_of_a_pipeline(lengths, stages, counts):
     for i, length in enumerate(lengths):
         tried.add(sequence([i, *range(length - 1)], 1))
     while tried.has_unfinished():
-        tried.step(before_run=steps.append)
+        tried.step(inform=steps.append)
     prompt_tokens = [sum(x.count for x in step.items) for step in steps if step.items]
     assert prompt_tokens == counts
 

@@ -11,9 +11,9 @@ import pytest
 
 from helpers.drafts import Drafts
 from helpers.sequences import state_of
-from llama.engine.draft_model import ModelDrafter, SequenceDraft
-from llama.engine.lookup import Lookup, Speculator
-from llama.engine.speculative import Drafter
+from llama.options.speculation.draft_model import ModelDrafter, SequenceDraft
+from llama.options.speculation.drafter import Drafter
+from llama.options.speculation.lookup import Lookup, Speculator
 from llama.ranks.parallel import Parallel
 
 
@@ -83,7 +83,7 @@ def test_a_draft_is_as_long_as_it_pays(monkeypatch):
     Where rows are nearly free, a repetitive text gets the longest drafts and a less repetitive one
     gets some; where a row costs a whole step, no text gets any.
     """
-    monkeypatch.setattr("llama.engine.speculative.time.perf_counter", float)
+    monkeypatch.setattr("llama.options.speculation.drafter.time.perf_counter", float)
     assert drafted(0.01, 1, repeats=1.0)[2] > 650 and drafted(0.01, 8, repeats=1.0)[2] > 5000
     assert drafted(0.01, 1, repeats=0.6)[2] > 100 and drafted(10.0, 1, repeats=0.6)[2] < 60
     assert max(drafted(1.0, 32, repeats=0.3)) < 50

@@ -17,9 +17,9 @@ from torch import Tensor
 from helpers.drafts import MostlyRight
 from helpers.sequences import state_of
 from helpers.tape import TapeRecorder
+from llama.assembly import assemble
 from llama.engine.core import EngineCore
 from llama.engine.processors import LogitsProcessors
-from llama.engine.recorder import Outputs
 from llama.engine.sequence import SequenceState
 from llama.gpu import graph_check
 from llama.gpu.graph_check import compare
@@ -27,6 +27,8 @@ from llama.gpu.job import Job
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.ops.kv_cache import FORMATS
+from llama.options.graphs.recorder import Outputs
+from llama.options.speculation.hook import speculate
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 
@@ -120,10 +122,9 @@ def stages_of(whole: Transformer, stages: int) -> list[Transformer]:
 
 
 def core_of(model: Transformer, recorder: TapeRecorder | None) -> EngineCore:
-    return EngineCore.for_model(
-        model, num_pages=40, page_size=PAGE, token_budget=24, has_drafts=True,
-        recorder_for=lambda model: recorder,
-    )  # fmt: skip
+    return assemble(
+        model, num_pages=40, page_size=PAGE, token_budget=24, recorder_for=lambda model: recorder,
+    ).core  # fmt: skip
 
 
 def answers(core: EngineCore) -> list[tuple]:
@@ -161,10 +162,8 @@ def test_stages_in_graphs_give_the_answers_of_one_process(stages, kv_format, dra
     recorders = [Counting.of_model(model) for model in models]
     cores = [core_of(model, recorder) for model, recorder in zip(models, recorders, strict=True)]
     for core in cores if drafts else ():
-        core.speculate(5)
-        core.drafter = MostlyRight(
-            core.runner.model, {seed: tokens for seed, (tokens, *_) in enumerate(wanted)}
-        )
+        answered = {seed: tokens for seed, (tokens, *_) in enumerate(wanted)}
+        speculate(core, MostlyRight(core.runner.model, answered))
     with ThreadPoolExecutor(stages) as threads:
         for found in threads.map(answers, cores, timeout=LIMIT_S):
             for ours, theirs in zip(found, wanted, strict=True):
@@ -259,4 +258,4 @@ def test_stages_give_up_graphs_together(fails):
     reason = "no room" if fails == "here" else "another rank cannot record them"
     with pytest.warns(UserWarning, match=f"steps run without graphs from now on: .*{reason}"):
         core = core_of(model, recorder)
-    assert not core.runner.has_graphs and core.scheduler.pool.num_pages == 40
+    assert not core.runner.replayer and core.scheduler.pool.num_pages == 40

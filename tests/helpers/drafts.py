@@ -13,10 +13,12 @@ import torch
 from helpers.prompts import prompts_of
 from helpers.sequences import state_of
 from llama import Llama, SamplingParams
+from llama.engine.core import EngineCore
 from llama.engine.sequence import SequenceState
-from llama.engine.speculative import Drafter, DraftState
 from llama.gpu.cases import read_cache
 from llama.model import Transformer
+from llama.options.speculation.drafter import Drafter, DraftState
+from llama.options.speculation.hook import Speculation, speculate
 from llama.ranks.parallel import Parallel
 from llama.requests.request import Request
 
@@ -130,7 +132,7 @@ def cached(llama: Llama, kind: str | None, truth: dict[tuple, list[int]]) -> tup
     """
     llama = Llama(llama.model, llama.tokenizer, num_pages=40)
     core = llama.engine
-    core.drafter = None if kind is None else Drafts(kind, truth)
+    speculate(core, None if kind is None else Drafts(kind, truth))
     core.scheduler.token_budget = 8  # otherwise long drafts would end the sequence at once
     seq = state_of(PROMPTS[0], 100, 1, temperature=0.7)
     core.add(seq)
@@ -173,3 +175,9 @@ class MostlyRight(Drafter):
     def _draft(self, states: list[DraftState], seconds: float) -> list[list[int]]:
         rests = [self.wanted[x.seq.spec.seed][len(x.seq.tokens) :] for x in states]
         return [[t if self.rng.random() < 0.8 else 9 for t in rest[:5]] for rest in rests]
+
+
+def drafter_of(core: EngineCore) -> Any:
+    """Return the drafter with which a core speculates."""
+    (hook,) = (hook for hook in core.hooks if isinstance(hook, Speculation))
+    return hook.drafter

@@ -17,12 +17,13 @@ from helpers.kernels import BODIES, HAS_KERNELS, INTEGER_BODIES, library
 from helpers.launch import DEMO
 from llama import Llama
 from llama.engine.core import EngineCore
-from llama.engine.lookup import Lookup
 from llama.engine.sampler import sample
 from llama.engine.sequence import SequenceState
-from llama.engine.speculative import Drafter, DraftState
 from llama.ops import sample as sample_op
 from llama.ops.cpu import native
+from llama.options.speculation.drafter import Drafter, DraftState
+from llama.options.speculation.hook import speculate
+from llama.options.speculation.lookup import Lookup
 from llama.ranks.parallel import Parallel
 
 PARAMS = {
@@ -53,10 +54,10 @@ def _drafts_everywhere(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]
         if pytestconfig.option.guess:
             made = EngineCore.__init__
 
-            def init(core: EngineCore, runners: Any, scheduler: Any) -> None:
-                made(core, runners, scheduler)
+            def init(core: EngineCore, *args: Any) -> None:
+                made(core, *args)
                 if not core.runner.async_scheduling:
-                    core.drafter = _RepeatingDrafter(7, Parallel(), [])
+                    speculate(core, _RepeatingDrafter(7, Parallel(), []))
                 cores.append(core)
 
             patched.setattr(EngineCore, "__init__", init)

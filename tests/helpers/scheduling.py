@@ -12,9 +12,9 @@ from llama.engine.pages import PagePool
 from llama.engine.rows import Reader, Scheduled, Tokens
 from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import SequenceState
-from llama.engine.speculative import Drafter, DraftState
-from llama.engine.stages import Pipeline
 from llama.engine.step import Step, StepResults
+from llama.options.speculation.drafter import Drafter, DraftState
+from llama.options.stages import Pipeline, StageStepper
 from llama.ranks.parallel import Parallel
 
 VOCAB = 7  # small, so that prefixes often coincide
@@ -168,10 +168,8 @@ def engine(
         pool, max_batch_size=max_batch_size, token_budget=budget, num_stages=stages
     )
     runner: Any = FakeRunner(page_size, async_scheduling=async_scheduling)
-    made = FakeEngine([runner], scheduler)
-    if stages > 1:
-        made._pipeline = FakePipeline(runner, stages)
-    return made
+    stepper = StageStepper(FakePipeline(runner, stages)) if stages > 1 else None
+    return FakeEngine(runner, scheduler, stepper)
 
 
 def sequence(

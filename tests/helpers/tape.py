@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama.engine.recorder import Outputs
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
+from llama.options.graphs.recorder import Outputs
 
 _READS_VALUES = {  # on a GPU the host would wait for these results, which a capture does not allow
     "_local_scalar_dense", "item", "nonzero", "nonzero_numpy", "bincount", "_unique2",

@@ -35,6 +35,7 @@ from helpers.tape import Again
 from helpers.waiting import wait_until
 from llama import AsyncLLMEngine, Llama
 from llama.compat import hosts, vllm
+from llama.options.speculation.hook import speculate
 from llama.ranks import one_shot as one_shot_module
 from llama.ranks import torch_private
 from llama.ranks.collectives import ModelParallel
@@ -172,7 +173,7 @@ def adapters(folder: str, roots: list[str], prompts: list[list[int]]) -> list[An
             return [failures, answers]
 
         led = llama.lead(work)
-        left = len(llama.engine.runner.adapters._adapters)
+        left = len(llama.llm_engine.adapter_store._adapters)
         llama.drop_adapter("one")
     finally:
         os.chdir(before)
@@ -460,7 +461,7 @@ def drafted(folder: str, quantize: str | None, kinds: list[str], stages: int = 1
     for kind in kinds:
         for is_led in (False, True):
             again = Llama(llama.model, llama.tokenizer, num_pages=300)
-            again.engine.drafter = drafts.Drafts(kind, truth)
+            speculate(again.engine, drafts.Drafts(kind, truth))
             ask = functools.partial(drafts.answers_of, again)
             answers = again.lead(ask) if is_led else ask()
             changed += [] if answers in (found, None) else [f"{kind}, {is_led=}"]

@@ -24,13 +24,13 @@ from llama import Llama, ModelArgs
 from llama.build_args import BuildArgs
 from llama.checkpoint.write.convert import pack
 from llama.common.checks import FieldError
-from llama.engine.stages import Pipeline
 from llama.engine.step import Step
 from llama.loading.draft import check_drafter
 from llama.loading.files import find_files
 from llama.model.cost import Storage
 from llama.model.shares import RankShare
 from llama.model.stage_layers import stage_layers
+from llama.options.stages import Pipeline
 from llama.ranks.meeting import _mismatch
 from llama.ranks.parallel import RankError
 from llama.ranks.peers import PeerInfo

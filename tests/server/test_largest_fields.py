@@ -12,7 +12,7 @@ import pytest
 from helpers.beside import cost_beside, running_server
 from helpers.largest_fields import CHAT, COUNT, TEXT, body_fields, cases
 from llama import Llama, SamplingParams
-from llama.engine import lookup
+from llama.options.speculation import lookup
 from llama.server import respond
 from llama.server.encoding import ContinuedList, SharedItems, json_pieces, to_json
 from llama.server.openai.scores import TextScores

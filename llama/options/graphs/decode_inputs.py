@@ -1,7 +1,7 @@
 """The inputs of recorded decode steps: what the host schedules, and its copy on the device.
 
-In: sequences with one new token each. Out: the tensors that `llama.engine.graphs` records. Only
-what has changed is copied to the device. What a step computes must not be known here.
+In: sequences with one new token each. Out: the tensors that `DecodeGraphs` records. Only what has
+changed is copied to the device. What a step computes must not be known here.
 
 Shapes: n rows of a step, R rows of the largest one, M pages of a row's table, S slots per page.
 """

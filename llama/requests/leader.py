@@ -19,11 +19,12 @@ from pydantic import TypeAdapter
 
 from llama.checkpoint.lora.unmerged import LoadedAdapter
 from llama.engine.core import EngineCore
-from llama.engine.interrupts import interrupt_ignored
 from llama.engine.request import SequenceSpec
 from llama.engine.sequence import SequenceState
 from llama.engine.step import Step
+from llama.options.adapters import AdapterStore
 from llama.ranks.parallel import Parallel, RankError
+from llama.requests.interrupts import interrupt_ignored
 
 KEEP_ALIVE_S = 20.0
 
@@ -63,8 +64,9 @@ MESSAGE = TypeAdapter(Message)
 class Leader:
     """Rank 0 while it leads the other ranks, for one thread at a time."""
 
-    def __init__(self, core: EngineCore, parallel: Parallel) -> None:
+    def __init__(self, core: EngineCore, adapters: AdapterStore, parallel: Parallel) -> None:
         self._core = core
+        self._adapters = adapters
         self._parallel = parallel
         self._serials: dict[SequenceState, int] = {}  # serial numbers of live sequences
         self._num_added = 0
@@ -119,14 +121,14 @@ class Leader:
         with self._sending:
             self._check_alive()
             self._send(Message(_LOAD, adapter=path))
-            return load_adapter(self._core, self._parallel, path)
+            return load_adapter(self._adapters, self._parallel, path)
 
     def drop_adapter(self, digest: bytes) -> None:
         """Forget an adapter on every rank."""
         with self._sending:
             self._check_alive()
             self._send(Message(_DROP, adapter=digest.hex()))
-            self._core.drop_adapter(digest)
+            self._adapters.drop(digest)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -170,8 +172,9 @@ class Leader:
 class Follower:
     """A rank that follows rank 0: `follow` runs rank 0's steps until the lead ends."""
 
-    def __init__(self, core: EngineCore, parallel: Parallel) -> None:
+    def __init__(self, core: EngineCore, adapters: AdapterStore, parallel: Parallel) -> None:
         self._core = core
+        self._adapters = adapters
         self._parallel = parallel
         self._sequences: dict[int, SequenceState] = {}  # keys: rank 0's serial numbers
         self._serials: dict[SequenceState, int] = {}
@@ -193,9 +196,9 @@ class Follower:
                 elif message.kind == _LOAD:
                     # The ranks have agreed on the error, which rank 0 reports: nothing is loaded.
                     with contextlib.suppress(Exception):
-                        load_adapter(self._core, self._parallel, message.adapter)
+                        load_adapter(self._adapters, self._parallel, message.adapter)
                 elif message.kind == _DROP:
-                    self._core.drop_adapter(bytes.fromhex(message.adapter))
+                    self._adapters.drop(bytes.fromhex(message.adapter))
                 elif message.kind != _IDLE:
                     with self._parallel.step():
                         self._core.drain()
@@ -236,7 +239,7 @@ class Follower:
         self._num_steps += 1
 
 
-def load_adapter(core: EngineCore, parallel: Parallel, path: str) -> LoadedAdapter:
+def load_adapter(adapters: AdapterStore, parallel: Parallel, path: str) -> LoadedAdapter:
     """Load an adapter on this rank and, at the same time, on every other.
 
     Raises:
@@ -245,9 +248,9 @@ def load_adapter(core: EngineCore, parallel: Parallel, path: str) -> LoadedAdapt
         RankError: Another rank cannot load it.
     """
     with parallel.agree(_ADAPTER) as must_match:
-        adapter = core.read_adapter(path)
+        adapter = adapters.read(path)
         must_match.append(adapter.digest)
-    core.add_adapter(adapter)
+    adapters.add(adapter)
     return adapter
 
 

@@ -5,7 +5,7 @@ embeds the tokens; each stage runs its layers and sends the hidden states on; th
 and sends what it sampled to all others. With P stages, P steps are in flight. States that requests
 capture travel with the hidden states to the last stage, which sends them to all others as well.
 
-A stage replays its part of a step of single tokens as a graph, see `llama.engine.graphs`. Messages
+A stage replays its part of a step of single tokens as a graph, see `llama.options.graphs`. Messages
 are no part of it: what arrives is copied into the inputs of the graph, and what leaves is a copy of
 its outputs, as the next step overwrites them while the message may be under way.
 
@@ -28,11 +28,12 @@ from torch import Tensor
 
 from llama.common.device import current
 from llama.engine import tables
+from llama.engine.constraints import find_failure
+from llama.engine.hooks import Inform, Loop, StepHook, Stepper
 from llama.engine.processors import LogitsProcessors
 from llama.engine.rows import CapturedStates, HiddenStates, Reader, Rows, Scheduled, Tokens
 from llama.engine.runner import ModelRunner, RunningStep
 from llama.engine.step import Step, StepResults
-from llama.model.execution import Watched
 from llama.ranks.parallel import Link, RankError
 
 
@@ -64,7 +65,7 @@ class StageRunner(ModelRunner):
 class Pipeline:
     """The steps in flight on one stage, the oldest first."""
 
-    _is_broken = False  # A step was interrupted: messages of other stages may be on their way.
+    _is_broken = False  # a step was interrupted: messages of other stages may be under way
 
     def __init__(self, runner: StageRunner) -> None:
         placement = runner.model.parallel.placement
@@ -126,6 +127,76 @@ class Pipeline:
         self._running.append(running)
 
 
+class StageStepper(Stepper):
+    """Keeps as many steps in flight as there are stages, and reads the oldest of them."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    @property
+    def has_step_in_flight(self) -> bool:
+        """Whether any step is in flight."""
+        return bool(self._pipeline)
+
+    def advance(self, core: Loop, inform: Inform) -> list[Step]:
+        """Settle the oldest of the steps in flight, and start the next one after the others.
+
+        Where no sequence could run before more results are read, these are read at once.
+
+        Raises:
+            RankError: An earlier step broke off.
+        """
+        pipeline = self._pipeline
+        settled: list[Step] = []
+        if pipeline.is_full:
+            settled.append(self._settle_oldest(core))
+        step = core.schedule(inform)
+        if step.items:
+            pipeline.start(step)
+            step.mark_awaited()
+        if pipeline and not (step.items and core.has_ready()):
+            settled.append(self._settle_oldest(core))
+        while pipeline and not core.has_unfinished():  # other stages have begun these, too
+            settled.append(self._settle_oldest(core))
+        if not core.has_unfinished():
+            pipeline.flush()  # the caller may drop the model now, and other stages may be late
+        assert step.items or settled or not core.has_unfinished(), "sequences wait, and none runs"
+        return settled
+
+    def _settle_oldest(self, core: Loop) -> Step:
+        """Wait for the results of the oldest step, give them to its sequences, and return it."""
+        step, results = self._pipeline.settle()
+        core.update(step, results)
+        return step
+
+    def drain(self, core: Loop) -> None:
+        """Run the steps in flight to their end, and wait until all results have been sent."""
+        while self._pipeline:
+            self._settle_oldest(core)
+        self._pipeline.flush()
+
+    def forget(self, *, is_broken: bool) -> None:
+        """Forget all steps; after one that broke off, no other can follow."""
+        if is_broken:
+            self._pipeline.break_off()
+        else:
+            self._pipeline.clear()
+
+
+class FailedFormats(StepHook):
+    """Finds out why a format allowed no token, on stages that do not sample and never asked it."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def after_rows(self, step: Step, results: StepResults) -> None:
+        """Ask the constraints of sequences that got no token in this step."""
+        for item in step.items:
+            seq = item.sequence
+            if seq.finish_reason == "error" and seq.constraint is not None:
+                find_failure(seq, self._vocab_size)
+
+
 class _Pass:
     """The pass of a step through the layers of one stage.
 
@@ -139,9 +210,10 @@ class _Pass:
     def __init__(self, runner: StageRunner, step: Step) -> None:
         self._runner = runner
         self.messages = runner.link.new_step()
-        self.watched = Watched(step.captured_layers())
+        self.watched = runner.watched(step)
         num_tokens = sum([item.count for item in step.items])
-        self._decode = runner.decode_step(step.sampled(), num_tokens)
+        self._num_tokens = num_tokens
+        self._decode = runner.prepare_replay(step, step.sampled())
         if self._decode is None:
             self._ids, self._batch = runner.pack(step)
         model = runner.model
@@ -166,8 +238,7 @@ class _Pass:
         else:
             outputs = self._runner.replay(self._decode, self._received(), wants_logits=False)
             assert isinstance(outputs, Tensor), "an earlier stage decodes nothing"
-            num_rows = len(self._decode.pages)
-            x = outputs[:num_rows].clone()
+            x = outputs[: self._num_tokens].clone()
         self.messages.send_hidden(x)
 
     def finish(self, *, wants_logits: bool) -> HiddenStates:

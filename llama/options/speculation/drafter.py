@@ -18,7 +18,10 @@ from itertools import accumulate
 from operator import itemgetter, mul
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from llama.engine.sequence import SequenceState
+from llama.engine.step import Step
 from llama.ranks.parallel import Parallel
 
 _List = TypeVar("_List", bound=list[Any])
@@ -106,7 +109,11 @@ class Drafter(ABC):
     Attributes:
         rates: The share of right tokens over all sequences, for each kind of draft token. It begins
             with typical values, and new sequences begin with it.
+        wanted_states: The numbers of the model's hidden states that `see` gets of each step, for a
+            drafter that computes its drafts from them (Li et al., 2024, EAGLE).
     """
+
+    wanted_states: frozenset[int] = frozenset()
 
     def __init__(self, max_drafts: int, parallel: Parallel, rates: Sequence[float]) -> None:
         self.max_drafts = max_drafts
@@ -135,6 +142,14 @@ class Drafter(ABC):
         drafts = self._draft(states, seconds - self._drafting_seconds)
         self._drafting_seconds += time.perf_counter() - start
         return drafts
+
+    def see(self, step: Step, states: dict[int, Tensor]) -> None:
+        """Get the `wanted_states` of a step, see `StepHook.see`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Forget all sequences."""
+        self._states.clear()
 
     @abstractmethod
     def _begin(self, seq: SequenceState) -> Any:

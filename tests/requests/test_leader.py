@@ -7,17 +7,18 @@ import queue
 import random
 import threading
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import pytest
 
 from helpers.scheduling import VOCAB, FakeEngine, engine, next_token, sequence
 from helpers.waiting import wait_until
 from llama.engine.core import EngineCore
-from llama.engine.leader import MESSAGE, Follower, Leader, Message
 from llama.engine.request import Capture, Pooling, SequenceSpec
 from llama.engine.sequence import SequenceState
 from llama.ranks.parallel import Parallel, RankError
 from llama.ranks.placement import Placement
+from llama.requests.leader import MESSAGE, Follower, Leader, Message
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Wire(Parallel):
         return data
 
 
+ADAPTERS: Any = None  # these cores have none
+
+
 class Ranks:
     """A core that leads, and a thread in which another one follows it."""
 
@@ -46,8 +50,8 @@ class Ranks:
         self.follower = engine(**settings)
         # for the follower: the tokens of each sequence that advanced
         self.steps: list[list[int]] = []
-        self.leader = Leader(self.core, here)
-        self.following = Follower(self.follower, there)
+        self.leader = Leader(self.core, ADAPTERS, here)
+        self.following = Follower(self.follower, ADAPTERS, there)
         self.num_calls: list[int] = []
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._follow, daemon=True)

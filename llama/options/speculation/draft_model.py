@@ -19,8 +19,8 @@ from llama.engine.rows import SAMPLE, VERIFY, Scheduled
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import SequenceState
-from llama.engine.speculative import Drafter, DraftState
 from llama.engine.step import Step
+from llama.options.speculation.drafter import Drafter, DraftState
 
 _FIRST_RATE = 0.7  # share of right drafts before any measurement
 _MAX_DRAFT_PASS = 16  # new tokens in the first pass that drafts; more are computed before it
@@ -61,6 +61,11 @@ class ModelDrafter(Drafter):
         self._reserve = scheduler.reserve
         self._hashes: dict[int, bytes] = {}  # hashes of the pages this model has filled, by page
         self._num_idle = 0  # steps since the last draft
+
+    def close(self) -> None:
+        """Forget all sequences, and free the KV cache and the graphs of the draft model."""
+        super().close()
+        self._runner.close()
 
     def _draft(self, states: list[SequenceDraft], seconds: float) -> list[list[int]]:
         for state in states:
@@ -172,7 +177,7 @@ class ModelDrafter(Drafter):
         """
         items = [self._scheduled(state, end) for state in states]
         is_short = all(item.count <= _MAX_DRAFT_PASS for item in items)
-        kind = VERIFY if self._runner.has_graphs and is_short else SAMPLE
+        kind = VERIFY if self._runner.replayer and is_short else SAMPLE
         if kind is VERIFY:
             for item in items:
                 tokens = item.sequence.tokens

@@ -13,36 +13,25 @@ Shapes: R rows of the bucket, M pages of a row's table, S slots per page, E mode
 """
 
 import itertools
+import warnings
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from llama.engine.decode_inputs import DecodeInputs, DecodeStep
-from llama.engine.recorder import CaptureError, Outputs, Recorder
+from llama.engine.hooks import Decoded
 from llama.engine.rows import Scheduled
+from llama.engine.runner import LastIds
 from llama.engine.sampler import top_of_ranks
 from llama.model.transformer import Transformer
 from llama.ops.sample import choose_ids
+from llama.options.graphs.decode_inputs import DecodeInputs, DecodeStep
+from llama.options.graphs.recorder import CaptureError, Outputs, Recorder
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # then multiples of 64
 _MIN_TABLE_WIDTH = 64  # pages; wider tables are powers of two times it
 
 _Shape = tuple[int, int, bool]  # rows, pages of a row's table, and whether logits are wanted
-
-
-class Decoded(NamedTuple):
-    """The results of a step of R rows.
-
-    Attributes:
-        ids: The top token of each row, (R) int64, as `sampler.sample` computes it.
-        logits: (R, V) float32; None where only ids were wanted.
-    """
-
-    ids: Tensor
-    logits: Tensor | None = None
 
 
 class DecodeGraphs:
@@ -55,7 +44,7 @@ class DecodeGraphs:
         model: The model.
         kv_cache: Its KV cache, with one page more than sequences may have.
         recorder: Records the steps.
-        last_ids: The ids of the previous step, row by row, which the caller updates in place.
+        last_ids: The ids of the previous step, which the runner updates in place.
         recorded_rows: The rows up to which `record_all` records all shapes; a shape of more rows is
             recorded when it is first needed. By default max_batch_size.
     """
@@ -65,17 +54,18 @@ class DecodeGraphs:
         model: Transformer,
         kv_cache: Tensor,
         recorder: Recorder,
-        last_ids: Tensor,
+        last_ids: LastIds,
         recorded_rows: int | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._recorder = recorder
         self._recorded_rows = recorded_rows or model.params.max_batch_size
-        self._last_ids = last_ids
+        self._rows_of = last_ids  # which sequence had which row
+        self._last_ids = last_ids.ids
         self._page_size = kv_cache.shape[3]
         self._max_pages = -(-model.params.max_seq_len // self._page_size)
-        max_rows = len(last_ids)
+        max_rows = len(self._last_ids)
         device = kv_cache.device
         self._inputs = DecodeInputs(
             max_rows,
@@ -94,7 +84,7 @@ class DecodeGraphs:
         if self._has_lm_head:
             logits_shape = (max_rows, model.vocab_size)
             logits = torch.empty(logits_shape, dtype=torch.float32, device=device)
-            self._outputs = (torch.zeros_like(last_ids), logits)
+            self._outputs = (torch.zeros_like(self._last_ids), logits)
         else:
             self._outputs = (model.norm.weight.new_zeros(max_rows, model.params.dim),)
         # The widths of tables, in pages. With the attention kernel there is one.
@@ -104,8 +94,18 @@ class DecodeGraphs:
         self._graphs: dict[_Shape, tuple[Outputs, Callable[[], None]]] = {}
         self._path: object = None  # the model's execution path when the graphs were recorded
 
-    def takes(self, scheduled: Seq[Scheduled]) -> bool:
-        """Return whether a step of these items, single tokens that sample, can be replayed.
+    def prepare(self, sampled: list[Scheduled]) -> DecodeStep | None:
+        """Return a step of these items, see `Replayer.prepare`."""
+        if not self._takes(len(sampled)):
+            return None
+        sequences = [item.sequence for item in sampled]
+        tokens = [seq.tokens[-1] for seq in sequences]
+        rows = self._rows_of.rows
+        sources = [rows[seq] if seq.num_pending else -1 for seq in sequences]
+        return DecodeStep.of(tokens, sources, sampled, self._page_size)
+
+    def _takes(self, num_rows: int) -> bool:
+        """Return whether a step of so many single tokens that sample can be replayed.
 
         It can unless there are too many, or the model runs in another way than when it was
         recorded: a replay calls no hook, and reads the weights where they were.
@@ -114,7 +114,7 @@ class DecodeGraphs:
             RuntimeError: The model of one rank of a group has changed. Either all ranks of a group
                 replay a step or none (NCCL, "CUDA Graphs").
         """
-        if len(scheduled) > len(self._last_ids):
+        if num_rows > len(self._last_ids):
             return False
         path = self._model.execution_path()
         is_hooked = path is None and self._kv_cache.is_cuda
@@ -128,32 +128,31 @@ class DecodeGraphs:
 
     def run(
         self, step: DecodeStep, x: Tensor | None = None, *, wants_logits: bool
-    ) -> "Decoded | Tensor":
-        """Run one step and return its results, whose rows beyond those of the step mean nothing.
+    ) -> Decoded | Tensor | None:
+        """Run one step, see `Replayer.run`.
 
-        The next step overwrites them.
-
-        Args:
-            step: The step.
-            x: (n, E), what the stage before has computed; None on the first stage.
-            wants_logits: Whether logits are computed, or ids only.
-
-        Returns:
-            On the last stage what it decoded; on another one its hidden states, (R, E).
+        A step that cannot be recorded, for want of memory say, is the end of graphs.
 
         Raises:
-            CaptureError: The shape cannot be recorded.
+            CaptureError: The shape cannot be recorded, on one of several ranks: the others do not
+                know it.
         """
         shape = self._fill(step, x, wants_logits)
         if shape not in self._graphs:
-            self._graphs[shape] = self._record(*shape)
+            try:
+                self._graphs[shape] = self._record(*shape)
+            except CaptureError as error:
+                if not self._model.parallel.is_alone:
+                    raise
+                warn_of_no_graphs(error)
+                return None
         outputs, replay = self._graphs[shape]
         replay()
         return self._results(outputs)
 
     def run_eagerly(
         self, step: DecodeStep, x: Tensor | None = None, *, wants_logits: bool
-    ) -> "Decoded | Tensor":
+    ) -> Decoded | Tensor:
         """Run what `run` replays operator by operator, in the same shape."""
         return self._results(self._step(*self._fill(step, x, wants_logits)))
 
@@ -167,7 +166,7 @@ class DecodeGraphs:
         width = next(n for n in self._widths if n * self._page_size > last_position)
         return bucket_of(len(step.pages)), width, wants_logits or not self._has_lm_head
 
-    def _results(self, outputs: Outputs) -> "Decoded | Tensor":
+    def _results(self, outputs: Outputs) -> Decoded | Tensor:
         return Decoded(*outputs) if self._has_lm_head else outputs[0]
 
     def _shapes(self) -> list[_Shape]:
@@ -255,6 +254,11 @@ class DecodeGraphs:
         """Free all graphs."""
         self._graphs.clear()
         self._recorder.close()
+
+
+def warn_of_no_graphs(error: CaptureError) -> None:
+    """Warn that steps run operator by operator from now on."""
+    warnings.warn(f"steps run without graphs from now on: {error}", stacklevel=3)
 
 
 def _table_widths(max_pages: int) -> list[int]:

@@ -6,23 +6,27 @@ names its adapter by the hash in `SequenceSpec.adapter`.
 """
 
 import threading
-from collections.abc import Iterable
 
 from llama.checkpoint.lora.unmerged import LoadedAdapter, load
+from llama.engine.hooks import StepHook
 from llama.engine.rows import Scheduled
+from llama.engine.scheduler import Scheduler
+from llama.engine.step import Step
 from llama.model.transformer import Transformer
 from llama.ops.adapters import AdapterRows, AdapterWeights
+from llama.ops.batch import Batch
 
 
-class AdapterStore:
+class AdapterStore(StepHook):
     """The adapters of one model on this rank.
 
     Any thread may read an adapter and add it. What a step uses stays in memory until it has ended,
     as the step refers to it.
     """
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, scheduler: Scheduler) -> None:
         self._model = model
+        self._scheduler = scheduler
         self._adapters: dict[bytes, LoadedAdapter] = {}
         self._lock = threading.Lock()
 
@@ -50,13 +54,24 @@ class AdapterStore:
         """Let sequences choose an adapter from now on; an equal one is kept as it is."""
         with self._lock:
             self._adapters.setdefault(adapter.digest, adapter)
+            self._scheduler.has_adapters = True
 
     def drop(self, digest: bytes) -> None:
         """Forget an adapter, which no live sequence may have."""
         with self._lock:
             self._adapters.pop(digest, None)
+            self._scheduler.has_adapters = bool(self._adapters)
 
-    def rows_of(self, items: Iterable[Scheduled]) -> AdapterRows | None:
+    def changes_batch(self, step: Step) -> bool:
+        """Return whether a sequence of the step has an adapter."""
+        return bool(self) and any(item.sequence.spec.adapter for item in step.items)
+
+    def pack(self, step: Step, batch: Batch) -> Batch:
+        """Return the batch with the adapters of its rows."""
+        rows = self._rows_of(step.items) if self else None
+        return batch if rows is None else batch.with_adapters(rows)
+
+    def _rows_of(self, items: list[Scheduled]) -> AdapterRows | None:
         """Return the rows of a step that have adapters; None if none has one."""
         segments: list[tuple[int, int, AdapterWeights]] = []
         first = 0

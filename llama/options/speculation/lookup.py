@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from llama.engine.request import SequenceSpec
 from llama.engine.sequence import SequenceState
-from llama.engine.speculative import Drafter, DraftState
+from llama.options.speculation.drafter import Drafter, DraftState
 from llama.ranks.parallel import Parallel
 
 _MAX_CANDIDATES = 16  # latest occurrences that are compared with the end of a text

@@ -1,0 +1,124 @@
+"""The KV cache of a model on its device, and the graphs that share its memory.
+
+In: a model, and the pages that its sequences should have. Out: the KV cache and the graphs, with as
+many pages as fit. A GPU runs the largest step first, so that its memory is known.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from llama.common.device import current, peak_bytes
+from llama.engine.runner import LastIds, give_up_kernels
+from llama.model.transformer import Transformer
+from llama.ops.triton.kernels import kernel_errors
+from llama.options.graphs.decode_graphs import DecodeGraphs, warn_of_no_graphs
+from llama.options.graphs.recorder import CaptureError, Recorder
+from llama.options.largest_step import largest_step
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """What a runner needs on its device.
+
+    Attributes:
+        kv_cache: The KV cache, (L, 2, P, S, K, W). With graphs it has one page more than
+            `num_pages`: the unused rows of graphs write there.
+        num_pages: The pages that sequences may use.
+        last_ids: The tokens of the latest step, which graphs read.
+        graphs: The recorded decode steps, if there are any.
+    """
+
+    kv_cache: Tensor
+    num_pages: int
+    last_ids: LastIds
+    graphs: DecodeGraphs | None = None
+
+
+def allocate(
+    model: Transformer,
+    num_pages: int,
+    page_size: int,
+    *,
+    recorder: Recorder | None = None,
+    reserve: int = 0,
+    recorded_rows: int | None = None,
+    step_tokens: int = 0,
+) -> Allocated:
+    """Allocate the KV cache of a model, and record its graphs.
+
+    Args:
+        model: The model.
+        num_pages: The pages that sequences should have. With graphs the KV cache gets only those
+            that fit beside the graphs and the reserve.
+        page_size: The slots of a page.
+        recorder: The recorder of graphs; None: there are none.
+        reserve: The bytes that a step needs.
+        recorded_rows: The rows up to which graphs are recorded now, see `DecodeGraphs`.
+        step_tokens: The maximum number of tokens of a step. A GPU runs one such step first, whose
+            memory is reserved as well; 0: none.
+    """
+    device = model.norm.weight.device
+    with model.parallel.step(), current(device):
+        if device.type == "cuda" and step_tokens:
+            reserve = max(reserve, _measure_step(model, step_tokens, page_size))
+        last_ids = LastIds.of(model)
+        if recorder is None:
+            kv_cache = model.new_kv_cache(num_pages, page_size)
+            return Allocated(kv_cache, num_pages, last_ids)
+        return _allocate_with_graphs(
+            model, num_pages, page_size, recorder, reserve, recorded_rows, last_ids
+        )
+
+
+def _measure_step(model: Transformer, num_tokens: int, page_size: int) -> int:
+    """Return the memory that a step of so many tokens takes, see `largest_step`."""
+    device = model.norm.weight.device
+    run = largest_step(model, num_tokens, page_size)
+    try:
+        return peak_bytes(device, run)
+    except kernel_errors() as error:
+        give_up_kernels(model, error)
+        return peak_bytes(device, run)
+
+
+def _allocate_with_graphs(
+    model: Transformer,
+    num_pages: int,
+    page_size: int,
+    recorder: Recorder,
+    reserve: int,
+    recorded_rows: int | None,
+    last_ids: LastIds,
+) -> Allocated:
+    """Record the graphs, and allocate the KV cache beside them.
+
+    The memory of the graphs is measured first, with a KV cache of two pages.
+    """
+    parallel = model.parallel
+    small = model.new_kv_cache(2, page_size)
+    graph_bytes = 0
+    try:
+        graph_bytes = DecodeGraphs(model, small, recorder, last_ids, recorded_rows).num_bytes()
+    except CaptureError:
+        if parallel.size > 1:
+            raise  # the other ranks may wait for this one's part of a sum
+    cache_bytes = recorder.free_bytes() - graph_bytes - reserve
+    fitting = 2 * cache_bytes // small.nbytes - 1
+    min_pages = -(-model.params.max_seq_len // page_size)
+    fitting = max(min_pages, parallel.all_reduce_min(fitting))
+    num_pages = min(num_pages, fitting)
+    kv_cache = model.new_kv_cache(num_pages + 1, page_size)
+    graphs = DecodeGraphs(model, kv_cache, recorder, last_ids, recorded_rows)
+    problem: CaptureError | None = None
+    try:
+        graphs.record_all()
+    except CaptureError as error:
+        if parallel.size > 1:
+            raise
+        problem = error
+    if not parallel.all_reduce_min(int(problem is None)):  # all stages alike
+        warn_of_no_graphs(problem or CaptureError("another rank cannot record them"))
+        graphs.close()
+        return Allocated(kv_cache, num_pages, last_ids)
+    return Allocated(kv_cache, num_pages, last_ids, graphs)
