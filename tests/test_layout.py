@@ -125,8 +125,8 @@ def test_the_core_knows_other_ranks_by_their_interface():
     allowed = {"llama/ranks/parallel.py", "llama/ranks/placement.py"}
     ranks = [name for name in NAMES if name.startswith("llama/ranks/")]
     for name in NAMES:
-        if name.startswith(("llama/model/", "llama/engine/", "llama/requests/")):
-            more = {"llama/ranks/signals.py"} if name == "llama/engine/interrupts.py" else set()
+        if name.startswith(("llama/model/", "llama/engine/", "llama/options/", "llama/requests/")):
+            more = {"llama/ranks/signals.py"} if name == "llama/requests/interrupts.py" else set()
             assert own_imports(name) & {*ranks} <= allowed | more, name
     for name in allowed:
         assert not own_imports(name) & ({*ranks} - allowed), name
@@ -188,7 +188,9 @@ def test_the_books_of_the_engine_need_no_torch(name):
 
 
 BELOW_TEXT = [
-    path for folder in ("engine", "model", "options") for path in (REPO / "llama" / folder).rglob("*.py")
+    path
+    for folder in ("engine", "model", "options")
+    for path in (REPO / "llama" / folder).rglob("*.py")
 ]
 
 

@@ -20,7 +20,7 @@ Inform = Callable[[Step], None] | None  # gets each step once it is scheduled
 
 
 class StepHook:
-    """What an option does in each step. Each method does nothing by default.
+    """The part of an option in each step. Each method does nothing by default.
 
     Attributes:
         wanted_states: The numbers of the hidden states of which `see` gets every step, as
@@ -100,7 +100,7 @@ class Replayer(Protocol):
 
 
 class Loop(Protocol):
-    """What a `Stepper` may ask of the core."""
+    """The requests that a `Stepper` may make of the core."""
 
     runner: Any
 

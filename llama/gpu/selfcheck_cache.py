@@ -45,7 +45,7 @@ _CLOSED = (
 )
 _MAX_MESSAGE = 300  # characters of a child's last line in a reason
 _PACKAGE = Path(__file__).parents[1]
-_FOLDERS = ("engine", "gpu", "model", "ops", "ranks", "weights")
+_FOLDERS = ("engine", "gpu", "model", "ops", "options", "ranks", "weights")
 # The sources that a result depends on.
 _SOURCES = ("common/**/*.py", *(f"{name}/**/*.py" for name in _FOLDERS))
 

@@ -124,7 +124,7 @@ def _of_all_ranks(parallel, own: float) -> list[list[float]]:
     import torch
     import torch.distributed as dist
 
-    if parallel.world is None:
+    if parallel.world_size == 1:
         return [[own]]
     x = torch.tensor([own], dtype=torch.float64)
     rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]

@@ -19,7 +19,7 @@ from llama.options.largest_step import largest_step
 
 @dataclass(frozen=True)
 class Allocated:
-    """What a runner needs on its device.
+    """The memory that a runner needs on its device.
 
     Attributes:
         kv_cache: The KV cache, (L, 2, P, S, K, W). With graphs it has one page more than

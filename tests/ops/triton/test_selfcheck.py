@@ -688,7 +688,12 @@ def test_changed_sources_or_sizes_are_measured_again(quick, tmp_path, monkeypatc
     """
     count = quick()
     monkeypatch.setattr(cached, "_PACKAGE", tmp_path)
-    for name in ("common/device.py", "ops/triton/sample.py", "ops/sample.py", "engine/graphs.py"):
+    for name in (
+        "common/device.py",
+        "ops/triton/sample.py",
+        "ops/sample.py",
+        "options/graphs/decode_graphs.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1")
         cached.load_or_check(job())
@@ -711,7 +716,7 @@ def test_the_sources_of_all_that_checks_run_count():
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
     )
     files = {Path(x) for x in done.stdout.split()}
-    assert cached._PACKAGE / "engine" / "graphs.py" in files
+    assert cached._PACKAGE / "options" / "graphs" / "decode_graphs.py" in files
     assert files <= {path for place in cached._SOURCES for path in cached._PACKAGE.glob(place)}
 
 
