@@ -1,1 +1,1 @@
-"""What can be added to the engine core: speculation, graphs, adapters, stages of a pipeline."""
+"""Options that are added to the engine core: speculation, graphs, adapters, stages of a pipeline."""

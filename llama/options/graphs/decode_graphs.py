@@ -61,7 +61,7 @@ class DecodeGraphs:
         self._kv_cache = kv_cache
         self._recorder = recorder
         self._recorded_rows = recorded_rows or model.params.max_batch_size
-        self._rows_of = last_ids  # which sequence had which row
+        self._last_rows = last_ids
         self._last_ids = last_ids.ids
         self._page_size = kv_cache.shape[3]
         self._max_pages = -(-model.params.max_seq_len // self._page_size)
@@ -100,7 +100,7 @@ class DecodeGraphs:
             return None
         sequences = [item.sequence for item in sampled]
         tokens = [seq.tokens[-1] for seq in sequences]
-        rows = self._rows_of.rows
+        rows = self._last_rows.rows
         sources = [rows[seq] if seq.num_pending else -1 for seq in sequences]
         return DecodeStep.of(tokens, sources, sampled, self._page_size)
 
