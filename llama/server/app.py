@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 import llama
 from llama.common.checks import FieldError
-from llama.server import adapters, routes, scoring, tokens
+from llama.server import adapters, markdown, routes, scoring, tokens
 from llama.server.auth import ApiKeys, AuthAndLimits
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, first_name, log_refusal, unknown_model
@@ -62,7 +62,7 @@ def make_app(
     host = host_routes or APIRouter()
     app.state.service = service
     apis = [module.routes(service) for module in (tokens, ollama, adapters)]
-    apis += [module.routes() for module in (routes, embeddings, scoring)]
+    apis += [module.routes() for module in (routes, embeddings, scoring, markdown)]
     for router in (*apis, _server_routes(service), host):
         app.include_router(router)
     for kind in (ApiError, FieldError, HTTPException, ClientDisconnect, Exception):

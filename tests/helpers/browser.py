@@ -45,6 +45,7 @@ def send(page: Any, text: str) -> None:
 def answer_of(page: Any) -> str:
     """Return the text of the last answer, once it is complete."""
     page.wait_for_selector(f"{DONE}:last-child")
+    page.evaluate("chat.messages.at(-1).markdown?.drawing")
     return page.text_content(f"{DONE}:last-child .answer")
 
 
@@ -55,11 +56,11 @@ def show_tokens(page: Any) -> None:
 
 @contextmanager
 def bodies_of(page: Any) -> Iterator[list[dict[str, Any]]]:
-    """Yield a list of the bodies of the requests that the page sends inside the block."""
+    """Yield a list of the bodies of the requests for text that the page sends inside the block."""
     bodies: list[dict[str, Any]] = []
 
     def note(request: Any) -> None:
-        if request.method == "POST":
+        if request.method == "POST" and not request.url.endswith("/markdown"):
             bodies.append(json.loads(request.post_data))
 
     page.on("request", note)

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from helpers.bad_requests import BAD_REQUESTS
 from helpers.launch import REPO
 from helpers.services import service_of
-from llama.server import routes, scoring, tokens
+from llama.server import markdown, routes, scoring, tokens
 from llama.server.accepted import AcceptedFields, LabelFields
 from llama.server.anthropic.models import CountBody, MessagesBody
 from llama.server.app import make_app
@@ -138,11 +138,11 @@ def resolved(schema: Any, root: Any) -> Any:
 
 def test_the_schema_of_each_route_is_that_of_its_parameter(document):
     """The schema of each route is that of its parameter, which reads the body."""
-    routers = [api.routes() for api in (routes, embeddings, scoring)]
+    routers = [api.routes() for api in (routes, embeddings, scoring, markdown)]
     routers += [api.routes(service_of()) for api in (tokens, ollama)]
     made = [route for router in routers for route in router.routes]
     posts = [each for each in made if isinstance(each, BodyRoute) and each.methods == {"POST"}]
-    assert len(posts) == sum("post" in each for each in document["paths"].values()) == 18
+    assert len(posts) == sum("post" in each for each in document["paths"].values()) == 19
     for route in posts:
         own = TypeAdapter(route.endpoint.__annotations__["body"]).json_schema()
         published = schema_of(document, route.path)

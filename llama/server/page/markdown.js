@@ -1,163 +1,87 @@
-/* ---- Markdown: from blocks to nodes ---- */
-
-/** The tree of a block. isGrowing: the block may grow. */
-function treeOf(block, isGrowing) {
-  const inline = (text) => new InlineReader(text.trim(), isGrowing).nodes();
-  const inner = (blocks) =>
-    blocks.map((each, i) => treeOf(each, isGrowing && i === blocks.length - 1));
-  switch (block.type) {
-    case "paragraph":
-      return h("p", {}, ...inline(block.lines.join("\n")));
-    case "heading":
-      return h(`h${block.level}`, {}, ...inline(block.text));
-    case "quote":
-      return h("blockquote", {}, ...inner(block.children));
-    case "item":
-      return h("li", {}, ...inner(block.children));
-    case "list":
-      return listTree(block, inner);
-    case "table":
-      return tableTree(block, inline);
-    case "math":
-      if (block.isClosed) return formula(block.tex.join("\n"), true, "div");
-      if (isGrowing) return h("div", {}, h("code", { class: "tex" }, block.lines.join("\n")));
-      return h("p", {}, ...inline(block.lines.join("\n")));
-    case "rule":
-      return h("hr");
-    default:
-      return codeTree(block, isGrowing);
-  }
-}
-
-/** A list is loose if a blank line separates two of its items, or two blocks of an item. */
-function listTree(list, inner) {
-  const isApart = (blocks) => blocks.some((block, i) => i && block.start > blocks[i - 1].end + 1);
-  const isLoose = isApart(list.children) || list.children.some((item) => isApart(item.children));
-  const items = inner(list.children);
-  if (!isLoose) {
-    for (const item of items)
-      item.children = item.children.flatMap((node) => (node.tag === "p" ? node.children : [node]));
-  }
-  if (list.first === undefined) return h("ul", {}, ...items);
-  return h("ol", list.first === 1 ? {} : { start: String(list.first) }, ...items);
-}
-
-function tableTree({ align, rows: [head, ...rows] }, inline) {
-  const row = (tag, cells) =>
-    h(
-      "tr",
-      {},
-      ...align.map((side, i) => h(tag, side && { class: side }, ...inline(cells[i] ?? ""))),
-    );
-  const body = rows.length ? [h("tbody", {}, ...rows.map((cells) => row("td", cells)))] : [];
-  return h(
-    "div",
-    { class: "wide", tabindex: "0", role: "group", "aria-label": "Table" },
-    h("table", {}, h("thead", {}, row("th", head)), ...body),
-  );
-}
-
-function codeTree({ type, lines, info = "" }, isGrowing) {
-  while (type === "code" && !lines.at(-1).trim()) lines.pop();
-  const code = lines.join("\n") + (lines.length && !isGrowing ? "\n" : "");
-  const language = unescape(info.trim().split(/\s/)[0]);
-  if (language === "math" && !isGrowing) return formula(code, true, "div");
-  const button = h(
-    "button",
-    { type: "button", class: "quiet", "data-action": "copy-code" },
-    "Copy",
-  );
-  return h(
-    "div",
-    { class: "block" },
-    {
-      ...h("div", { class: "block-bar" }, h("span", {}, language || "text"), button),
-      key: language,
-    },
-    h(
-      "pre",
-      { tabindex: "0", "aria-label": `Code${language && `, ${language}`}` },
-      h("code", {}, ...coloredCode(code, language)),
-    ),
-  );
-}
-
-const drawn = new WeakMap(); // node -> the tree that it was made from
+/* ---- Markdown: the server makes trees of it, and this file makes nodes of the trees ---- */
 
 const MATHML = "http://www.w3.org/1998/Math/MathML";
-const elementOf = (tag, parent) =>
-  document.createElementNS(tag === "math" ? MATHML : parent.namespaceURI, tag);
+const MAX_SENT = 60_000; // characters of one request; the server takes a few more
 
-/** Turn `node` and its next siblings into these trees; touch only what differs. */
-function patch(parent, node, trees) {
-  for (const tree of trees) {
-    const next = node?.nextSibling ?? null;
-    const isText = typeof tree === "string";
-    const before = node && drawn.get(node);
-    if (isText && node?.nodeType === Node.TEXT_NODE) {
-      if (tree.startsWith(node.data)) node.appendData(tree.slice(node.data.length));
-      else node.data = tree;
-    } else if (!isText && before?.tag === tree.tag && before.key === tree.key) {
-      if (tree.key === undefined) update(node, before, tree); // A tree with a key never changes.
-    } else {
-      const fresh = isText
-        ? document.createTextNode(tree)
-        : update(elementOf(tree.tag, parent), h(""), tree);
-      if (node) node.replaceWith(fresh);
-      else parent.append(fresh);
-    }
-    node = next;
-  }
-  while (node) {
-    const next = node.nextSibling;
-    node.remove();
-    node = next;
-  }
-}
-
-/** Turn an element made from `before` into one of `tree`. */
-function update(node, before, tree) {
-  for (const name of Object.keys(before.attributes)) {
-    if (!(name in tree.attributes)) node.removeAttribute(name);
-  }
-  for (const [name, value] of Object.entries(tree.attributes)) {
-    if (node.getAttribute(name) !== value) node.setAttribute(name, value);
-  }
-  patch(node, node.firstChild, tree.children);
-  drawn.set(node, tree);
+/** Make a node of a tree, which is a text or [tag, attributes, trees]. The server names no other
+ * elements and attributes than those that `page/markdown.py` lists. */
+function built(tree, parent) {
+  if (typeof tree === "string") return document.createTextNode(tree);
+  const [tag, attributes, trees] = tree;
+  const node = document.createElementNS(tag === "math" ? MATHML : parent.namespaceURI, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...trees.map((each) => built(each, node)));
   return node;
 }
 
-/** A growing text without an end that may still become another block: a line of markup alone, or the
-row of a table before the next one. */
-function stablePart(text) {
-  let end = text.lastIndexOf("\n");
-  const line = text.slice(end + 1);
-  const isOpen = /^[-=*_+|:~`#$\\> \t]*$|^[ \t>]*(?:\d{1,9}[.)]?$|[`~]{3}|\|)/.test(line);
-  if (isOpen && /^[-|: \t]*$/.test(line)) {
-    const before = text.lastIndexOf("\n", end - 1);
-    if (end > 0 && /^[ \t]*\|.*[^-|: \t]/.test(text.slice(before + 1, end))) end = before;
-  }
-  return isOpen ? text.slice(0, Math.max(0, end)) : text;
+/** The index of the last blank line of a text, before which a block may be complete; -1 if there is
+ * none, or if it is in a block of code. */
+function lastBlank(text) {
+  const end = [...text.matchAll(/\n[ \t]*\n/g)].at(-1)?.index ?? -1;
+  const fences = text.slice(0, end + 1).match(/^[ \t>]*(`{3,}|~{3,})/gm) ?? [];
+  return fences.length % 2 ? -1 : end;
 }
 
-/** Shows a text as Markdown while it grows; only its last block is made again. */
+/** Shows a text as Markdown while it grows. A block is drawn once it is complete; what follows it is
+ * text until then. */
 class Markdown {
-  constructor(node) {
+  /** onDrawn: called when blocks were drawn. */
+  constructor(node, onDrawn = () => {}) {
     this.node = node;
-    this.from = 0; // index in the text; the blocks before it are done
-    this.numDone = 0; // nodes of the blocks that are done
+    this.onDrawn = onDrawn;
+    this.tail = make("p", { className: "tail" });
+    this.text = "";
+    this.from = 0; // index in the text; the blocks before it are drawn
+    this.asked = -1; // the last blank line that a request has had
+    this.isGrowing = true;
+    this.isDrawing = false;
   }
 
   show(text, isGrowing) {
-    const rest = text.slice(this.from);
-    const blocks = readBlocks(isGrowing ? stablePart(rest) : rest);
-    const trees = blocks.map((block, i) => treeOf(block, isGrowing && i === blocks.length - 1));
-    patch(this.node, this.node.childNodes[this.numDone] ?? null, trees);
-    if (blocks.length < 2) return;
-    LINE_END.lastIndex = this.from;
-    for (let i = 0; i < blocks.at(-1).start; i++) LINE_END.exec(text);
-    this.from = LINE_END.lastIndex;
-    this.numDone += blocks.length - 1;
+    this.text = text;
+    this.isGrowing = isGrowing;
+    this.showTail();
+    this.drawing = this.draw();
+  }
+
+  showTail() {
+    const text = this.text.slice(this.from).trim();
+    if (text) this.node.append(this.tail);
+    else this.tail.remove();
+    this.tail.textContent = text;
+  }
+
+  /** Draw the blocks that are complete, as long as there are any. */
+  async draw() {
+    if (this.isDrawing) return this.drawing;
+    this.isDrawing = true;
+    try {
+      while (await this.drawSome());
+    } catch (error) {
+      if (!(error instanceof Problem)) throw error; // else the rest stays text
+    } finally {
+      this.isDrawing = false;
+    }
+  }
+
+  /** Draw complete blocks; return whether there may be more. */
+  async drawSome() {
+    const { isGrowing } = this;
+    const rest = this.text.slice(this.from);
+    const sent = rest.slice(0, MAX_SENT);
+    const blank = this.from + lastBlank(sent);
+    if (!rest.trim() || (isGrowing && blank <= Math.max(this.asked, this.from - 1))) return false;
+    this.asked = blank;
+    const body = JSON.stringify({ text: sent });
+    const { blocks } = await (await ask("markdown", { method: "POST", body })).json();
+    const isWhole = !isGrowing && sent.length === rest.length;
+    const done = isWhole ? blocks : blocks.slice(0, -1);
+    for (const [, trees] of done) {
+      this.node.append(...trees.map((tree) => built(tree, this.node)));
+    }
+    if (done.length) this.from += isWhole ? rest.length : done.at(-1)[0];
+    this.showTail();
+    this.onDrawn();
+    return isGrowing !== this.isGrowing || (done.length > 0 && !isWhole);
   }
 }

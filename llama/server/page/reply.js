@@ -40,7 +40,7 @@ class Reply {
     this.waiting = []; // pieces whose text has not arrived yet
     this.rest = ""; // text whose pieces have not arrived yet
     this.nextDraw = 0; // time before which nothing is drawn, in seconds
-    this.markdown = new Markdown(this.view);
+    this.markdown = new Markdown(this.view, () => this.chat === chat && follow());
     this.isDone = false;
     this.versions = null;
     this.reasoning = "";
