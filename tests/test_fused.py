@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from helpers.batches import in_8_bits
 from llama import ModelArgs, Transformer
+from llama.checkpoint.packing import pack_model
 from llama.model import Attention, execution, kinds, layers
 from llama.model.execution import NativeLayers, OpLayers, SubLayer
 from llama.ops.batch import Batch
@@ -62,7 +63,7 @@ def make_model(
         scale = 0.1 if weight.dim() == 2 else 1.0
         weight.data.copy_(torch.randn(weight.shape, generator=generator) * scale)
     if packed:
-        model.pack(quantize=quantize)
+        pack_model(model, quantize=quantize)
     return model
 
 

@@ -28,6 +28,7 @@ from helpers.launch import REPO
 from helpers.prompts import prompts_of
 from llama import Llama, ModelArgs, Tokenizer, Transformer, generation
 from llama.checkpoint.find import find
+from llama.checkpoint.packing import pack_model
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.write.convert import convert
 from llama.cli import COMMANDS
@@ -476,7 +477,7 @@ def test_packed_weights_say_what_unpacked_ones_do(make_checkpoint):
             source.copy(name, slot)
         tokens = torch.tensor(prompts_of([20, 20], seed=22))
         plain = model(tokens, 0)
-        model.pack()
+        pack_model(model)
         torch.testing.assert_close(model(tokens, 0), plain, atol=0.05, rtol=0.05)
 
 
@@ -522,7 +523,7 @@ def test_int8_is_the_model_of_the_rounded_weights(make_checkpoint, tied):
         if isinstance(module, Linear):
             rounded = BytesWeight.pack(module.weight.plain().bfloat16())
             module.weight.values.copy_(rounded.exact())
-    small.pack(quantize="int8")
+    pack_model(small, quantize="int8")
     sizes = {w.dtype: w.numel() for w in small.parameters() if w.dim() > 1}
     assert sizes.keys() == {torch.int8} | (set() if tied else {torch.bfloat16})
     tokens = torch.tensor(prompts_of([20, 20], seed=22))

@@ -15,6 +15,7 @@ from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
 from llama.checkpoint import memory
 from llama.checkpoint.find import find
+from llama.checkpoint.packing import pack_model
 from llama.checkpoint.write.convert import convert
 from llama.cli import doctor
 from llama.gpu import graph_check, selfcheck_cache
@@ -191,7 +192,7 @@ def test_the_output_is_rounded_to_int8(quantize):
     model = Transformer(params, dtype=torch.bfloat16)
     for weight in model.parameters():
         weight.data.normal_()
-    model.pack(quantize=quantize)
+    pack_model(model, quantize=quantize)
     assert type(model.output.weight) is QUANTIZED["int8"]
     assert type(model.blocks()[0].attention.wo.weight) is QUANTIZED[quantize]
 

@@ -23,6 +23,7 @@ from helpers.launch import PROGRAMS, REPO, environment, torchrun, torchrun_group
 from helpers.prompts import prompts_of
 from helpers.weights import flip_a_bit
 from llama import Llama
+from llama.checkpoint.packing import pack_matrix
 from llama.compat.vllm import LLM, BeamSearchParams
 from llama.compat.vllm import SamplingParams as VllmParams
 from llama.model.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -673,7 +674,7 @@ def test_int8_shares_of_a_tied_embedding_are_the_rows_of_the_whole():
         object.__setattr__(parallel, "all_reduce", lambda t: t)
         output = ColumnParallelLinear(64, 64, parallel).to_empty(device="cpu")
         output.weight = PlainWeight.pack(weight.chunk(2)[rank].clone())
-        output.pack("int8")
+        pack_matrix(output, "int8")
         embedding = VocabParallelEmbedding(parallel.placement.span(128), 64, parallel)
         embedding.weight = output.weight
         embedded.append(embedding(tokens))

@@ -19,6 +19,7 @@ from helpers.prompts import prompts_of
 from llama import ModelArgs, Transformer
 from llama.checkpoint.find import find
 from llama.checkpoint.loader import load
+from llama.checkpoint.packing import pack_model
 
 TOKENS = torch.tensor(prompts_of([12, 12], seed=4))
 
@@ -127,7 +128,7 @@ def test_the_lens_reads_tensors_of_any_leading_dimensions(ours, dtype):
     """
     model = copy.deepcopy(ours).to(dtype)
     if HAS_KERNELS:
-        model.pack()
+        pack_model(model)
     h = torch.randn(2, 5, model.params.dim, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole = model.output(model.norm(h))
     assert whole.dtype == dtype and whole.shape == (2, 5, model.params.vocab_size)
@@ -179,7 +180,7 @@ def test_a_state_dict_loads_into_every_layout(kind, make_checkpoint):
         weight.data.zero_()
     if "packed" in kind or kind == "int8":
         for model in (filled, other):
-            model.pack(quantize="int8" if kind == "int8" else None)
+            pack_model(model, quantize="int8" if kind == "int8" else None)
     given = filled.state_dict()
     assert not other(TOKENS, 0).any()
     result = other.load_state_dict(given)

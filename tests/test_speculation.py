@@ -24,6 +24,7 @@ from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
 from helpers.sequences import state_of
 from llama import Llama, ModelArgs, SamplingParams, Transformer
+from llama.checkpoint.packing import pack_model
 from llama.cli import COMMANDS
 from llama.cli.chat.conversation import TurnStats
 from llama.cli.flags import read
@@ -70,7 +71,7 @@ def test_a_row_of_a_chunk_has_the_bits_of_a_single_step(
     state = random_state(vars(args))
     for name, share in model.named_shards().items():
         share.copy_(state[name])
-    model.pack(quantize=None if in_8_bits else quantize)
+    pack_model(model, quantize=None if in_8_bits else quantize)
     tokens = torch.randint(128, (272,), generator=torch.Generator().manual_seed(0)).tolist()
     cache = model.new_kv_cache(20, 16)
 

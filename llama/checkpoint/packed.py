@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from llama.checkpoint import loader
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.find import PACKED_FORMAT, Checkpoint
+from llama.checkpoint.packing import pack_model
 from llama.checkpoint.table import part_of, share, whole_shapes
 from llama.checkpoint.write import atomic as writing
 from llama.common.checks import brief, torchrun_number
@@ -74,7 +75,7 @@ def _pack_and_write(
     coded: dict[str, CodedRows],
 ) -> None:
     """Pack and write one part of `loading_order`, and free the memory of its matrices."""
-    model.pack(part, coded, quantize=quantize)
+    pack_model(model, part, coded, quantize=quantize)
     modules = set(part.modules())
     for path, module in _parts(model):
         if module not in modules:

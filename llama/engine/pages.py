@@ -12,6 +12,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 
 def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -20,12 +21,33 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + ids).digest()
 
 
+class PageTier(Protocol):
+    """Pages outside of the pool, such as on disk, that are found by the same hashes."""
+
+    def load(self, pages: Sequence[int], contents: Sequence[bytes]) -> int:
+        """Fill the first pages whose content the tier has; the step that reads them runs later.
+
+        Args:
+            pages: Pages of the pool, one after the other in a sequence.
+            contents: The hash of the content of each.
+
+        Returns:
+            The number of pages, from the first one on, that now have their content. It must be the
+            same on every rank.
+        """
+
+
 class PagePool:
-    """A pool of `num_pages` pages with `page_size` slots each."""
+    """A pool of `num_pages` pages with `page_size` slots each.
+
+    Attributes:
+        tier: A second tier, which the scheduler asks before it lets a step compute a prompt.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.tier: PageTier | None = None
         self.reset()
 
     def reset(self) -> None:

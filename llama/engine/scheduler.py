@@ -85,7 +85,8 @@ class Scheduler:
             if not self._grow(seq, count):
                 continue  # it was preempted: the next one is at its row
             if count:
-                chosen.append(self._schedule(seq, count))
+                num_loaded = self._load(seq, count)
+                chosen.append(self._schedule(seq, count - num_loaded))
                 budget -= count
             row += 1
         prompt_budget = min(prompt_budget, budget)
@@ -96,7 +97,8 @@ class Scheduler:
                 break
             limit = budget if self.has_whole_prompts else prompt_budget
             count = min(seq.num_new, limit)
-            chosen.append(self._schedule(seq, count))
+            num_loaded = self._load(seq, count)
+            chosen.append(self._schedule(seq, count - num_loaded))
             prompt_budget -= count
             budget -= count
         chosen.sort(key=lambda item: item.count > 1)  # single tokens first, see `Step`
@@ -261,6 +263,33 @@ class Scheduler:
         if next_offer <= seq.num_computed:
             self._offer(seq)
         return Scheduled(seq, start, count)
+
+    def _load(self, seq: SequenceState, count: int) -> int:
+        """Let the second tier fill pages of a sequence that the next step would compute.
+
+        The last of the tokens is left to compute, so that the sequence has an item in the step.
+
+        Args:
+            seq: The sequence, which has pages for its next tokens.
+            count: The tokens that the step may compute. What is loaded counts among them, so that
+                the wait of other sequences is bounded alike.
+
+        Returns:
+            The number of tokens that need not be computed.
+        """
+        size = self.pool.page_size
+        tier = self.pool.tier
+        if tier is None or count <= size:
+            return 0
+        first = seq.num_computed // size  # its first tokens may have been computed already
+        end = (seq.num_computed + count - 1) // size
+        contents = self._reusable_hashes(seq)[first:end]
+        num_pages = tier.load(seq.pages[first : first + len(contents)], contents)
+        num_loaded = max((first + num_pages) * size - seq.num_computed, 0)
+        seq.num_computed += num_loaded
+        if not seq.num_output:
+            seq.num_cached += num_loaded
+        return num_loaded
 
     def _offer(self, seq: SequenceState) -> None:
         """Let the full pages of a sequence be found, if their tokens are known and computed."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from llama.checkpoint.packing import pack_model
 from llama.common.device import DTYPES, current
 from llama.engine.hooks import Decoded
 from llama.engine.request import SequenceSpec
@@ -195,7 +196,7 @@ def check_graphs(job: Job, _: str) -> list[Choice]:
     for weight in model.parameters():
         weight.data.normal_(0, 0.02 if weight.dim() > 1 else 1.0)
     format = job.formats[-1]
-    model.pack(quantize=str(format) if format else None)
+    pack_model(model, quantize=str(format) if format else None)
     kernels = KernelSet(frozenset(job.in_use), frozenset({dtype}))
     model.use_kernels(kernels)
     recorder = CudaRecorder(torch.device(job.device))

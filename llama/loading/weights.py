@@ -14,6 +14,7 @@ import torch
 
 from llama.checkpoint import loader, packed
 from llama.checkpoint.find import Checkpoint
+from llama.checkpoint.packing import pack_model
 from llama.checkpoint.pooling import HEAD
 from llama.checkpoint.reader import find_not_finite
 from llama.checkpoint.shards import open_head
@@ -74,7 +75,7 @@ def load_weights(
             checkpoint,
             model,
             check=check,
-            filled=functools.partial(model.pack, quantize=files.quantize),
+            filled=functools.partial(pack_model, model, quantize=files.quantize),
             progress=is_first and sys.stderr.isatty(),
         )
         if checkpoint.in_codes:

@@ -77,6 +77,19 @@ class HalfLayer(FusedBlock):
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class KVShape:
+    """The keys that a half layer stores for each token, and as many values.
+
+    Attributes:
+        n_heads: The key-value heads of this rank, K.
+        head_dim: The elements of each, D.
+    """
+
+    n_heads: int
+    head_dim: int
+
+
 class HalfKind(ABC):
     """One kind of half layer, with the sizes of this rank.
 
@@ -91,9 +104,9 @@ class HalfKind(ABC):
     native: ClassVar[BodyKind | None] = None
 
     @property
-    def kv_heads(self) -> int:
-        """Return how many key-value heads it stores for each token; 0 if it stores none."""
-        return 0
+    def kv_shape(self) -> KVShape | None:
+        """Return the keys and values that it stores for each token; None if it stores none."""
+        return None
 
     @abstractmethod
     def build(self, dim: int, parallel: Parallel) -> HalfLayer:
@@ -172,9 +185,9 @@ class AttentionKind(HalfKind):
     head_dim: int
 
     @property
-    def kv_heads(self) -> int:
-        """Return the key-value heads of this rank."""
-        return self.n_kv_heads
+    def kv_shape(self) -> KVShape:
+        """Return the keys and values of this rank's heads."""
+        return KVShape(self.n_kv_heads, self.head_dim)
 
     def build(self, dim: int, parallel: Parallel) -> Attention:
         """Make the module, for a model of dimension `dim`."""

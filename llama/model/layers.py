@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.norm import rms_norm
 from llama.ranks.parallel import Parallel
-from llama.weights import choice
 from llama.weights.plain import PlainWeight
 from llama.weights.weight import Weight
 
@@ -91,13 +90,6 @@ class Matrix(WatchedModule):
         if name == "weight" and isinstance(value, Tensor):  # PyTorch's modules take tensors
             value = PlainWeight.pack(value.data)
         super().__setattr__(name, value)
-
-    def pack(self, quantize: str | None = None) -> None:
-        """Put a plain weight into the format asked for, or the fastest; views become invalid."""
-        if isinstance(self.weight, PlainWeight):
-            plain = self.weight.plain()
-            memory = self.weight.values.data
-            self.weight = choice.packed(plain, quantize, plain.device, memory=memory)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.weight.plain()

@@ -17,6 +17,7 @@ from llama.model.kinds import (
     BidirectionalAttentionKind,
     FeedForwardKind,
     HalfKind,
+    KVShape,
 )
 from llama.model.shares import RankShare
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
@@ -106,6 +107,15 @@ class LayerPlan:
         """Layers that store keys and values. Every step asks, so it is computed once."""
         return sum(layer.kv_plane is not None for layer in self.layers)
 
+    @cached_property
+    def kv_shape(self) -> KVShape:
+        """The keys and values that a layer stores for each token.
+
+        The planes of all layers are one tensor, so that kinds which store any store alike.
+        """
+        (shape,) = {kind.kv_shape for kind in self.kinds if kind.kv_shape is not None}
+        return shape
+
     def elements_per_token(self) -> int:
         """Return the elements of one token that a step holds at once.
 
@@ -121,8 +131,9 @@ class LayerPlan:
 
         L counts the layers that store keys and values.
         """
-        width, row_dtype = self.kv_format.row(self.head_dim, dtype)
-        return (self.num_kv_planes, 2, num_pages, page_size, self.n_kv_heads, width), row_dtype
+        heads = self.kv_shape.n_heads
+        width, row_dtype = self.kv_format.row(self.kv_shape.head_dim, dtype)
+        return (self.num_kv_planes, 2, num_pages, page_size, heads, width), row_dtype
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes that the keys and values of one token take on this rank."""
@@ -135,7 +146,7 @@ def _with_kv_planes(kinds: Mapping[int, tuple[HalfKind, ...]]) -> tuple[LayerSpe
     layers = []
     num_planes = 0
     for index, halves in kinds.items():
-        stores = any(kind.kv_heads for kind in halves)
+        stores = any(kind.kv_shape is not None for kind in halves)
         layers.append(LayerSpec(index, halves, num_planes if stores else None))
         num_planes += stores
     return tuple(layers)

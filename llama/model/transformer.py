@@ -11,8 +11,7 @@ The file has over 400 lines because the two ways to run a model share its module
 scripts expect the whole model in this one class.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -32,7 +31,6 @@ from llama.model.forward_cache import PAGE_SIZE, ForwardCache
 from llama.model.kinds import Attention, BidirectionalAttention, FeedForward
 from llama.model.layers import (
     ColumnParallelLinear,
-    Linear,
     Matrix,
     RMSNorm,
     RowParallelLinear,
@@ -48,8 +46,6 @@ from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ops.rope import precompute_freqs_cis
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.parallel import Parallel
-from llama.weights import choice
-from llama.weights.coded import CodedRows
 from llama.weights.plain import PlainWeight
 
 
@@ -252,48 +248,13 @@ class Transformer(nn.Module):
             shards |= views
         return shards
 
-    def pack(
-        self,
-        part: nn.Module | None = None,
-        coded: Mapping[str, CodedRows] = MappingProxyType({}),
-        *,
-        quantize: str | None = None,
-    ) -> None:
-        """Put one part of `loading_order`, or all, into a format, once it is filled.
-
-        The views of `loading_order` are invalid afterwards.
-
-        Args:
-            part: The part; by default the whole model.
-            coded: Matrices that were not filled, by the first of their names.
-            quantize: The format; by default this machine's fastest.
-        """
-        self.quantization = quantize or self.quantization
-        share = self.plan.share
-        lm_head = self.output if share.has_lm_head else None
-        # Both ends of a tied model have the same bytes, also on stages that have one of them.
-        only_tied = None
-        if self.params.tied_output and share.has_embedding and not share.has_lm_head:
-            only_tied = self.tok_embeddings
-        for module in (part or self).modules():
-            if isinstance(module, Matrix) and module.names[0] in coded:
-                device = self.norm.weight.device
-                module.weight = choice.packed(coded[module.names[0]], None, device)
-                if self._is_tied and module is self.tok_embeddings:
-                    self.output.weight = module.weight
-            elif isinstance(module, Linear) or module is only_tied:
-                is_end = module is lm_head or module is only_tied
-                module.pack(choice.lm_head_format(quantize) if is_end else quantize)
-            if module is lm_head:
-                self.tie()
-
     def tie(self) -> None:
         """Give both ends one weight, if the checkpoint has one for both."""
-        if self._is_tied:
+        if self.is_tied:
             self.tok_embeddings.weight = self.output.weight
 
     @property
-    def _is_tied(self) -> bool:
+    def is_tied(self) -> bool:
         """Return whether this rank holds both ends and they share one weight."""
         share = self.plan.share
         return self.params.tied_output and share.has_embedding and share.has_lm_head

@@ -1,1 +1,1 @@
-"""Options that are added to the engine core: speculation, graphs, adapters, stages of a pipeline."""
+"""Options of the engine core: speculation, graphs, adapters, stages of a pipeline."""

@@ -20,6 +20,7 @@ from bench.report import Column
 from bench.run import Bench, Row, whole
 from bench.shapes import DTYPES, fill, write_tokenizer
 from llama import Llama, ModelArgs, SamplingParams, Tokenizer, Transformer
+from llama.checkpoint.packing import pack_model
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
 from llama.ranks.parallel import Parallel
@@ -97,7 +98,7 @@ def _random_llama(bench: Bench, parallel: Parallel, sizes: dict[str, int]) -> Ll
         args, dtype=DTYPES[bench.stored], device=bench.device_used.type, parallel=parallel
     )
     fill(model.named_shards())
-    model.pack(quantize=quantize)
+    pack_model(model, quantize=quantize)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")
         write_tokenizer(path, args.vocab_size)

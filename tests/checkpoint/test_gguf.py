@@ -7,6 +7,7 @@ import shutil
 import struct
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -28,6 +29,7 @@ from llama.checkpoint.gguf import blocks as gguf_blocks
 from llama.checkpoint.gguf.blocks import GGUFMatrix
 from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
+from llama.checkpoint.packing import pack_model
 from llama.checkpoint.quantized_matrix import PackTarget
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.verify import verify
@@ -139,7 +141,7 @@ def in_codes(path: Path, rank: int = 0, size: int = 1) -> Transformer:
     found = replace(find(path), in_codes=True)
     parallel = Parallel(Placement(rank=rank, size=size))
     model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
-    load(found, model, filled=model.pack)
+    load(found, model, filled=partial(pack_model, model))
     return model
 
 

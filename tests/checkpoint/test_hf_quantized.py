@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from llama.checkpoint.find import find
 from llama.checkpoint.hf import formats as hf_formats
 from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
+from llama.checkpoint.packing import pack_model
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.verify import verify
 from llama.checkpoint.write.convert import convert
@@ -309,7 +311,7 @@ def test_each_rank_holds_its_slices_of_what_the_files_stand_for(tmp_path, case):
     for rank, size in ((0, 1), (1, 2), (2, 3)):
         parallel = Parallel(Placement(rank=rank, size=size))
         model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
-        load(found, model, filled=model.pack)
+        load(found, model, filled=partial(pack_model, model))
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         assert held == bytes_of(
             found, parallel.placement, torch.bfloat16, None, torch.device("cpu")

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ from llama.checkpoint import packed
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
+from llama.checkpoint.packing import pack_model
 from llama.checkpoint.verify import verify
 from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.cli import main
@@ -168,7 +170,7 @@ def logits(found: Checkpoint, size: int, dtype: torch.dtype) -> Tensor:
     def run(rank: int) -> None:
         parallel = Threads(Placement(rank=rank, size=size), parts=parts, barrier=barrier)
         model = Transformer(found.params, parallel=parallel, dtype=dtype)
-        load(found, model, filled=model.pack)
+        load(found, model, filled=partial(pack_model, model))
         out[rank] = model.forward(TOKENS, 0)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -246,7 +248,7 @@ def test_on_the_cpu_nothing_is_merged(folders, said, kind):
     """
     found = replace(find(folders[kind]), in_codes=True)
     model = Transformer(found.params, dtype=torch.bfloat16)
-    load(found, model, filled=model.pack)
+    load(found, model, filled=partial(pack_model, model))
     held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     assert 0 <= bytes_of(found, Placement(), torch.bfloat16, None, torch.device("cpu")) - held < 16
     for matrix in (x for x in model.layers.modules() if isinstance(x, Matrix)):

@@ -3,6 +3,7 @@
 import importlib
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from helpers.weights import expect_shards, flip_a_bit, loaded
 from llama.checkpoint.find import find
 from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
+from llama.checkpoint.packing import pack_model
 from llama.checkpoint.verify import LoadCheck, verify
 from llama.checkpoint.write.convert import convert
 from llama.model import Transformer
@@ -77,7 +79,7 @@ def test_each_rank_holds_its_slices(tmp_path, load_fp8, is_column):
         in_codes = replace(found, in_codes=True)
         parallel = Parallel(Placement(rank=rank, size=size))
         model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
-        load(in_codes, model, filled=model.pack)
+        load(in_codes, model, filled=partial(pack_model, model))
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         assert held == bytes_of(
             in_codes, parallel.placement, torch.bfloat16, None, torch.device("cpu")

@@ -25,6 +25,7 @@ from llama.checkpoint import table as shares
 from llama.checkpoint.files import _mapped_regions
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.loader import load
+from llama.checkpoint.packing import pack_model
 from llama.checkpoint.verify import LoadCheck, verify
 from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.cli import main
@@ -92,7 +93,9 @@ def test_the_mapped_weights_are_those_that_are_packed_at_load(params, quantize, 
     source = find(write_meta(tmp_path / "meta", params, state))
     pack(source.folder, tmp_path / "packed", quantize=quantize)
     found = find(tmp_path / "packed")
-    expected = model_of(source, lambda x, m: load(x, m, filled=partial(m.pack, quantize=quantize)))
+    expected = model_of(
+        source, lambda x, m: load(x, m, filled=partial(pack_model, m, quantize=quantize))
+    )
     model = model_of(found, packed.attach)
     assert model.quantization == quantize
     wanted, given = tensors_of(expected), tensors_of(model)
@@ -150,7 +153,9 @@ def test_codes_of_a_gguf_file_stay_codes(tmp_path):
                metadata={"general.file_type": 15})  # fmt: skip
     pack(tmp_path / "q.gguf", tmp_path / "packed")
     source, found = find(tmp_path / "q.gguf"), find(tmp_path / "packed")
-    expected = model_of(replace(source, in_codes=True), lambda x, m: load(x, m, filled=m.pack))
+    expected = model_of(
+        replace(source, in_codes=True), lambda x, m: load(x, m, filled=partial(pack_model, m))
+    )
     model = model_of(found, packed.attach)
     assert torch.equal(model.forward(tokens_of(), 0), expected.forward(tokens_of(), 0))
     wanted, given = tensors_of(expected), tensors_of(model)

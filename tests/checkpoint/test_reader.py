@@ -20,6 +20,7 @@ from llama.checkpoint.files import FileReader
 from llama.checkpoint.find import find
 from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
+from llama.checkpoint.packing import pack_model
 from llama.checkpoint.table import shard_shapes
 from llama.checkpoint.write import convert
 from llama.model import Transformer
@@ -185,7 +186,7 @@ def test_bytes_of_quantized_weights_are_what_packing_leaves(tmp_path, quantize):
 
     def filled(module: torch.nn.Module, _: object) -> None:
         loaded_so_far.append([name for name, shard in whole.items() if shard.any()])
-        model.pack(module, quantize=quantize)
+        pack_model(model, module, quantize=quantize)
 
     load(found, model, filled=filled)
     counts = [len(names) for names in loaded_so_far]

@@ -22,6 +22,7 @@ from helpers.drafts import drafter_of
 from helpers.sequences import state_of
 from helpers.tape import TapeRecorder
 from llama.assembly import Speculate, assemble
+from llama.checkpoint.packing import pack_model
 from llama.engine import runner, tables
 from llama.engine.rows import Tokens
 from llama.engine.runner import LastIds
@@ -266,7 +267,7 @@ def test_answers_of_every_kind_stay_on_their_gpu(
     )
     real = Transformer(args, dtype=torch.bfloat16, device="cpu")
     if held is not None:
-        real.pack(quantize=held)
+        pack_model(real, quantize=held)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         model = Transformer(args, dtype=torch.bfloat16, device=GPU, kv_format=FORMATS[cache])
         if held is not None:

@@ -1,6 +1,8 @@
 """The page pool and the scheduler, without a model: no token is lost or repeated, no page leaks."""
 
+import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 
 from helpers.scheduling import (
     VOCAB,
+    FakeEngine,
+    FakeRunner,
     FakeStep,
     RandomDrafts,
     engine,
@@ -17,6 +21,7 @@ from helpers.scheduling import (
     sequence,
     watch_releases,
 )
+from llama.engine.hooks import StepHook
 from llama.engine.pages import PagePool, page_hash
 from llama.engine.scheduler import Scheduler
 from llama.engine.step import Step, StepResults
@@ -488,3 +493,64 @@ def test_pages_that_sampled_tokens_fill_are_found(ahead):
         tried.step()
     assert second.num_cached == 12
     assert second.tokens == alone(first.tokens, 2, frozenset())
+
+
+class Store(StepHook):
+    """A second tier that keeps the slots of full pages by their hash, as files on a disk would."""
+
+    def __init__(self) -> None:
+        self.kept: dict[bytes, list[int]] = {}
+        self.loaded: list[int] = []
+        self.runner: FakeRunner
+
+    def attach(self, tried: FakeEngine) -> None:
+        self.runner = tried.runner
+        tried.hooks.append(self)
+        tried.scheduler.pool.tier = self
+
+    def after_rows(self, step: Step, results: StepResults) -> None:
+        size = self.runner.page_size
+        for item in step.items:
+            seq = item.sequence
+            for page, content in zip(seq.pages, seq.page_hashes[: seq.num_offered], strict=False):
+                slots = range(page * size, (page + 1) * size)
+                self.kept.setdefault(content, [self.runner.slots[slot] for slot in slots])
+
+    def load(self, pages: Sequence[int], contents: Sequence[bytes]) -> int:
+        known = [*itertools.takewhile(self.kept.__contains__, contents)]
+        for page, content in zip(pages, known, strict=False):
+            for offset, value in enumerate(self.kept[content]):
+                self.runner.slots[page * self.runner.page_size + offset] = value
+        self.loaded.append(len(known))
+        return len(known)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_second_tier_fills_the_pages_of_prompts(seed, stages):
+    """Prompts whose pages a second tier has are not computed again, and the answers are equal.
+
+    The runner checks the content of every slot that a step reads. Prompts are longer than the
+    budget of a step, share their beginnings, and are preempted.
+    """
+    rng = random.Random(seed)
+    start = [rng.randrange(VOCAB) for _ in range(20)]
+    prompts = [start[: rng.randrange(21)] + rng.choices(range(VOCAB), k=30) for _ in range(6)]
+    store = Store()
+    answers, computed, cached = [], [], []
+    for _ in range(2):  # the second engine begins with what the first one has stored
+        tried = engine(num_pages=36, page_size=4, max_batch_size=3, budget=10, stages=stages)
+        store.attach(tried)
+        sequences = [sequence(prompt, 8) for prompt in prompts]
+        for seq in sequences:
+            tried.add(seq)
+        while tried.has_unfinished():
+            tried.step()
+            tried.scheduler.check()
+        answers.append([seq.tokens for seq in sequences])
+        computed.append(tried.runner.computed)
+        cached.append([seq.num_cached for seq in sequences])
+    assert answers[0] == answers[1] == [alone(prompt, 8, frozenset()) for prompt in prompts]
+    assert computed[1] < 0.6 * computed[0] and max(store.loaded) >= 2
+    full_pages = [(len(prompt) - 1) // 4 * 4 for prompt in prompts]
+    assert all(0 < ours <= most for ours, most in zip(cached[1], full_pages, strict=True))

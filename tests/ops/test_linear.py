@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers.kernels import HAS_KERNELS, library
+from llama.checkpoint.packing import pack_matrix
 from llama.model.layers import Linear
 from llama.ops.cpu import build, native
 from llama.ops.linear import linear
@@ -228,10 +229,10 @@ def test_what_does_not_fit_stays_as_it_is(weight):
 def test_weights_are_packed_once_where_there_are_kernels(kernels):
     layer = Linear(8, 64)
     layer.weight = PlainWeight.pack(numbers(64, 8))
-    layer.pack()
+    pack_matrix(layer)
     blocked = layer.weight
     assert type(blocked) is BlockedWeight
-    layer.pack()
+    pack_matrix(layer)
     assert layer.weight is blocked
 
 

@@ -125,6 +125,7 @@ def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
     """Return a Llama for a folder of weights, or for random weights that were never in a file."""
     from bench.shapes import DTYPES, random_model, write_tokenizer
     from llama import Llama, Tokenizer
+    from llama.checkpoint.packing import pack_model
     from llama.loading.weights import round_activations
     from llama.weights.choice import QUANTIZED
 
@@ -137,7 +138,7 @@ def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
     quantize = job["dtype"] if job["dtype"] in QUANTIZED else None
     dtype = DTYPES["bf16" if quantize else job["dtype"]]
     model = random_model(job["params"] | sizes, dtype, job["device"])
-    model.pack(quantize=quantize)
+    pack_model(model, quantize=quantize)
     if activations is not None:
         round_activations(model, activations)
     with tempfile.TemporaryDirectory() as scratch:
