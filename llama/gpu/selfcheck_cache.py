@@ -47,7 +47,12 @@ _MAX_MESSAGE = 300  # characters of a child's last line in a reason
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = ("engine", "gpu", "model", "ops", "options", "ranks", "weights")
 # The sources that a result depends on.
-_SOURCES = ("common/**/*.py", *(f"{name}/**/*.py" for name in _FOLDERS))
+_SOURCES = (
+    "common/**/*.py",
+    "checkpoint/__init__.py",
+    "checkpoint/packing.py",
+    *(f"{name}/**/*.py" for name in _FOLDERS),
+)
 
 _Key = dict[str, Any]  # all that a result depends on: the job's fields, and versions
 

@@ -94,12 +94,12 @@ def timed_parts() -> Iterator[dict[str, float]]:
     """
     from llama import loading
     from llama.checkpoint.reader import CheckpointReader
-    from llama.model.transformer import Transformer
+    from llama.loading import weights
 
     methods: dict[str, tuple[Any, str]] = {
         "tokenizer": (loading, "load_tokenizer"),
         "read": (CheckpointReader, "copy"),
-        "pack": (Transformer, "pack"),
+        "pack": (weights, "pack_model"),
     }
     spent = dict.fromkeys(methods, 0.0)
 
