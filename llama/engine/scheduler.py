@@ -10,6 +10,8 @@ that: a preempted sequence gives up its pages, and has its tokens to compute aga
 Scheduling is fair across calls. Waiting calls are admitted round-robin, and a call with nothing
 running takes a slot from the call that has the most. Only the order of arrival and the calls
 decide, so that all ranks decide alike.
+
+The file has over 400 lines because admission, growth and preemption share the counts of a step.
 """
 
 from collections import Counter

@@ -1,0 +1,127 @@
+"""What an option gets of each step through `StepHook`, and that the core calls it in order."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.sequences import state_of
+from helpers.tape import TapeRecorder
+from llama.assembly import assemble
+from llama.engine.hooks import StepHook
+from llama.engine.sequence import SequenceState
+from llama.engine.step import Step, StepResults
+from llama.model import Transformer
+from llama.model.args import ModelArgs
+from llama.options.speculation.drafter import Drafter, DraftState
+from llama.options.speculation.hook import speculate
+from llama.ranks.parallel import Parallel
+
+ARGS = ModelArgs(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=300, multiple_of=32, max_seq_len=64,
+    max_batch_size=4,
+)  # fmt: skip
+NORMALIZED = ARGS.n_layers + 1  # the number of the states from which logits are computed
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    made = Transformer(ARGS)
+    generator = torch.Generator().manual_seed(0)
+    for weight in made.parameters():
+        weight.data.normal_(0, 0.3 if weight.dim() > 1 else 1.0, generator=generator)
+    return made
+
+
+class Watching(StepHook):
+    """Keeps what it is told, and the order of the calls."""
+
+    wanted_states = frozenset({NORMALIZED})
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.states: list[Tensor] = []
+        self.sampled: list[int] = []
+
+    def begin(self) -> None:
+        self.calls.append("begin")
+
+    def before_pack(self, step: Step) -> None:
+        self.calls.append("before_pack")
+
+    def see(self, step: Step, states: dict[int, Tensor]) -> None:
+        self.calls.append("see")
+        self.states.append(states[NORMALIZED].clone())
+
+    def after_rows(self, step: Step, results: StepResults) -> None:
+        self.calls.append("after_rows")
+        self.sampled += [item.sequence.tokens[-1] for item in step.sampling_items()]
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_hook_sees_the_hidden_states_from_which_tokens_are_sampled(model, graphs):
+    """The top tokens of the states that a hook sees are the tokens that are sampled.
+
+    Where graphs are recorded, steps run operator by operator as long as the hook wants states.
+    """
+    core = assemble(
+        model, num_pages=20, recorder_for=TapeRecorder.of_model if graphs else lambda model: None
+    ).core
+    hook = Watching()
+    core.hooks.append(hook)
+    for i in range(3):
+        core.add(state_of([5, i, 7 * i, 3], 12 + i, i, temperature=0.0))
+    while core.has_unfinished():
+        core.step()
+    assert hook.calls[:4] == ["begin", "before_pack", "see", "after_rows"]
+    assert len(set(Counter(hook.calls).values())) == 1
+    assert model.logits(torch.cat(hook.states)).argmax(-1).tolist() == hook.sampled
+    core.hooks.remove(hook)
+    core.add(seq := state_of([5, 0, 0, 3], 12, 0, temperature=0.0))
+    while core.has_unfinished():
+        core.step()
+    assert seq.tokens and len(hook.calls) == 4 * len(hook.states)  # it is not called any more
+    core.close()
+
+
+class FromStates(Drafter):
+    """Drafts a token that the hidden states of the last step have on top."""
+
+    wanted_states = frozenset({NORMALIZED})
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__(1, Parallel(), [])
+        self.model = model
+        self.tops: dict[SequenceState, list[int]] = {}  # of the rows of the last step
+
+    def see(self, step: Step, states: dict[int, Tensor]) -> None:
+        tops = self.model.logits(states[NORMALIZED]).argmax(-1).tolist()
+        for rows in step.rows.values():
+            for item, offsets in rows.pairs():
+                self.tops[item.sequence] = [tops.pop(0) for _ in offsets]
+
+    def _begin(self, seq: SequenceState) -> DraftState:
+        return DraftState(seq, [])
+
+    def _draft(self, states: list[DraftState], seconds: float) -> list[list[int]]:
+        assert all(state.seq.tokens[-1] in self.tops[state.seq] for state in states)
+        return [self.tops[state.seq][:1] for state in states]
+
+
+def test_a_drafter_may_ask_for_hidden_states(model):
+    """A drafter gets the states of each step before it drafts for the next one."""
+    found = []
+    for drafts in (False, True):
+        core = assemble(model, num_pages=20).core
+        if drafts:
+            speculate(core, FromStates(model))
+        core.add(seq := state_of([5, 9, 3], 30, 1, temperature=0.0))
+        while core.has_unfinished():
+            core.step()
+        found.append(seq.tokens)
+        assert bool(core.stats.draft_tokens) == drafts
+    assert found[0] == found[1]
