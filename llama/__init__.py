@@ -37,10 +37,7 @@ def __getattr__(name: str) -> Any:
         except metadata.PackageNotFoundError:
             return "0+unknown"  # a copy that is not installed; lower than any release
     if name in _MODULE_OF:
-        from llama.ranks.siblings import watched_start
-
-        with watched_start():
-            module = importlib.import_module(f"llama.{_MODULE_OF[name]}")
+        module = importlib.import_module(f"llama.{_MODULE_OF[name]}")
         value = getattr(module, name)
         globals()[name] = value
         return value

@@ -361,6 +361,15 @@ class BuildArgs:
             group=_RANKS,
         ),
     ] = 600.0
+    silence_s: Annotated[
+        float,
+        _AS_GIVEN,
+        Flag(
+            "S",
+            "Time after which ranks give up another machine that is silent, in seconds",
+            group=_RANKS,
+        ),
+    ] = 30.0
     verify: Annotated[
         _Switch,
         Flag("", "Compare the weights with their checksums while they load", may_differ=True),

@@ -115,6 +115,7 @@ class Llama:
         reasoning_parser: str = "auto",
         tool_call_parser: str = "auto",
         timeout_s: float = 600.0,
+        silence_s: float = 30.0,
         verify: bool = False,
         pooling: Literal["last", "mean"] | None = None,
         bidirectional: bool = False,
@@ -198,6 +199,8 @@ class Llama:
                 own: "hermes", "llama3_json", "xlam", "nemotron", "functionary", "pythonic" or
                 "none". Default, "auto": as the template writes them.
             timeout_s: the maximum time that a rank waits for another rank, in seconds.
+            silence_s: the time after which ranks give up another machine that is silent, and end
+                the job, in seconds. TCP sends lost packets again after up to several seconds.
             verify: compare the weights with their checksums, in .pth files or checklist.chk, while
                 they are loaded. A warning names files without a checksum. See `llama verify`.
             pooling: how embeddings make a vector of a text: "last" takes the hidden state of the

@@ -211,7 +211,7 @@ def test_torchrun_s_default_is_told_from_a_choice(tmp_path):
     script.write_text(
         "import os, signal, torch\n"
         "os.sched_getaffinity = lambda _: set(range(8))\n"
-        "from llama import device\n"
+        "from llama.common import device\n"
         "device._cgroup_cores = lambda: 99\n"
         "if os.environ['RANK'] == '1':\n"
         "    os.environ['OMP_NUM_THREADS'] = '2'\n"
@@ -428,10 +428,10 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     gpu = torch.device("cuda", 1)
     sizes = groups.GroupSizes(group=2, stages=1, world=2)
-    assert groups._join(sizes, gpu, 60.0).group is group
+    assert groups._join(sizes, gpu, 60.0, 30.0).group is group
     assert done == [("nccl", gpu), gpu]
     done.clear()
-    groups._join(sizes, torch.device("cpu"), 60.0)
+    groups._join(sizes, torch.device("cpu"), 60.0, 30.0)
     assert done == [("gloo", None)]
 
 

@@ -121,6 +121,12 @@ def test_timeout_s_is_checked(timeout, checkpoint_dir):
         Llama.build(str(checkpoint_dir[0]), device="cpu", timeout_s=timeout)
 
 
+@pytest.mark.parametrize("silence", [0, 0.5, float("inf"), "ten"])
+def test_silence_s_is_checked(silence, checkpoint_dir):
+    with pytest.raises((TypeError, ValueError), match="silence_s"):
+        Llama.build(str(checkpoint_dir[0]), device="cpu", silence_s=silence)
+
+
 def test_the_arguments_of_a_build_are_a_table(checkpoint_dir):
     """The arguments of a build are a table.
 

@@ -32,8 +32,13 @@ def load_model(args: BuildArgs) -> Loaded:
     device = pick_device(args.device)
     free_unused(device)
     number("timeout_s", args.timeout_s, 0, 10**6, above=True)
+    number("silence_s", args.silence_s, 1, 10**6)
     parallel = connect(
-        args.model_parallel_size, device, args.timeout_s, args.pipeline_parallel_size
+        args.model_parallel_size,
+        device,
+        args.timeout_s,
+        args.pipeline_parallel_size,
+        args.silence_s,
     )
     with parallel.agree("the arguments of Llama.build", world=True) as must_match:
         args = args.checked()

@@ -10,6 +10,7 @@ rank of a copy has the lm_head, samples and leads.
 """
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,11 @@ class ModelParallel(Parallel):
         others = range(1, self.num_ranks)
         return [True, *(self.watch is None or self.watch.can_go_on(rank) for rank in others)]
 
+    @functools.cached_property
+    def _inside(self) -> contextlib.AbstractContextManager[None]:
+        """A context that shows the watch that this rank waits in a collective."""
+        return self.watch.collective if self.watch else _NOT_WATCHED
+
     def shares_memory_of(self, x: Tensor) -> bool:
         """Return whether `x` is on the CPU, and the group on one machine."""
         return self.shared is not None and x.is_cpu
@@ -80,12 +86,13 @@ class ModelParallel(Parallel):
         """Sum in shared memory, by the one-shot kernel, or by the group's backend."""
         if self.size == 1:
             return x
-        if self.shared is not None and x.is_cpu and self.shared.can_sum(x):
-            self.shared.all_reduce(x)
-        elif self.one_shot is not None and self.one_shot.supports(x):
-            self.one_shot.all_reduce(x)
-        else:
-            dist.all_reduce(x, group=self.group)
+        with self._inside:
+            if self.shared is not None and x.is_cpu and self.shared.can_sum(x):
+                self.shared.all_reduce(x)
+            elif self.one_shot is not None and self.one_shot.supports(x):
+                self.one_shot.all_reduce(x)
+            else:
+                dist.all_reduce(x, group=self.group)
         return x
 
     def all_gather(self, x: Tensor, widths: Sequence[int] = ()) -> Tensor:
@@ -93,14 +100,16 @@ class ModelParallel(Parallel):
         if self.size == 1:
             return x
         if self.shared is not None and x.is_cpu:
-            return self.shared.all_gather(x, widths)
+            with self._inside:
+                return self.shared.all_gather(x, widths)
         is_even = len(set(widths)) <= 1
         if not is_even:  # nccl and gloo gather tensors of one size
             x = F.pad(x, (0, max(widths) - x.shape[-1]))
         parts = x.new_empty(self.size * len(x), *x.shape[1:])
         # torch 2.13 has renamed all_gather_into_tensor to all_gather_single.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(parts, x.contiguous(), group=self.group)
+        with self._inside:
+            gather(parts, x.contiguous(), group=self.group)
         parts = parts.view(self.size, *x.shape)
         if is_even:
             return parts.movedim(0, -2).flatten(-2)
@@ -110,10 +119,11 @@ class ModelParallel(Parallel):
         """Broadcast in shared memory, or by the group's backend."""
         if self.size == 1:
             return x
-        if self.shared is not None and x.is_cpu:
-            self.shared.broadcast(x)
-        else:
-            dist.broadcast(x, src=self.first_of_group, group=self.group)
+        with self._inside:
+            if self.shared is not None and x.is_cpu:
+                self.shared.broadcast(x)
+            else:
+                dist.broadcast(x, src=self.first_of_group, group=self.group)
         return x
 
     def all_reduce_min(self, value: int) -> int:
@@ -146,9 +156,10 @@ class ModelParallel(Parallel):
         """Send the leader's bytes through the message ring, or by gloo."""
         if self.control is None or self.is_alone:
             return data
-        if self.message_ring is None:
-            return _broadcast_bytes(self.control, data)
-        return self.message_ring.broadcast_bytes(data, is_idle=is_idle)
+        with self._inside:
+            if self.message_ring is None:
+                return _broadcast_bytes(self.control, data)
+            return self.message_ring.broadcast_bytes(data, is_idle=is_idle)
 
     @contextlib.contextmanager
     def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
@@ -161,7 +172,8 @@ class ModelParallel(Parallel):
             error = e
         group = self.world if world else self.control
         if group is not None:
-            with self.watch.waiting(what, self.timeout_s) if self.watch else _NOT_WATCHED:
+            waiting = self.watch.waiting(what, self.timeout_s) if self.watch else _NOT_WATCHED
+            with waiting, self._inside:
                 _compare(group, what, must_match, error)
         if error is not None:
             raise error

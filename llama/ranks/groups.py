@@ -30,6 +30,7 @@ from llama.ranks.one_shot import OneShot
 from llama.ranks.parallel import Parallel, RankError
 from llama.ranks.placement import Placement
 from llama.ranks.processes import machine_id
+from llama.ranks.rendezvous import SILENCE_S
 from llama.ranks.shared_memory import SharedMemory
 from llama.ranks.stage_link import StageGroups, StageLink
 from llama.ranks.watch import LATER_S, Watch
@@ -45,6 +46,7 @@ def connect(
     device: torch.device,
     timeout_s: float,
     pipeline_parallel_size: int = 1,
+    silence_s: float = SILENCE_S,
 ) -> Parallel:
     """Join the process groups that torchrun's variables describe, or make groups of one process.
 
@@ -56,6 +58,7 @@ def connect(
         device: The device whose tensors the groups exchange.
         timeout_s: The limit of each wait for another rank, in seconds.
         pipeline_parallel_size: Pipeline stages that divide the layers.
+        silence_s: The silence after which the ranks of another machine are given up, in seconds.
 
     Raises:
         ValueError: The sizes do not divide the number of processes, or differ between ranks.
@@ -73,7 +76,7 @@ def connect(
         # operators of symmetric memory. Meta's `build` sets it too, and scripts rely on that.
         torch.cuda.set_device(device)
     with loopback_if_alone():
-        return _join(sizes, device, timeout_s)
+        return _join(sizes, device, timeout_s, silence_s)
 
 
 def _join_alone() -> None:
@@ -127,9 +130,12 @@ def _new_group(
     return group
 
 
-def _join(sizes: GroupSizes, device: torch.device, timeout_s: float) -> ModelParallel:
+def _join(
+    sizes: GroupSizes, device: torch.device, timeout_s: float, silence_s: float
+) -> ModelParallel:
     """Meet the other ranks, and make the groups; raise a RankError if either fails."""
-    watch = Watch.of_process() or meet_all(sizes, timeout_s, _gpu_id(device))
+    watch = Watch.of_process() or meet_all(sizes, timeout_s, silence_s, _gpu_id(device))
+    watch.rendezvous.silence_s = silence_s
     try:
         with watch.waiting("the making of the groups", timeout_s):
             return _make_groups(watch, sizes, device, timeout_s)
@@ -206,7 +212,7 @@ def _make_groups(
     link = None
     if sizes.stages > 1:
         message_ring = _share_memory(watch, control, limit)
-        link = _link_stages(watch.stage_groups, control, sizes, gpu)
+        link = _link_stages(watch.stage_groups, control, sizes, gpu, watch.collective)
     made = {id(x): x for x in (control, group_control, world)}
     lease = _Lease()
     weakref.finalize(lease, watch.left_groups.extend, list(made.values()))
@@ -261,12 +267,13 @@ def _link_stages(
     control: dist.ProcessGroup,
     sizes: GroupSizes,
     gpu: torch.device | None,
+    inside: contextlib.AbstractContextManager[None],
 ) -> StageLink:
     """Connect a rank to those of the same index in the other stages of its copy of the model."""
     stage = sizes.stage_of(dist.get_rank())
     # Groups that the program has made itself may have other names on each rank.
     groups = groups or StageGroups.shared(fs_init.get_pipeline_parallel_group())
-    link = StageLink(groups, control, stage, 2 * sizes.stages)
+    link = StageLink(groups, control, stage, 2 * sizes.stages, inside)
     if gpu and link.uses_nccl:
         # nccl connects two ranks at their first message, for which both must come.
         x = torch.zeros(1, device=gpu)

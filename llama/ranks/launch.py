@@ -3,8 +3,9 @@
 In: a Python command line, and the number of ranks that run it. Out: the exit code of the job. The
 ranks get torchrun's variables, and meet at a port of loopback that is open before they start, so
 that no other process can take it. They stay in this process group and thus have its terminal; only
-rank 0 has standard input. (torch's agent gives each rank a session without the terminal.) It must
-not know what the ranks compute.
+rank 0 has standard input. (torch's agent gives each rank a session without the terminal.) Ranks
+that have met end together; the launcher ends those that do not, such as ranks that still import
+their libraries. It must not know what the ranks compute.
 """
 
 import contextlib
@@ -15,14 +16,17 @@ import socket
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Sequence
 
 from llama.ranks.errors import say
-from llama.ranks.processes import describe_end
+from llama.ranks.processes import describe_end, is_suspended
 
 LAUNCHER = "LLAMA_LAUNCHER"  # variable of the ranks: id of the process that started them here
 STORE_FD = "LLAMA_STORE_FD"  # variable of rank 0: the open port for torch's store
-_FOLLOW_S = 10  # time for ranks to end after a failed rank, and again after SIGTERM
+_TICK_S = 0.1  # interval of the looks at the ranks
+_REPORTED_S = 3  # time for ranks to end after one that has reported a cause
+_FOLLOW_S = 6  # time for ranks to end after one was killed or stopped, and again after SIGTERM
 
 
 def agent() -> int:
@@ -58,6 +62,8 @@ class _Ranks:
     def __init__(self, started: Sequence["subprocess.Popen[bytes]"]) -> None:
         self._running = {process.pid: rank for rank, process in enumerate(started)}
         self._orders = itertools.chain([signal.SIGTERM], itertools.repeat(signal.SIGKILL))
+        self._stopped_s = dict.fromkeys(self._running, 0.0)
+        self._host = socket.gethostname()
         self._code = 0  # exit code of the first failed rank
         self._cause = ""
 
@@ -71,7 +77,10 @@ class _Ranks:
     def wait(self) -> int:
         """Wait for all ranks; return the exit code of the job."""
         while self._running:
-            pid, status = os.wait()
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                time.sleep(_TICK_S)
+                self._look_for_stopped()
             # Other children than ranks are those of the program that this process was before.
             rank = self._running.pop(pid, None)
             if rank is not None and status:
@@ -79,13 +88,26 @@ class _Ranks:
         signal.alarm(0)
         return self._code
 
+    def _look_for_stopped(self) -> None:
+        """End the job if a rank alone is stopped; the others end earlier, if they have met."""
+        for pid, rank in self._running.items():
+            # Only ticks of this process count, so that Ctrl-Z of the whole job does not.
+            self._stopped_s[pid] = self._stopped_s[pid] + _TICK_S if is_suspended(pid) else 0.0
+            if self._stopped_s[pid] > _FOLLOW_S and not self._code:
+                self._code = 1
+                name = f"rank {rank} on {self._host}"
+                say(f"error: {name} was stopped (by SIGSTOP or Ctrl-Z) for {_FOLLOW_S} s")
+                os.kill(pid, signal.SIGKILL)
+                self._end_all()
+
     def _note_failure(self, rank: int, status: int) -> None:
         code = os.waitstatus_to_exitcode(status)
         if not self._code:
             self._code = code if code > 0 else 128 - code
-            self._cause = f"rank {rank} {describe_end(status)}"
-        signal.alarm(_FOLLOW_S)
-        if rank == 0 and code > 0:  # rank 0 or another rank has reported the cause
+            self._cause = f"rank {rank} on {self._host} {describe_end(status)}"
+        has_reported = 0 < code < 128  # or another rank has
+        signal.alarm(_REPORTED_S if has_reported else _FOLLOW_S)
+        if rank == 0 and code > 0:
             self._end_all()
 
     def _send(self, number: int, _frame: object = None) -> None:
@@ -96,7 +118,7 @@ class _Ranks:
 
     def _end_all(self, alarm: int = 0, _frame: object = None) -> None:
         order = next(self._orders)
-        if alarm and order == signal.SIGTERM:
+        if alarm and order == signal.SIGTERM and self._code >= 128:
             say(f"error: {self._cause}; others had not ended {_FOLLOW_S} s later")
         self._send(order)
         signal.alarm(_FOLLOW_S)

@@ -25,7 +25,7 @@ from llama.ranks.watch import LATER_S, Watch
 from llama.ranks.world import GroupSizes
 
 
-def meet_all(sizes: GroupSizes, timeout_s: float, gpu: str = "") -> Watch:
+def meet_all(sizes: GroupSizes, timeout_s: float, silence_s: float, gpu: str = "") -> Watch:
     """Wait until all ranks have arrived, and watch them from then on.
 
     Raises:
@@ -38,7 +38,7 @@ def meet_all(sizes: GroupSizes, timeout_s: float, gpu: str = "") -> Watch:
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     first = rank - rank % sizes.copy
     open_store = functools.partial(_open_store, rank=rank, limit=limit)
-    rendezvous = Rendezvous(peers, sizes.world, open_store, address, timeout_s)
+    rendezvous = Rendezvous(peers, sizes.world, open_store, address, timeout_s, silence_s)
     watch = Watch(peers, range(first, first + sizes.copy), rendezvous)
     watch.meet()
     if problem := _mismatch(peers.in_order, rank):

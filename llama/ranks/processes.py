@@ -7,24 +7,23 @@ own. It must not know what ranks compute.
 
 import _thread
 import contextlib
-import ctypes
 import os
 import signal
-import struct
-import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from llama.ranks.errors import say
-from llama.ranks.watchdog import stat
 
-_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes): linux/pidfd.h, since Linux 6.15
-_PIDFD_INFO_EXIT = 1 << 3
-_EXIT_CODE_OFFSET = 60  # bytes into struct pidfd_info
+
+def stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; none if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    except OSError:
+        return []
 
 
 def open_process(pid: int) -> int | None:
@@ -54,13 +53,6 @@ def ranks_started_by(pid: int) -> dict[int, int]:
     except PermissionError:
         return {}
     return {rank: child for rank, child in ranks if rank is not None}
-
-
-def is_rank(pid: int) -> bool:
-    """Return whether a process has a RANK variable that can be read."""
-    with contextlib.suppress(PermissionError):
-        return _started_rank(pid) is not None
-    return False
 
 
 def _started_rank(pid: int) -> int | None:
@@ -95,60 +87,6 @@ def address_space_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-class Watchdog:
-    """A process beside this one that kills it if it is stopped for too long (`ranks.watchdog`).
-
-    Args:
-        name: the name of this rank, for a message.
-        limit_s: how long this rank may be stopped.
-    """
-
-    def __init__(self, name: str, limit_s: float) -> None:
-        program = Path(__file__).with_name("watchdog.py")
-        command = [sys.executable, "-I", "-S", str(program), str(os.getpid()), name, str(limit_s)]
-        self._others: list[int] = []
-        self._process: subprocess.Popen[bytes] | None = None
-        with contextlib.suppress(OSError):  # no memory for it; the kernel's timer is left
-            self._process = subprocess.Popen(
-                command,
-                bufsize=0,
-                cwd="/",
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-
-    def set_others(self, pids: list[int]) -> None:
-        """Let these processes of this machine, while one of them runs, decide about this rank."""
-        if self._process is None or self._process.stdin is None or pids == self._others:
-            return
-        self._others = pids
-        with contextlib.suppress(OSError):  # somebody has killed it
-            self._process.stdin.write(f"{' '.join(map(str, pids))}\n".encode())
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-
-
-class KillTimer:
-    """A timer with which the kernel kills this process, even a stopped one (timer_create(2))."""
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._id = ctypes.c_void_p()
-        event = struct.pack("Pii48x", 0, signal.SIGKILL, 0)  # struct sigevent: send a signal
-        if self._libc.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(self._id)):
-            raise OSError(ctypes.get_errno(), "timer_create")
-
-    def set(self, seconds: float) -> None:
-        """Let the timer end in so many seconds; 0 turns it off."""
-        timer = struct.pack("4l", 0, 0, int(seconds), int(seconds % 1 * 1e9))  # struct itimerspec
-        self._libc.timer_settime(self._id, 0, timer, None)
-
-
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped by a signal or by a debugger."""
     return stat(pid)[:1] in (["T"], ["t"])
@@ -162,26 +100,13 @@ def is_suspended(pid: int) -> bool:
     return stat(pid)[:1] == ["T"]
 
 
-def wait_status(pid: int, pidfd: int) -> int | None:
+def wait_status(pid: int) -> int | None:
     """Return the wait status of an ended process (wait(2)), or None if it is unknown.
 
-    /proc shows it until the parent has waited for the process (proc(5), `exit_code`); afterwards
-    the pidfd does.
+    /proc shows it until the parent has waited for the process (proc(5), `exit_code`).
     """
     fields = stat(pid)
-    if fields[:1] == ["Z"]:
-        return int(fields[-1])
-    info = bytearray(64)
-    struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
-    try:
-        import fcntl
-
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
-    except (ImportError, OSError):
-        return None
-    (mask,) = struct.unpack_from("Q", info)
-    (status,) = struct.unpack_from("i", info, _EXIT_CODE_OFFSET)
-    return status if mask & _PIDFD_INFO_EXIT else None
+    return int(fields[-1]) if fields[:1] == ["Z"] else None
 
 
 def was_killed(status: int | None) -> bool:

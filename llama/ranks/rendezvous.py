@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from llama.ranks import processes
-from llama.ranks.launch import agent
 from llama.ranks.peers import PeerInfo, Peers
 
 TICK_S = 0.5  # interval of heartbeats, and of the rounds of the watch
 GRACE_S = 1.0  # time for the store to answer, for ranks to read a cause, for torchrun to end ranks
-SILENCE_S = 3.0  # silence after which a machine is given up; the job ends within 5 s of its death
+SILENCE_S = 30.0  # the default of the argument silence_s
+STOPPED_S = 3.0  # time after which a stopped rank of this machine is given up
 POLL_S = 0.05  # interval of checks until all ranks have arrived
 _CONNECT_S = 2.0
 MAX_REFUSALS = 3  # refused connections to torchrun's store, which listens before any rank starts
@@ -58,6 +57,8 @@ class Rendezvous:
     Attributes:
         peers: this rank and the others.
         limit_s: time limit for all ranks to arrive.
+        silence_s: silence after which another machine, or the store, is given up. A shorter one
+            would end jobs whose network loses packets, as TCP sends them again after seconds.
         has_met: set when all ranks have arrived.
         store: torch's store, once it is open. (torch's stubs lack `clone`.)
         cause: why the job ends, as a rank has claimed, and its grace period in seconds.
@@ -73,6 +74,7 @@ class Rendezvous:
         open_store: Callable[["Rendezvous"], Any],
         address: str,
         limit_s: float,
+        silence_s: float,
     ) -> None:
         """Prepare the meeting.
 
@@ -82,9 +84,11 @@ class Rendezvous:
             open_store: returns the store; it may call `wait_for_listener`.
             address: the address of the store, for messages.
             limit_s: time limit for all ranks to arrive.
+            silence_s: silence after which another machine is given up.
         """
         self.peers = peers
         self.limit_s = limit_s
+        self.silence_s = silence_s
         self.has_met = threading.Event()
         self.store: Any = None
         self.cause: tuple[str, float] | None = None
@@ -142,7 +146,7 @@ class Rendezvous:
         machine is no failure.
         """
         now = time.monotonic()
-        if now - self._asked_at > SILENCE_S / 2:
+        if now - self._asked_at > self.silence_s / 2:
             self._awake_at = now
         self._asked_at = now
         if self._error:
@@ -150,7 +154,7 @@ class Rendezvous:
         if self._is_done.is_set():
             return ""
         is_meeting = not self.has_met.is_set()
-        is_silent = self.read_at and now - max(self.read_at, self._awake_at) > SILENCE_S
+        is_silent = self.read_at and now - max(self.read_at, self._awake_at) > self.silence_s
         if is_silent and (is_meeting or self.peers.are_spread):
             return self._describe_lost()
         if cause := self._describe_silent(now):
@@ -163,7 +167,7 @@ class Rendezvous:
         """Claim the cause for which the job ends; return whether this rank shall report it.
 
         The first rank that asks the store shall. If the store does not answer, it is the first rank
-        of each machine, or of each torchrun.
+        of each machine.
 
         Args:
             cause: the message.
@@ -173,20 +177,14 @@ class Rendezvous:
         self._is_wanted.set()
         first = self.peers.all.get(0)  # the rank with the store, unless torchrun has it
         is_stopped = first is not None and first.stopped_s > 0
-        end = time.monotonic() + (4 * POLL_S if is_stopped else SILENCE_S)
+        end = time.monotonic() + (4 * POLL_S if is_stopped else STOPPED_S)
         while not self._first_claim and time.monotonic() < end:
             if not self._prefix or not self._thread.is_alive() or self._error:
                 break
             time.sleep(POLL_S / 5)
         if self._first_claim:
             return self._first_claim == self._claim
-        if self.read_at or not agent():
-            return self.peers.is_first
-        own = self.peers.own.rank
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        started = processes.ranks_started_by(agent())
-        running = [rank for rank, pid in started.items() if not processes.is_stopped(pid)]
-        return own == min(running, default=own - local_rank)
+        return self.peers.is_first
 
     def wait_for_listener(self, address: tuple[str, int], is_agents: bool) -> None:
         """Wait until a process listens at the address of the store.
@@ -300,11 +298,11 @@ class Rendezvous:
             if peer.machine != self.peers.own.machine and not peer.has_left:
                 machines.setdefault(peer.machine, []).append(peer)
         for peers in machines.values():
-            if all(now - max(peer.heard, self._awake_at) > SILENCE_S for peer in peers):
+            if all(now - max(peer.heard, self._awake_at) > self.silence_s for peer in peers):
                 ranks = ", ".join(f"{peer.rank}{peer.stage_name}" for peer in peers)
                 return (
-                    f"{peers[0].host} (rank {ranks}) did not respond for {SILENCE_S:g} s: the "
-                    "machine, its processes or the network are down, or stopped"
+                    f"{peers[0].host} (rank {ranks}) did not respond for {self.silence_s:g} s: "
+                    "the machine, its processes or the network are down, or stopped"
                 )
         return ""
 

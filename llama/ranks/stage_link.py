@@ -6,6 +6,7 @@ stages. Both sides know the size and the tag of each message, so that a receiver
 several at once. It must not know what is computed.
 """
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -84,10 +85,16 @@ class StageLink:
         stage: the stage of this rank.
         max_in_flight: maximum number of messages that this rank has sent and that may not have
             arrived; the sender waits for the oldest then.
+        inside: a context for each wait, which shows others that this rank waits.
     """
 
     def __init__(
-        self, groups: StageGroups, control: dist.ProcessGroup, stage: int, max_in_flight: int
+        self,
+        groups: StageGroups,
+        control: dist.ProcessGroup,
+        stage: int,
+        max_in_flight: int,
+        inside: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
         self.groups = groups
         self.control = control
@@ -98,6 +105,7 @@ class StageLink:
         self.before_last = in_order[:-1]
         self.uses_nccl = dist.get_backend(groups.pipeline) == "nccl"
         self._max_in_flight = max_in_flight
+        self._inside = inside or contextlib.nullcontext()
         self._steps = itertools.count()
         # Tensors must stay until they are sent.
         self._sent: deque[tuple[list[dist.Work], Tensor]] = deque()
@@ -111,7 +119,7 @@ class StageLink:
         self._sent.append(([_started(work) for work in works], x))
         while len(self._sent) > self._max_in_flight:
             for work in self._sent.popleft()[0]:
-                work.wait()
+                self.wait(work)
 
     def flush(self) -> None:
         """Wait until all that this rank has sent has arrived.
@@ -120,7 +128,12 @@ class StageLink:
         """
         while self._sent:
             for work in self._sent.popleft()[0]:
-                work.wait()
+                self.wait(work)
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for the end of a message."""
+        with self._inside:
+            _started(work).wait()
 
 
 class StepMessages:
@@ -154,7 +167,7 @@ class StepMessages:
         work = dist.irecv(x, link.previous, link.groups.previous, self._tag)
 
         def arrived() -> Tensor:
-            _started(work).wait()
+            link.wait(work)
             return x.to(like.device)
 
         return arrived
@@ -173,7 +186,7 @@ class StepMessages:
         work = dist.irecv(x, link.last, link.control, next(self._result_tags))
 
         def arrived() -> Tensor:
-            _started(work).wait()
+            link.wait(work)
             return x
 
         return arrived

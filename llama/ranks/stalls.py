@@ -4,65 +4,31 @@ In: the states of the ranks, from their records in torch's store, and local proc
 of a message that names the rank. It must not know how a job ends.
 """
 
-import faulthandler
-import re
-import tempfile
-from pathlib import Path
+import threading
 from typing import Any
 
 from llama.ranks import processes
 from llama.ranks.peers import PeerInfo, Peers
-from llama.ranks.rendezvous import SILENCE_S
-
-# The lines of faulthandler: a thread, then its frames.
-_THREAD_LINE = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
-_COLLECTIVES = tuple(
-    f'File "{Path(__file__).with_name(name)}"'.encode("ascii", "backslashreplace").decode()
-    for name in ("collectives.py", "groups.py", "stage_link.py")
-)
+from llama.ranks.rendezvous import STOPPED_S
 
 
-def rank_state(thread: int | None, activity: str, steps: int) -> dict[str, Any]:
-    """Return the state of this rank, which it publishes in the store.
+class Inside:
+    """The threads of this rank that are inside of a block, such as a collective.
 
-    Args:
-        thread: the thread that waits for other ranks, if there is one.
-        activity: what it waits in; empty if this rank waits for nobody.
-        steps: the number of steps begun.
-
-    Returns:
-        the activity, the steps, and whether the rank is inside of a collective: this distinguishes
-        a rank that waits from one that computes or is stuck.
+    This distinguishes a rank that waits in a collective from one that computes or is stuck.
     """
-    in_collective = thread is not None and _is_in_collective(thread)
-    return {"activity": activity, "in_collective": in_collective, "steps": steps}
 
+    def __init__(self) -> None:
+        self._threads: set[int] = set()
 
-def _is_in_collective(thread: int) -> bool:
-    """Return whether a thread, which may be running, is inside of a collective.
+    def __enter__(self) -> None:
+        self._threads.add(threading.get_ident())
 
-    A thread whose place is unknown counts as inside, so that no rank is named without a reason.
+    def __exit__(self, *_: object) -> None:
+        self._threads.discard(threading.get_ident())
 
-    faulthandler writes where all threads are and makes no frame objects. Walking along `f_back`
-    makes them, which is not safe for a thread that runs: a garbage collection may begin meanwhile,
-    and a destructor may release the GIL, as those of tensors do. Then the thread returns from its
-    function, and the frame object describes memory that has another use (CPython 3.11 crashes).
-    """
-    try:
-        with tempfile.TemporaryFile() as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:  # there is no folder for temporary files
-        return True
-    is_known = is_asked = False
-    for line in lines:
-        if header := _THREAD_LINE.match(line):
-            is_asked = int(header[1], 16) == thread
-            is_known = is_known or is_asked
-        elif is_asked and line.strip().startswith(_COLLECTIVES):
-            return True
-    return not is_known  # faulthandler writes at most 100 threads
+    def __contains__(self, thread: object) -> bool:
+        return thread in self._threads
 
 
 def find_left_early(peers: Peers, group: range) -> str:
@@ -96,7 +62,7 @@ def find_stalled_rank(
             return f"{peer.name} is stopped (by SIGSTOP or a debugger)"
     silent = [peer for peer in local if peer.heard < overdue]
     if silent:
-        return f"{silent[0].name} does not respond" if read_at > overdue + SILENCE_S else None
+        return f"{silent[0].name} does not respond" if read_at > overdue + STOPPED_S else None
     heard = [p for p in peers.all.values() if p.rank in group and p.heard > overdue and p.state]
     return _find_behind([(peers.own, own), *((peer, peer.state or {}) for peer in heard)])
 

@@ -18,9 +18,9 @@ A cause is what this rank observes (`_report`), or what another rank has claimed
 end silently. Under torchrun they wait a moment for its SIGTERM, so that its summary also names the
 rank that failed first as the root cause. The end of a process counts only after the store has been
 read again, as that rank may have claimed a cause, or left in order. A rank that is stopped while
-this one runs is given up after the limit of silence: Ctrl-Z of a whole job ends nothing, nor does a
-debugger of an idle rank. A machine whose ranks are all stopped is given up by the others, as it is
-silent; watchdogs kill its ranks then (`watchdog`).
+this one runs is given up after 3 s: Ctrl-Z of a whole job ends nothing, nor does a debugger of an
+idle rank. A machine whose ranks are all stopped is given up by the others, as it is silent; its
+ranks end when they continue.
 
 The file has more than 400 lines, as the states and their transitions must be read together.
 """
@@ -43,14 +43,12 @@ from llama.ranks import processes
 from llama.ranks.errors import NotMetError, say
 from llama.ranks.launch import LAUNCHER
 from llama.ranks.peers import PeerInfo, Peers
-from llama.ranks.rendezvous import GRACE_S, POLL_S, SILENCE_S, TICK_S, Rendezvous
-from llama.ranks.siblings import Siblings
+from llama.ranks.rendezvous import GRACE_S, POLL_S, STOPPED_S, TICK_S, Rendezvous
 from llama.ranks.signals import SIGNALS
-from llama.ranks.stalls import find_left_early, find_stalled_rank, rank_state
+from llama.ranks.stalls import Inside, find_left_early, find_stalled_rank
 
-LATER_S = 5.0  # collectives and the kernel time out later than the watch, which names the cause
+LATER_S = 5.0  # collectives time out later than the watch, which names the cause
 _UNWIND_S = 2.0  # time for a failed rank to run its `finally` blocks, and for others to follow
-_LONG_S = 1.0  # a wait after which the state says where its thread is
 _NOTE_S = 10.0  # time after which the user is informed which ranks are missing
 _TIMED_OUT = "(the limit is timeout_s)"  # part of the message about a stall
 
@@ -72,6 +70,7 @@ class Watch(threading.Thread):
         group: the ranks that make steps with this one; the others only belong to the same job.
         rendezvous: the records of the ranks in the store.
         steps: the number of steps begun.
+        collective: its `with` block encloses each wait for the tensors or bytes of other ranks.
         before_end: functions that are called before the process ends, such as one that restores the
             terminal.
         left_groups: process groups of models that no longer exist; the next build destroys them.
@@ -85,11 +84,11 @@ class Watch(threading.Thread):
         self.group = group
         self.rendezvous = rendezvous
         self.steps = 0
+        self.collective = Inside()
         self.before_end: list[Callable[[], None]] = []
         self.left_groups: list[Any] = []
         self.stage_groups: Any = None
         self._waits: dict[int, _Wait] = {}  # key: thread
-        self._max_limit_s = 0.0  # the largest limit of a wait so far
         self._lock = threading.RLock()
         self._not_met = ""  # the cause, on the rank that raises it
         self._is_known = threading.Event()  # the cause is known, so the job ends
@@ -102,11 +101,9 @@ class Watch(threading.Thread):
         self._stops = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
-        self._siblings = Siblings()
         self._hook = sys.excepthook
-        self._note_at = time.monotonic() + _NOTE_S
-        self._kill_timer: processes.KillTimer | None = None
-        self._watchdog: processes.Watchdog | None = None
+        self._began = time.monotonic()
+        self._has_noted = False
         rendezvous.own_state = self._state
         rendezvous.on_news = self._wake
 
@@ -135,8 +132,6 @@ class Watch(threading.Thread):
         except BaseException:
             self.stop()
             raise
-        if self.peers.are_spread and sys.platform == "linux":
-            self._kill_timer = processes.KillTimer()
 
     def stop(self) -> None:
         """Publish that this rank leaves in order; does not return while the job fails."""
@@ -149,10 +144,6 @@ class Watch(threading.Thread):
         self._stops = True
         self._wake()
         self.join()
-        if self._kill_timer is not None:
-            self._kill_timer.set(0)
-        if self._watchdog is not None:
-            self._watchdog.close()
         SIGNALS.restore()
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook
@@ -198,9 +189,6 @@ class Watch(threading.Thread):
         """
         thread = threading.get_ident()
         self._waits[thread] = _Wait(what, time.monotonic(), limit_s)
-        if limit_s > self._max_limit_s:
-            self._max_limit_s = limit_s
-            self._set_kill_timer()
         try:
             yield
         finally:
@@ -227,8 +215,12 @@ class Watch(threading.Thread):
             self._report(f"{self.peers.own.name} failed{during}: {message}", trace, is_own=True)
 
     def wait_for_cause(self) -> None:
-        """Wait until another rank is known as the cause of an error, or none seems to be."""
-        end = time.monotonic() + GRACE_S + SILENCE_S * self.peers.are_spread
+        """Wait until another rank is known as the cause of an error, or none seems to be.
+
+        The error may say that a connection is broken: a machine that is silent as well is down.
+        """
+        self.rendezvous.silence_s = min(self.rendezvous.silence_s, STOPPED_S)
+        end = time.monotonic() + GRACE_S + self.rendezvous.silence_s * self.peers.are_spread
         while time.monotonic() < end and not self._is_known.wait(POLL_S):
             if cause := find_left_early(self.peers, self.group):
                 self._report(cause)
@@ -242,7 +234,7 @@ class Watch(threading.Thread):
             if speaks and self._is_meeting:
                 self._not_met = cause  # `meet` raises it
                 self._stops = True
-                self._siblings.kill_stopped()
+                self.peers.kill(stopped_only=True)
             elif speaks:
                 say(f"error: {cause}\n{trace}" if trace else f"error: {cause}")
             self._is_own = is_own
@@ -268,7 +260,7 @@ class Watch(threading.Thread):
 
     @property
     def _has_torchrun(self) -> bool:
-        return self._siblings.launcher == os.getppid() and LAUNCHER not in os.environ
+        return self.peers.launcher == os.getppid() and LAUNCHER not in os.environ
 
     def _grace(self, seconds: float) -> float:
         """Return how long to wait until torchrun ends this rank, or others have read its store."""
@@ -291,8 +283,8 @@ class Watch(threading.Thread):
 
     def _look(self) -> None:
         """Check once for ended ranks, claimed causes, signals, and waits that take too long."""
-        self._set_kill_timer()
-        self._set_watchdog()
+        if self._is_meeting:
+            self.peers.look_for_awaited()
         self.peers.note_ends()
         if self.rendezvous.cause is not None:
             self._follow(*self.rendezvous.cause)
@@ -304,8 +296,8 @@ class Watch(threading.Thread):
             self._report(cause)
         for number in SIGNALS.read():
             self._signalled(number)
-        if self._is_meeting and now > self._note_at:
-            self._note_at = float("inf")
+        if self._is_meeting and not self._has_noted and now - self._began > _NOTE_S:
+            self._has_noted = True
             if self.peers.is_first:
                 so_far = self.rendezvous.describe_missing(f"in {_NOTE_S:g} s")
                 say(f"llama: {so_far}; waiting up to {self.rendezvous.limit_s:g} s (timeout_s)")
@@ -314,19 +306,22 @@ class Watch(threading.Thread):
 
     def _causes(self, now: float) -> Iterator[str]:
         """Yield the causes to end the job that this rank observes, the most specific one first."""
-        if self._siblings.is_orphaned:
+        if self.peers.launcher not in (0, os.getppid()):
             if SIGNALS.stop_since is not None:  # a second signal ended the launcher
                 self._exit(1)
-            yield self._siblings.end_of_launcher
+            name = "llama --ranks" if LAUNCHER in os.environ else "torchrun"
+            process = f"{name} (process {self.peers.launcher}) on {self.peers.own.host}"
+            yield f"{process}, which started these ranks, {processes.describe_end(None)}"
         for peer in self.peers.local:
             if not peer.has_left and peer.gone_at is not None:
                 yield from self._describe_end(peer, peer.gone_at)
-            if peer.stopped_s > SILENCE_S:
-                yield f"{peer.name} was stopped (by SIGSTOP or Ctrl-Z) for {SILENCE_S:g} s"
+            if peer.stopped_s > STOPPED_S:
+                cause = f"{peer.name} was stopped (by SIGSTOP or Ctrl-Z) for {STOPPED_S:g} s"
+                yield cause + self._so_early
         if failure := self.rendezvous.failure():
             yield failure
-        if self._is_meeting:
-            yield from self._siblings.causes(self.peers.all.keys())
+        if self._is_meeting and now - self._began > GRACE_S:
+            yield from self._describe_absent()
         yield from self._overdue(now)
         if SIGNALS.is_time_over:
             yield f"the requests did not finish within {SIGNALS.drain_s:g} s: they were ended"
@@ -336,33 +331,25 @@ class Watch(threading.Thread):
 
         Nothing is yielded until that is certain.
         """
-        status = processes.wait_status(peer.pid, peer.pidfd or 0)
-        if processes.was_terminated(status) or (status == 0 and SIGNALS.is_server):
-            # SIGTERM may be about to end this process, too.
-            is_certain = time.monotonic() - gone_at > GRACE_S
-        else:
-            is_certain = processes.was_killed(status) or self.rendezvous.has_read_since(gone_at)
-        if is_certain:
-            cause = f"{peer.name} {processes.describe_end(status)}"
-            yield f"{cause}, before all ranks had met" if self._is_meeting else cause
+        is_killed = processes.was_killed(peer.status) and not processes.was_terminated(peer.status)
+        # Without a signal the rank may have claimed a cause, and SIGTERM may be on its way to here.
+        if is_killed or time.monotonic() - gone_at > GRACE_S:
+            yield f"{peer.name} {processes.describe_end(peer.status)}{self._so_early}"
 
-    def _set_kill_timer(self) -> None:
-        if self._kill_timer is not None and self._max_limit_s and not self._stops:
-            self._kill_timer.set(self._max_limit_s + LATER_S)
-
-    def _set_watchdog(self) -> None:
-        """Keep a watchdog from when a rank of another machine has arrived until all have left.
-
-        Such a rank gives up this machine if all ranks here are stopped, and cannot kill them.
-        """
-        if not self.peers.awaits_remote or sys.platform != "linux":
-            if self._watchdog is not None:
-                self._watchdog.close()
-                self._watchdog = None
+    def _describe_absent(self) -> Iterator[str]:
+        """Yield the cause if a rank of this launcher ended before this one could observe it."""
+        own = self.peers.own
+        if not self.peers.sees_started:
             return
-        if self._watchdog is None:
-            self._watchdog = processes.Watchdog(self.peers.own.name, SILENCE_S + GRACE_S)
-        self._watchdog.set_others([peer.pid for peer in self.peers.local if not peer.is_over])
+        started = {own.rank, *self.peers.all, *self.peers.awaited}
+        first = own.rank - int(os.environ.get("LOCAL_RANK", "0"))
+        for rank in range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+            if rank not in started:
+                yield f"rank {rank} on {own.host} ended before all ranks had met: it did not arrive"
+
+    @property
+    def _so_early(self) -> str:
+        return ", before all ranks had met" if self._is_meeting else ""
 
     def _signalled(self, number: int) -> None:
         if self._is_known.is_set():  # torchrun has noticed which rank failed first
@@ -394,15 +381,11 @@ class Watch(threading.Thread):
                     yield f"{name}: the others waited {limit}"
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of this rank; where a thread is, is found only if it waits for long.
-
-        The others compare states when a wait has reached its limit.
-        """
+        """Return the state of this rank, which others compare when a wait has reached its limit."""
         thread, wait = self._current_wait()
-        if wait is None:
-            return rank_state(None, "", self.steps)
-        is_long = time.monotonic() - wait.since > min(_LONG_S, wait.limit_s / 2)
-        return rank_state(thread if is_long else None, wait.what, self.steps)
+        activity = wait.what if wait is not None else ""
+        is_inside = thread in self.collective
+        return {"activity": activity, "in_collective": is_inside, "steps": self.steps}
 
     def _current_wait(self) -> tuple[int | None, _Wait | None]:
         """Return a thread that waits for other ranks, and its wait, if there is one."""

@@ -155,6 +155,7 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     llama = Llama.build(
         folder, None, 128, 4, dtype="fp32", device="cpu", timeout_s=case["timeout_s"],
         pipeline_parallel_size=stages, shares=case.get("shares"),
+        silence_s=case.get("silence_s", 30.0),
     )  # fmt: skip
     runner, steps = llama.engine.runner, llama.engine.stats
     name = "start_stage" if stages > 1 else "start"
@@ -230,15 +231,21 @@ def run_ranks(case: dict[str, Any], folder: str, mark: Path) -> tuple[dict[int, 
     began = ended = time.time()
     while len(statuses) < world and time.time() - began < LIMIT_S:
         for rank, pid in enumerate(pids):
-            if rank not in statuses and (waited := os.waitpid(pid, os.WNOHANG))[0]:
-                statuses[rank] = os.waitstatus_to_exitcode(waited[1])
+            # The process is not waited for yet, so that the other ranks read how it has ended.
+            how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if rank not in statuses and (end := os.waitid(os.P_PID, pid, how)):
+                is_exit = end.si_code == os.CLD_EXITED
+                statuses[rank] = end.si_status if is_exit else -end.si_status
                 ended = time.time()
                 if len(statuses) == world - 1:
                     mark.with_suffix(".alone").touch()
+        if case.get("goes_on") and len(statuses) == world - 1:
+            os.kill(pids[case["rank"]], signal.SIGCONT)
         time.sleep(0.02)
-    for rank in set(range(world)) - statuses.keys():
-        os.kill(pids[rank], signal.SIGKILL)
-        os.waitpid(pids[rank], 0)
+    for rank, pid in enumerate(pids):
+        if rank not in statuses:
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     return statuses, ended
 
 

@@ -55,7 +55,6 @@ class DictStore:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch) -> None:
     monkeypatch.setattr(rendezvous_module, "TICK_S", 0.05)
-    monkeypatch.setattr(rendezvous_module, "SILENCE_S", SILENCE_S)
 
 
 @contextmanager
@@ -66,7 +65,10 @@ def ranks_of(store: DictStore, machines: list[str], limit_s: float = 20.0) -> It
         for rank, machine in enumerate(machines):
             peers = Peers(rank)
             peers.own.machine = peers.own.host = machine
-            found.append(Rendezvous(peers, len(machines), lambda _: store, "store:1", limit_s))
+            meeting = Rendezvous(
+                peers, len(machines), lambda _: store, "store:1", limit_s, SILENCE_S
+            )
+            found.append(meeting)
             stack.callback(peers.close)
             stack.callback(found[-1].close)
         yield found
@@ -142,7 +144,7 @@ def test_the_first_claim_does_not_wait_for_a_store_whose_rank_is_stopped(monkeyp
 
     Without torchrun, rank 0 has the store. A wait for it would delay the reason for the job's end.
     """
-    monkeypatch.setattr(rendezvous_module, "SILENCE_S", 20.0)
+    monkeypatch.setattr(rendezvous_module, "STOPPED_S", 20.0)
     store = DictStore()
     with ranks_of(store, ["a", "a"]) as found:
         for one in found:
@@ -161,12 +163,14 @@ def test_one_rank_says_why_where_there_is_no_store(monkeypatch):
     It is the lowest running rank of those that one process has started, as rank 0 may be gone
     before it has made the store.
     """
-    monkeypatch.setenv("LLAMA_LAUNCHER", "1")
+    monkeypatch.delenv("LLAMA_LAUNCHER", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     started = dict.fromkeys((1, 2), os.getpid())
-    monkeypatch.setattr(processes, "ranks_started_by", lambda pid: started if pid == 1 else {})
+    monkeypatch.setattr(processes, "ranks_started_by", lambda pid: started)
     store = DictStore()
     monkeypatch.setattr(store, "add", lambda *_: 1 / 0)
     with ranks_of(store, ["a", "a", "a"]) as found:
         for one in found:
+            one.peers.look_for_awaited()
             one.start()
         assert [one.claim("rank 0 has ended", 0.0) for one in found[1:]] == [True, False]

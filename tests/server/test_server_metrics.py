@@ -118,7 +118,7 @@ def test_a_rank_that_left_or_was_killed_is_not_alive():
     with subprocess.Popen(["sleep", "60"]) as process:
         zero.add(PeerInfo(1, own.host, os.getpid(), own.machine, 3))
         zero.add(PeerInfo(2, own.host, process.pid, own.machine, 3))
-        watch = Watch(zero, range(3), Rendezvous(zero, 3, Mock(), "", 60.0))
+        watch = Watch(zero, range(3), Rendezvous(zero, 3, Mock(), "", 60.0, 30.0))
         parallel = ModelParallel(Placement(size=3), watch=watch)
         assert parallel.ranks_alive() == [True, True, True]
         process.send_signal(signal.SIGSTOP)
