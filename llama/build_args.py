@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     import torch
 
 # Headings of flags in `--help`.
+RANKS = "Ranks"
 SAMPLING = "Sampling"
 _MEMORY = "Memory and batches"
-_RANKS = "Ranks"
 _DRAFTS = "Speculative decoding"
 
 MEASURED_SHARES = ("memory", "speed")  # values of `shares` that each rank measures
@@ -211,7 +211,7 @@ class BuildArgs:
     model_parallel_size: Annotated[
         int | None,
         _AS_GIVEN,
-        Flag("N", "Number of ranks that share each layer", "all ranks", group=_RANKS),
+        Flag("N", "Number of ranks that share each layer", "all ranks", group=RANKS),
     ] = None
     seed: Annotated[
         int,
@@ -222,7 +222,7 @@ class BuildArgs:
     pipeline_parallel_size: Annotated[
         int,
         Range(1, 2**13),
-        Flag("N", "Number of pipeline stages that divide the layers", group=_RANKS),
+        Flag("N", "Number of pipeline stages that divide the layers", group=RANKS),
     ] = 1
     pipeline_layers: Annotated[
         str | Sequence[int] | None,
@@ -231,7 +231,7 @@ class BuildArgs:
             "LIST",
             "Number of layers of each pipeline stage, such as 10,6",
             "by their work",
-            group=_RANKS,
+            group=RANKS,
         ),
     ] = None
     device: Annotated[
@@ -257,6 +257,7 @@ class BuildArgs:
     ] = None
     quantize: Annotated[
         str | None,
+        _AS_GIVEN,
         Flag(
             "NAME",
             "Quantize the weights: int8, fp8 or int4",
@@ -271,6 +272,7 @@ class BuildArgs:
     ] = None
     activations: Annotated[
         str | None,
+        _AS_GIVEN,
         Flag(
             "NAME",
             "Round the activations: on the CPU int8, int8_lm_head (also those of lm_head), or "
@@ -297,7 +299,7 @@ class BuildArgs:
             "Relative share of each rank, such as 3,2,2; memory or speed to measure it",
             "equal shares",
             choices=MEASURED_SHARES,
-            group=_RANKS,
+            group=RANKS,
         ),
     ] = None
     ffn_shares: Annotated[
@@ -307,7 +309,7 @@ class BuildArgs:
             "LIST",
             "Relative share of the feed-forward columns of each rank",
             "as shares",
-            group=_RANKS,
+            group=RANKS,
         ),
     ] = None
     kv_cache_memory_bytes: Annotated[
@@ -317,6 +319,7 @@ class BuildArgs:
     ] = None
     kv_cache_dtype: Annotated[
         str | None,
+        _AS_GIVEN,
         Flag(
             "NAME",
             "Data type of the KV cache: int8 takes half the memory",
@@ -327,6 +330,7 @@ class BuildArgs:
     ] = None
     reasoning_parser: Annotated[
         str,
+        _AS_GIVEN,
         Flag(
             "NAME",
             "Marks of the reasoning in answers: auto, deepseek_r1 or none",
@@ -335,6 +339,7 @@ class BuildArgs:
     ] = "auto"
     tool_call_parser: Annotated[
         str,
+        _AS_GIVEN,
         Flag(
             "NAME",
             "Format of tool calls of a chat template: hermes, llama3_json, xlam, nemotron, "
@@ -358,7 +363,7 @@ class BuildArgs:
             "S",
             "Maximum time that a rank waits for another, in seconds",
             may_differ=True,
-            group=_RANKS,
+            group=RANKS,
         ),
     ] = 600.0
     silence_s: Annotated[
@@ -393,7 +398,7 @@ class BuildArgs:
         str | None,
         ReadBy(_drafter),
         Flag(
-            "NAME",
+            "MODEL",
             "Speculative decoding: lookup, or the name of a draft model",
             "none",
             choices=("lookup",),

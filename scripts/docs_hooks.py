@@ -14,7 +14,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from llama.cli import COMMANDS  # noqa: E402
-from llama.cli.flags import REQUIRED, Command  # noqa: E402
+from llama.cli.parser import REQUIRED, Command  # noqa: E402
 
 # Page or picture of the site -> its file in the repository.
 INCLUDED = {

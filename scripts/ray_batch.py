@@ -31,8 +31,9 @@ from llama.cli.batch.lines import (
     read_request,
 )
 from llama.cli.batch.loop import salt_of
-from llama.cli.flags import FLAGS, REQUIRED, SAMPLING_FLAGS, Command, Flag, read
-from llama.cli.model import BUILD_FLAGS, check_sampling, demo_dir, load, sampling_params
+from llama.cli.flags import BUILD_FLAGS, FLAGS, SAMPLING_FLAGS, Flag
+from llama.cli.model import check_sampling, demo_dir, load, sampling_params
+from llama.cli.parser import REQUIRED, Command, read
 from llama.sampling_params import SamplingParams
 
 CHUNK = 32  # lines of one task: what a killed actor does again at most twice over
@@ -147,9 +148,7 @@ def _chunks(
 
 
 def main() -> int:
-    return ranks.run(
-        lambda: run(read("ray_batch.py", COMMAND, sys.argv[1:], os.environ)), error_code=2
-    )
+    return ranks.run(lambda: run(read("ray_batch.py", COMMAND, sys.argv[1:])), error_code=2)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ must give the same tokens as ours; the benchmark skips the others with a message
 import importlib.util
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -258,14 +259,14 @@ def test_load_reads_files_that_are_kept_and_failures_are_reported(bench, tmp_pat
     ("line", "named"),
     [
         ("latncy", "there is no command latncy: did you mean latency?"),
-        ("latency 1b", "unexpected argument '1b'"),
+        ("latency 1b", "unexpected extra argument (1b)"),
         ("latency --batches 1,two", "--batches: '1,two' is not a list of integers"),
         ("latency --model 7b", "model='7b'"),
         ("latency --batches 0", "batches=0"),
         ("latency --busy -1", "busy=-1"),
         ("latency --batches 1,2 --context 8,8,8", "context=(8, 8, 8)"),
         ("latency --context 9000", "8192"),
-        ("latency --stepz 4", "there is no flag --stepz: did you mean --steps?"),
+        ("latency --stepz 4", "no such option '--stepz'"),
         ("prefill --vs exllama", "vs='exllama'"),
         ("prefill --vs transformers:/nowhere", "/nowhere"),
         ("offline --dtype int3", "dtype='int3'"),
@@ -278,7 +279,7 @@ def test_bad_arguments_are_named(line, named, bench, capsys):
     with pytest.raises(SystemExit) as ended:
         bench(line)
     assert ended.value.code == (
-        2 if "there is no" in named or named.startswith(("unexpected", "--")) else 1
+        2 if "there is no" in named or named.startswith(("unexpected", "no such", "--")) else 1
     )
     err = capsys.readouterr().err
     assert err.startswith("error: ") and named in err and err.count("\n") == 1
@@ -293,8 +294,8 @@ def test_demo_model_takes_no_unknown_flag(tmp_path):
         [sys.executable, str(REPO / "scripts" / "demo_model"), "--out", "made", "--stepz", "1"],
         env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    wanted = (2, "", "error: there is no flag --stepz: did you mean --steps?\n")
-    assert (done.returncode, done.stdout, done.stderr) == wanted
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: no such option '--stepz'\. .*'--steps'.*\n", done.stderr)
     assert not [*tmp_path.iterdir()]
 
 

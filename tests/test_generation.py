@@ -23,6 +23,7 @@ import torch
 from helpers import meta as oracle
 from helpers import reference
 from helpers.checkpoints import change_params
+from helpers.flags import read
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import REPO
 from helpers.prompts import prompts_of
@@ -32,7 +33,6 @@ from llama.checkpoint.packing import pack_model
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.write.convert import convert
 from llama.cli import COMMANDS
-from llama.cli.flags import read
 from llama.cli.model import load
 from llama.common.device import free_bytes, pick_dtype
 from llama.loading import Loaded

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from helpers.checkpoints import write_meta
+from helpers.flags import read
 from helpers.kernels import KERNELS_RUN
 from llama import Llama
 from llama.build_args import BuildArgs
 from llama.checkpoint.find import find
 from llama.checkpoint.write.convert import convert
-from llama.cli.flags import FLAGS
-from llama.cli.model import BUILD_FLAGS
+from llama.cli.flags import BUILD_FLAGS, FLAGS, UsageError
+from llama.cli.parser import Command
 from llama.loading.sizes import Memory, choose_sizes, step_bytes
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
@@ -153,11 +154,11 @@ def test_the_arguments_of_a_build_are_a_table(checkpoint_dir):
     assert all(parameters[name].default == default for name, default in flags.items())
     kinds = {name: FLAGS[name].kind for name in ("timeout_s", "verify", "dtype")}
     assert kinds == {"timeout_s": float, "verify": bool, "dtype": str}
-    read_seed = FLAGS["seed"].kind
-    assert read_seed("7") == 7
+    command = Command("", {"seed": 1})
+    assert read("llama", command, ["--seed", "7"], {}).seed == 7
     for text in ("-1", "1.5", str(2**63)):
-        with pytest.raises(ValueError, match=r"9223372036854775807|whole number"):
-            read_seed(text)
+        with pytest.raises(UsageError, match=r"9223372036854775807|integer"):
+            read("llama", command, ["--seed", text], {})
     folder = str(checkpoint_dir[0])
     for bad in (
         {"max_seq_len": 0},

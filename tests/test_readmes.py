@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers.flags import read
 from helpers.pages import DOCS, IDS, PAGES, REPO, anchors, blocks, commands, links, prose
 from llama.cli import COMMANDS
-from llama.cli.flags import read
 
 README = REPO / "README.md"
 LAYOUT = DOCS / "development" / "layout.md"

@@ -23,9 +23,9 @@ from torch.distributed.run import get_args_parser
 
 from helpers import dockerfile
 from helpers.dockerfile import instructions
+from helpers.flags import read
 from helpers.launch import REPO
 from llama.cli import COMMANDS
-from llama.cli.flags import read
 from llama.cli.ranks import USAGE
 
 FOLDER = REPO / "torchrun_examples"

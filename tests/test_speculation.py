@@ -20,6 +20,7 @@ from helpers.drafts import (
     requests_of,
     without_drafts,
 )
+from helpers.flags import read
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
 from helpers.sequences import state_of
@@ -27,7 +28,6 @@ from llama import Llama, ModelArgs, SamplingParams, Transformer
 from llama.checkpoint.packing import pack_model
 from llama.cli import COMMANDS
 from llama.cli.chat.conversation import TurnStats
-from llama.cli.flags import read
 from llama.cli.model import figures, load
 from llama.engine.core import PAGE_SIZE
 from llama.engine.runner import ModelRunner

@@ -13,24 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
+
 import llama
-from llama.cli import commands, ranks, servers
-from llama.cli.completion import completion_script
-from llama.cli.download import download
+from llama.cli import ranks
+from llama.cli.completion import COMPLETE_VARIABLE, complete_line
 from llama.cli.flags import (
+    BUILD_FLAGS,
     FLAGS,
-    REQUIRED,
+    NETWORK_FLAGS,
     SAMPLING_FLAGS,
-    Command,
     Flag,
-    HelpWanted,
     UsageError,
-    read,
     usage_errors,
 )
-from llama.cli.model import BUILD_FLAGS
-from llama.cli.serve import NETWORK_FLAGS, serve
-from llama.common.checks import nearest
+from llama.cli.parser import REQUIRED, WIDTH, Command, help_option, read, reported, show_option
 
 _QUANTIZE = replace(
     FLAGS["quantize"],
@@ -47,13 +44,6 @@ _ACTIVATIONS = replace(
 _CLIENT_FLAGS = {"resident": False, "url": None, "api_key": None, "model": None}
 
 
-def _print_completion(options: argparse.Namespace) -> int:
-    """Print the script that completes the commands of the table below."""
-    if ranks.global_rank() == 0:
-        print(completion_script(options.shell, COMMANDS), end="")
-    return 0
-
-
 COMMANDS = {
     "chat": Command(
         "Chat with a model in the terminal; in a pipe, each line is a question.",
@@ -67,7 +57,7 @@ COMMANDS = {
             **_CLIENT_FLAGS,
         },
         positional=["ckpt_dir"],
-        function=commands.chat,
+        function="commands:chat",
         examples=[
             "llama chat",
             'llama chat Meta-Llama-3-8B-Instruct --system "Answer briefly."',
@@ -88,7 +78,7 @@ COMMANDS = {
             "resident": False,
         },
         positional=["ckpt_dir"],
-        function=commands.complete,
+        function="commands:complete",
         examples=[
             'llama complete --prompt "Once upon a time"',
             "llama complete Meta-Llama-3-8B --prompt_file story.txt --max_gen_len 200",
@@ -109,7 +99,7 @@ COMMANDS = {
             "retry_s": 600.0,
         },
         positional=["in_file", "out_file"],
-        function=commands.batch,
+        function="commands:batch",
         examples=[
             "llama batch prompts.jsonl results.jsonl --ckpt_dir Meta-Llama-3-8B-Instruct",
             "llama batch prompts.jsonl results.jsonl --resume",
@@ -140,7 +130,7 @@ COMMANDS = {
             "idle_minutes": 10,
         },
         positional=["ckpt_dir"],
-        function=serve,
+        function="serve:serve",
         examples=[
             "llama serve",
             "llama serve Meta-Llama-3-8B-Instruct --port 8080",
@@ -153,7 +143,7 @@ COMMANDS = {
         "Fetch a model from Hugging Face's hub; other commands take its name for a folder.",
         defaults={"name": REQUIRED, "file": None},
         positional=["name"],
-        function=download,
+        function="download:download",
         examples=[
             "HF_TOKEN=hf_... llama download Llama-3.2-1B-Instruct",
             "llama download ORG/NAME --file NAME-Q4_K_M.gguf",
@@ -162,28 +152,28 @@ COMMANDS = {
     "list": Command(
         "List the servers in the background, and the models in the cache with their sizes.",
         defaults={},
-        function=servers.list_models,
+        function="servers:list_models",
         examples=["llama list"],
     ),
     "stop": Command(
         "End a server in the background (`serve --background`, `--resident`) by its model.",
         defaults={"name": REQUIRED},
         positional=["name"],
-        function=servers.stop,
+        function="servers:stop",
         examples=["llama stop Llama-3.2-1B-Instruct"],
     ),
     "verify": Command(
         "Check a checkpoint: checksums, names and shapes of tensors, and missing shards.",
         defaults={"ckpt_dir": REQUIRED},
         positional=["ckpt_dir"],
-        function=commands.verify,
+        function="commands:verify",
         examples=["llama verify Meta-Llama-3-8B"],
     ),
     "reshard": Command(
         "Write Meta's consolidated.NN.pth in another number of shards, into a new folder.",
         defaults={"ckpt_dir": REQUIRED, "out_dir": REQUIRED, "model_parallel_size": REQUIRED},
         positional=["ckpt_dir", "out_dir"],
-        function=commands.reshard,
+        function="commands:reshard",
         examples=["llama reshard Meta-Llama-3-70B one-shard --model_parallel_size 1"],
     ),
     "convert": Command(
@@ -197,7 +187,7 @@ COMMANDS = {
             "lora": None,
         },
         positional=["ckpt_dir", "out_dir"],
-        function=commands.convert,
+        function="commands:convert",
         examples=[
             "llama convert Meta-Llama-3-8B Meta-Llama-3-8B-hf",
             "llama convert Llama-3.2-1B Llama-3.2-1B-FP8 --quantize fp8",
@@ -220,7 +210,7 @@ COMMANDS = {
             "pipeline_layers": None,
         },
         positional=["ckpt_dir"],
-        function=commands.doctor,
+        function="commands:doctor",
         examples=[
             "llama doctor",
             "llama doctor Meta-Llama-3-8B",
@@ -242,7 +232,7 @@ COMMANDS = {
             "json": False,
         },
         positional=["shape"],
-        function=commands.plan,
+        function="commands:plan",
         examples=[
             "llama plan 70b --gpu h100 --gpus 8",
             "llama plan 405b --gpu h100 --gpus 8 --machines 2 --context 4096",
@@ -253,7 +243,7 @@ COMMANDS = {
         "Print a script with which a shell completes commands, flags and file names.",
         defaults={"shell": REQUIRED},
         positional=["shell"],
-        function=_print_completion,
+        function="completion:completion",
         examples=[
             "llama completion bash",
             "llama completion zsh",
@@ -270,22 +260,49 @@ _ELSEWHERE = {
 }
 
 _ABOUT = """\
-usage: llama COMMAND [flags]
-
-commands (llama COMMAND --help lists the flags of one):
-{commands}
-
 Without a folder of weights, chat, complete, batch and serve use the demo model. A flag may also be
 given as an environment variable, such as LLAMA_TEMPERATURE=0 for --temperature 0; a flag on the
 command line takes precedence. With --ranks 8, or under torchrun --nproc_per_node 8 -m llama, only
 rank 0 reads and prints.
 
-exit codes:
+\b
+Exit codes:
   0    success; for batch: each line has a record, which may be an error
   1    failure, with an error message; for verify: the checkpoint is not sound
   2    the command line cannot be used; for batch: the same for its files or its model
   130  Ctrl-C
 """
+
+
+class _Commands(click.Group):
+    """The command `llama` with the commands of the table, in its order."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands."""
+        return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return a command by its name, or say what to use in place of another program's."""
+        if args[0] in _ELSEWHERE:
+            raise UsageError(f"there is no command {args[0]}: {_ELSEWHERE[args[0]]}")
+        return super().resolve_command(ctx, args)
+
+
+LLAMA = _Commands(
+    "llama",
+    commands={**COMMANDS},
+    help="Llama 3 models: chat, batches of prompts, and a server. `llama COMMAND --help` lists the "
+    "flags of a command.",
+    epilog=_ABOUT,
+    params=[
+        help_option(),
+        show_option(["--version"], "Show the version.", lambda _: f"llama {llama.__version__}\n"),
+    ],
+    add_help_option=False,
+    context_settings={"max_content_width": WIDTH},
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -294,10 +311,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The arguments; by default those of this process.
     """
-    given = sys.argv[1:] if arguments is None else arguments
-    name, *rest = given or ["--help"]
-    error_code = COMMANDS[name].error_code if name in COMMANDS else 1
-    return ranks.run(lambda: _run_command(name, rest), error_code)
+    if COMPLETE_VARIABLE in os.environ:  # A shell asks what may come next.
+        return complete_line(LLAMA)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    command = COMMANDS.get(given[0]) if given else None
+    return ranks.run(lambda: _run_command(given), command.error_code if command else 1)
 
 
 def run_script(
@@ -321,10 +339,10 @@ def run_script(
     program = os.path.basename(sys.argv[0])
 
     def work() -> None:
-        options = read(program, script, sys.argv[1:], os.environ)
+        options = read(program, script, sys.argv[1:])
         if demo_defaults and not options.ckpt_dir:
-            for_demo = replace(script, defaults=defaults | dict(demo_defaults))
-            options = read(program, for_demo, sys.argv[1:], os.environ)
+            for_demo = Command(script.summary, defaults | dict(demo_defaults), flags=flags)
+            options = read(program, for_demo, sys.argv[1:])
         check(options)
         ranks.finish_on_signal()
         with usage_errors(BUILD_FLAGS):
@@ -333,27 +351,11 @@ def run_script(
     sys.exit(ranks.run(work))
 
 
-def _run_command(name: str, arguments: Sequence[str]) -> int:
+def _run_command(arguments: Sequence[str]) -> int | None:
     _check_package()
-    if name == "--version":
-        raise HelpWanted(f"llama {llama.__version__}\n")
-    if name in ("-h", "--help"):
-        lines = [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
-        raise HelpWanted(_ABOUT.format(commands="\n".join(lines)))
-    if name in _ELSEWHERE:
-        raise UsageError(f"there is no command {name}: {_ELSEWHERE[name]}")
-    if name not in COMMANDS:
-        suggestion = nearest(name, list(COMMANDS)) or f"; the commands are {', '.join(COMMANDS)}"
-        raise UsageError(f"there is no command {name}{suggestion}")
-    command = COMMANDS[name]
-    assert command.function is not None
-    options = read(f"llama {name}", command, arguments, os.environ)
-    code = ranks.start_ranks(options)
-    if code is not None:
+    with reported(), LLAMA.make_context("llama", list(arguments) or ["--help"]) as ctx:
+        code: int | None = LLAMA.invoke(ctx)
         return code
-    # Some values of flags can be checked only where they are used.
-    with usage_errors(BUILD_FLAGS | NETWORK_FLAGS):
-        return command.function(options)
 
 
 def _check_package() -> None:

@@ -13,17 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llama.build_args import BuildArgs
-from llama.cli.flags import SAMPLING_FIELDS, SAMPLING_FLAGS, UsageError
+from llama.cli.flags import BUILD_FLAGS, SAMPLING_FIELDS, SAMPLING_FLAGS, UsageError
 from llama.ranks.processes import address_space_limit
 from llama.storage.hub import model_folder
 from llama.storage.page_cache import read_ahead
-
-# The arguments of Llama.build, with their defaults.
-BUILD_FLAGS: dict[str, Any] = {
-    "ckpt_dir": None,
-    **{name: argument.default for name, argument in BuildArgs.flags().items()},
-}
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The demo model is inside the package in a wheel, and beside it in a checkout.

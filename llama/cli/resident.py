@@ -33,8 +33,9 @@ from typing import Any, BinaryIO
 
 import llama
 from llama.build_args import lora_paths
-from llama.cli.flags import FLAGS, extra, variable
+from llama.cli.flags import FLAGS, extra
 from llama.cli.model import demo_dir
+from llama.cli.parser import variable
 from llama.cli.ranks import say
 from llama.storage.hub import model_folder
 

@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from llama.cli.flags import UsageError, extra
+from llama.cli.flags import NETWORK_FLAGS, UsageError, extra
 from llama.cli.model import check_alone, demo_dir, load, quick_imports
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.replicas.command import serve_replicas
@@ -24,19 +24,6 @@ from llama.cli.replicas.supervisor import LISTENING, READY
 from llama.cli.resident import LISTENER_FD, InheritedSocket, resident_server
 from llama.ranks.signals import SIGNALS
 
-# The flags of a server on the network, with their defaults.
-NETWORK_FLAGS: dict[str, Any] = {
-    "host": "127.0.0.1",
-    "port": 8000,
-    "uds": None,
-    "api_key": None,
-    "api_key_file": None,
-    "metrics_key_file": None,
-    "allow_origin": None,
-    "max_per_address": None,
-    "fastchat_controller": None,
-    "worker_address": None,
-}
 _INTERVAL_VARIABLE = "FASTCHAT_WORKER_HEART_BEAT_INTERVAL"  # FastChat's variable
 _INTERVAL_S = "45"  # FastChat's default
 _BACKLOG = 2048  # connections to a Unix domain socket that may wait to be accepted

@@ -36,7 +36,9 @@ from bench.shapes import random_lengths
 from bench.soak import soak
 from bench.speculate import speculate
 from llama.cli import ranks
-from llama.cli.flags import UsageError, nearest, read
+from llama.cli.flags import UsageError
+from llama.cli.parser import read
+from llama.common.checks import nearest
 from llama.model.cost import (
     attention_flop,
     decode_bytes,
@@ -296,7 +298,7 @@ def _run(name: str, arguments: list[str]) -> None:
     if name not in _COMMANDS:
         likely = nearest(name, list(_COMMANDS)) or f"; there are {', '.join(_COMMANDS)}"
         raise UsageError(f"there is no command {name}{likely}")
-    given = read(f"bench {name}", command_of(_COMMANDS[name]), arguments, {})
+    given = read(f"bench {name}", command_of(_COMMANDS[name]), arguments)
     try:
         _COMMANDS[name](**vars(given))
     except (TypeError, ImportError) as e:

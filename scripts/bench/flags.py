@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Callable
 
 from bench.run import Bench
-from llama.cli.flags import Command, Flag
+from llama.cli.flags import Flag
+from llama.cli.parser import Command
 
 
 def parse_ints(text: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import pty
 import select
 import shutil
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Iterator
@@ -13,15 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from helpers.flags import read
+from helpers.launch import REPO
 from llama.checkpoint.write.quantize import GGUF_FORMATS
 from llama.cli import COMMANDS, main
-from llama.cli.flags import FLAGS, UsageError, read
+from llama.cli.flags import FLAGS, UsageError
 from llama.common.device import DTYPES
 from llama.prompts import ToolFormat
 from llama.weights.choice import QUANTIZED
 
 # Shell -> how it starts without the user's settings, and lines that read the script and define a
-# command `llama` that writes its arguments to a file.
+# function `llama` that writes its arguments to a file. The script asks the program of this name.
 SHELLS = {
     "bash": (
         ["bash", "--norc", "--noprofile", "-i"],
@@ -56,7 +59,13 @@ class Terminal:
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self.main, side = pty.openpty()
-        env = {"PATH": os.environ["PATH"], "HOME": str(folder), "TERM": "dumb", "LC_ALL": "C.UTF-8"}
+        env = {
+            "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(REPO),
+            "HOME": str(folder),
+            "TERM": "dumb",
+            "LC_ALL": "C.UTF-8",
+        }
         self.process = subprocess.Popen(
             command, stdin=side, stdout=side, stderr=side, cwd=folder, env=env,
             start_new_session=True,
@@ -91,6 +100,10 @@ def shell(request, tmp_path, capsys) -> Iterator[Terminal]:
     assert main(["completion", request.param]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
     (tmp_path / "my weights").mkdir()
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "llama"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m llama "$@"\n')
+    program.chmod(0o755)
     terminal = Terminal(command, tmp_path)
     terminal.type(f"{setup}; echo rea''dy\n")
     terminal.expect("ready")
@@ -118,5 +131,5 @@ def test_the_offered_values_are_those_that_are_taken():
 
 
 def test_another_shell_is_refused():
-    with pytest.raises(UsageError, match="SHELL: 'tcsh' is not one of bash, zsh, fish"):
+    with pytest.raises(UsageError, match="SHELL: 'tcsh' is not one of 'bash', 'zsh', 'fish'"):
         read("llama completion", COMMANDS["completion"], ["tcsh"], {})

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.flags import read
 from helpers.gguf_files import MIXED, PARAMS, write_gguf
 from helpers.launch import DEMO, REPO
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.memory import bytes_of
 from llama.cli import COMMANDS, main
-from llama.cli.flags import GPU_NAMES, SHAPE_NAMES, read
+from llama.cli.flags import GPU_NAMES, SHAPE_NAMES
 from llama.cli.plan.command import read_options
 from llama.cli.plan.layouts import Option, Plan, find_options, ranks_by_machine
 from llama.cli.plan.report import summary
@@ -289,13 +290,13 @@ def test_the_report(capsys):
 @pytest.mark.parametrize(
     ("line", "named", "code"),
     [
-        ("8b --gpu h300", "--gpu: 'h300' is not one of h100, h200", 2),
+        ("8b --gpu h300", "--gpu: 'h300' is not one of 'h100', 'h200'", 2),
         ("8b", "--gpu is missing", 2),
         ("--gpu h100", "MODEL is missing", 2),
         ("9b --gpu h100", "9b is neither a file nor a folder nor one of 1b, 3b, 8b", 1),
         ("8b --gpu h100 --context 200000", "beyond this model's limit of 131072 tokens", 1),
         ("8b --gpu cpu --gpus 2", "count as one device", 1),
-        ("8b --gpu h100 --gpus 0", "--gpus: '0' is not a whole number from 1", 2),
+        ("8b --gpu h100 --gpus 0", "--gpus: 0 is not in the range 1<=x<=16", 2),
         ("8b --gpu h100 --quantize int3", "quantize='int3': give one of int8, fp8, int4", 2),
         ("8b --gpu h100 --quantize int4 --dtype fp16", "is for dtype='bf16', not fp16", 1),
         ("70b --gpu h100", "--machines 1 --gpus 2 would do", 1),

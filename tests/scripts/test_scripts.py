@@ -48,9 +48,9 @@ def no_build(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--temprature", "0"], "there is no flag --temprature: did you mean --temperature?"),
-        (["--temperature", "-1"], "temperature=-1.0 must be a number from 0 to 100"),
-        (["--top_p", "2"], "top_p=2.0 must be a number from 0 to 1"),
+        (["--temprature", "0"], r"no such option '--temprature'\. .*'--temperature'.*"),
+        (["--temperature", "-1"], r"temperature=-1\.0 must be a number from 0 to 100"),
+        (["--top_p", "2"], r"top_p=2\.0 must be a number from 0 to 1"),
     ],
 )
 def test_a_wrong_flag_stops_every_script_before_the_load(
@@ -58,7 +58,8 @@ def test_a_wrong_flag_stops_every_script_before_the_load(
 ):
     files = ["in", "out"] if name == "batch_completion" else []
     assert script(name, *files, *words) == 2
-    assert capfd.readouterr() == ("", f"error: {told}\n")
+    out, err = capfd.readouterr()
+    assert not out and re.fullmatch(f"error: {told}\n", err)
 
 
 @pytest.mark.parametrize(
