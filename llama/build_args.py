@@ -372,7 +372,7 @@ class BuildArgs:
         Flag(
             "S",
             "Time after which ranks give up another machine that is silent, in seconds",
-            group=_RANKS,
+            group=RANKS,
         ),
     ] = 30.0
     verify: Annotated[
