@@ -12,7 +12,7 @@ from pathlib import Path
 
 # A module of each extra that the extra `all` includes. The extra is missing where it is.
 _MODULES = {"serve": "fastapi", "client": "httpx2", "download": "huggingface_hub"}
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def install_hint(extra: str) -> str:
