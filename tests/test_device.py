@@ -42,7 +42,12 @@ V2, V1_MEMORY, V1_CPU = "0::{path}\n", "4:memory:{path}\n", "2:cpu,cpuacct:{path
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """One process, without torchrun, and without the user's choice of threads or GPUs."""
-    for name in (*RANK_VARIABLES, "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+    for name in (
+        *RANK_VARIABLES,
+        "OMP_NUM_THREADS",
+        "CUDA_VISIBLE_DEVICES",
+        "NVIDIA_VISIBLE_DEVICES",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -298,8 +303,8 @@ def test_devices_that_cannot_be_used(cuda, monkeypatch, gpus, device, variables,
     ("built_with", "reason"),
     [("13.0", "The NVIDIA driver on your system is too old"), (None, "was built without CUDA")],
 )
-def test_a_gpu_that_torch_does_not_find_is_named(cuda, monkeypatch, tmp_path, built_with, reason):
-    """An NVIDIA GPU that torch does not find is named with torch's reason, by rank 0 alone.
+def test_a_gpu_that_torch_cannot_use_is_an_error(cuda, monkeypatch, tmp_path, built_with, reason):
+    """An NVIDIA GPU that torch cannot use is an error with the reason and the remedy, on all ranks.
 
     A past fault: with a driver too old for torch's CUDA a large model ran on the CPU in silence.
     """
@@ -311,18 +316,53 @@ def test_a_gpu_that_torch_does_not_find_is_named(cuda, monkeypatch, tmp_path, bu
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.version, "cuda", built_with)
-    monkeypatch.setattr(device_module, "_DEVICES", tmp_path)
-    assert pick_device(None).type == "cpu"
-    (tmp_path / "nvidia0").touch()
-    with pytest.warns(UserWarning, match=f"the model runs on the cpu: .*{reason}"):
+    monkeypatch.setattr(device_module, "_ROOT", tmp_path)
+    assert pick_device(None).type == "cpu", "a machine without a GPU"
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    said = f"has an NVIDIA GPU, but torch cannot use it: .*{reason}.*device='cpu'"
+    for rank in ("0", "1"):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(ValueError, match=said):
+            pick_device(None)
+        assert pick_device("cpu").type == "cpu"  # asked for
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("NVIDIA_VISIBLE_DEVICES", "void")):
+        with monkeypatch.context() as hidden:
+            hidden.setenv(name, value)
+            assert pick_device(None).type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kind", "driver", "is_gpu"),
+    [
+        ("0x10de", "0x030000", "", True),
+        ("0x10de", "0x030200", "nouveau", True),
+        ("0x10de", "0x030200", "vfio-pci", False),  # a virtual machine has it
+        ("0x10de", "0x040300", "", False),  # the sound of its screens
+        ("0x1002", "0x030000", "amdgpu", False),
+    ],
+)
+def test_a_gpu_without_its_driver_is_found(
+    cuda, monkeypatch, tmp_path, vendor, kind, driver, is_gpu
+):
+    """A GPU is on the PCI bus, also where NVIDIA's driver is not installed."""
+    cuda(0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(device_module, "_ROOT", tmp_path)
+    device = tmp_path / "sys/bus/pci/devices/0000:01:00.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "class").write_text(f"{kind}\n")
+    if driver:
+        (tmp_path / driver).mkdir()
+        (device / "driver").symlink_to(tmp_path / driver)
+    if is_gpu:
+        with pytest.raises(ValueError, match=r"cannot use it: .* was built without CUDA"):
+            pick_device(None)
+    else:
         assert pick_device(None).type == "cpu"
-    assert pick_device("cpu").type == "cpu"  # asked for
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    assert pick_device(None).type == "cpu"
-    monkeypatch.delenv("RANK")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert pick_device(None).type == "cpu"
 
 
 def test_ranks_are_not_put_on_mps(cuda, monkeypatch):

@@ -171,6 +171,24 @@ def stages_of(capfd, *flags: str) -> tuple[dict[str, str], list[str], str]:
     return found, texts, bf16
 
 
+def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch, tmp_path, capfd):
+    """The command says why torch cannot use it, and goes on with the rest of the machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr("llama.common.device._ROOT", tmp_path)
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["doctor"]) == 1
+    lines = dict(line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines())
+    told = "PROBLEM: this machine has an NVIDIA GPU, but torch cannot use it: torch "
+    assert lines["device"].startswith(told) and "was built without CUDA" in lines["device"]
+    assert {"cpu", "shm", "host"} <= lines.keys()
+    main(["doctor", "--device", "cpu"])
+    assert "NVIDIA" not in capfd.readouterr().out
+
+
 def test_what_the_stages_of_a_pipeline_hold(monkeypatch, capfd):
     """Layers, ends and memory of each stage, on a machine like this; the least tokens count."""
     monkeypatch.setattr("llama.common.device.free_bytes", lambda _: 1 << 28)

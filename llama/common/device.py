@@ -9,7 +9,6 @@ import ctypes
 import functools
 import gc
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -19,7 +18,9 @@ import torch
 from llama.common.checks import FieldError, torchrun_number, whole_number
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_DEVICES = Path("/dev")
+_ROOT = Path("/")  # the parent of /dev, /proc and /sys
+_NVIDIA = "0x10de"  # the vendor in a PCI id
+_DISPLAY = "0x03"  # the class of GPUs
 _ALIASES = {  # names that torch, Hugging Face and vLLM use
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -36,7 +37,9 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     could not exchange tensors there.
 
     Raises:
-        ValueError: the device does not exist or cannot be used.
+        ValueError: the device does not exist or cannot be used; or none is asked for, and torch
+            cannot use the NVIDIA GPU of this machine. A large model would run on the CPU instead,
+            a hundred times as slowly.
     """
     num_ranks = torchrun_number("WORLD_SIZE")
     if device is None:
@@ -44,10 +47,11 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         device = "mps" if has_mps else "cpu"
         if torch.cuda.is_available():
             device = "cuda"
-        elif (reason := _unused_gpu()) is not None and torchrun_number("RANK") == 0:
-            warnings.warn(
-                f"this machine has an NVIDIA GPU, but the model runs on the {device}: {reason}",
-                stacklevel=2,
+        elif (reason := _unusable_gpu()) is not None:
+            raise ValueError(
+                f"this machine has an NVIDIA GPU, but torch cannot use it: {reason}. Install a "
+                "driver and a torch with CUDA that fit each other (`llama doctor` tests them), "
+                "give a container its GPUs, or choose the CPU: device='cpu'"
             )
     try:
         chosen = torch.device(device)
@@ -66,13 +70,15 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     return _pick_gpu(chosen) if chosen.type == "cuda" else chosen
 
 
-def _unused_gpu() -> str | None:
+def _unusable_gpu() -> str | None:
     """Return why torch does not find the NVIDIA GPU of this machine; None where there is none.
 
-    That is so with a driver that is too old for the CUDA that torch was built with.
+    That is so with a driver that is too old for the CUDA that torch was built with. A GPU that is
+    hidden from this process on purpose does not count.
     """
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if is_hidden or not any(_DEVICES.glob("nvidia[0-9]*")):
+    is_hidden |= os.environ.get("NVIDIA_VISIBLE_DEVICES") in ("none", "void")
+    if is_hidden or not _has_nvidia_gpu():
         return None
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
@@ -81,6 +87,21 @@ def _unused_gpu() -> str | None:
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return f"torch {torch.__version__} with CUDA {torch.version.cuda} finds none"
+
+
+def _has_nvidia_gpu() -> bool:
+    """Return whether the kernel shows an NVIDIA GPU: with its driver, or on the PCI bus without."""
+    has_driver = any(_ROOT.glob("dev/nvidia[0-9]*")) or any(_ROOT.glob("proc/driver/nvidia/gpus/*"))
+    return has_driver or any(map(_is_nvidia_gpu, _ROOT.glob("sys/bus/pci/devices/*")))
+
+
+def _is_nvidia_gpu(device: Path) -> bool:
+    """Return whether a device of the PCI bus is an NVIDIA GPU that no virtual machine has."""
+    try:
+        kind = (device / "vendor").read_text().strip(), (device / "class").read_text()[:4]
+        return kind == (_NVIDIA, _DISPLAY) and (device / "driver").resolve().name != "vfio-pci"
+    except OSError:
+        return False
 
 
 def _pick_gpu(device: torch.device) -> torch.device:
