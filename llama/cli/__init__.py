@@ -27,7 +27,7 @@ from llama.cli.flags import (
     UsageError,
     usage_errors,
 )
-from llama.cli.parser import REQUIRED, WIDTH, Command, help_option, read, reported, show_option
+from llama.cli.parser import REQUIRED, WIDTH, Command, help_option, read, reported, text_option
 
 _QUANTIZE = replace(
     FLAGS["quantize"],
@@ -298,7 +298,7 @@ LLAMA = _Commands(
     epilog=_ABOUT,
     params=[
         help_option(),
-        show_option(["--version"], "Show the version.", lambda _: f"llama {llama.__version__}\n"),
+        text_option(["--version"], "Show the version.", lambda _: f"llama {llama.__version__}"),
     ],
     add_help_option=False,
     context_settings={"max_content_width": WIDTH},

@@ -8,7 +8,6 @@ neither models nor torch, and no flag by name.
 import argparse
 import contextlib
 import importlib
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,26 +29,44 @@ from llama.cli.flags import (
 from llama.cli.ranks import start_ranks
 
 REQUIRED = object()  # the default of a flag that must be given
+WIDTH = 100  # columns of the help at most
 
 _KEPT_BYTES = re.compile(r"[\udc80-\udcff]")  # bytes that os.fsdecode could not decode
 _PATHS = ("DIR", "FILE", "IN", "OUT", "MODEL")  # metavars of flags whose value is a path
-_WORD = "_word"  # ends the name of a parameter by position that is a flag, too
-WIDTH = 100  # columns of the help at most
+_BY_POSITION = "_by_position"  # ends the name of the argument for a flag
 
 
-# click.ParamType is generic only in recent versions.
-class _Text(click.ParamType):  # type: ignore[type-arg]
-    """A text of any content, or a name, which must not be empty."""
+class _Value(click.ParamType):  # type: ignore[type-arg]  # not generic in older versions
+    """The value of a flag, as `Flag` describes it."""
 
-    name = "text"
+    name = "value"
 
-    def __init__(self, *, may_be_empty: bool) -> None:
-        self.may_be_empty = may_be_empty
+    def __init__(self, flag: Flag) -> None:
+        self.flag = flag
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the text; Python keeps the bytes of UTF-8 where the locale is another one."""
-        if not self.may_be_empty:
-            if value == "" != param.default:  # "$UNSET" must not mean the demo model.
+        """Read a text; a default is a value already."""
+        kind: Any = self.flag.kind
+        if not isinstance(value, str) or value == param.default:
+            return value
+        if kind is str:
+            return self._text(value, param, ctx)
+        if self.flag.absent and value.lower() == "none":
+            return None
+        if kind in (int, float) or isinstance(kind, click.ParamType):
+            number = click.types.convert_type(kind).convert(value, param, ctx)
+            if number != number:  # click finds NaN in every range
+                self.fail(f"{value!r} is not a number", param, ctx)
+            return number
+        try:
+            return kind(value)
+        except ValueError as e:
+            self.fail(str(e), param, ctx)
+
+    def _text(self, value: str, param: Any, ctx: Any) -> str:
+        """Check a name, or decode a text: Python keeps bytes that the locale does not have."""
+        if self.flag.metavar != "TEXT":
+            if not value:  # "$UNSET" must not mean the demo model.
                 self.fail("'' is empty: leave it out, or give a value", param, ctx)
             return value
         if not _KEPT_BYTES.search(value):
@@ -59,70 +76,29 @@ class _Text(click.ParamType):  # type: ignore[type-arg]
         except UnicodeDecodeError:
             self.fail("the text is not UTF-8: give a text in UTF-8", param, ctx)
 
-
-class _Value(click.ParamType):  # type: ignore[type-arg]
-    """A value that is not a text: a click type or a function reads it."""
-
-    name = "value"
-
-    def __init__(
-        self, kind: "Callable[[str], Any] | click.ParamType[Any]", *, may_be_none: bool
-    ) -> None:
-        self.kind = kind
-        self.may_be_none = may_be_none
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the value; a default is one already, and "none" may stand for None."""
-        if not isinstance(value, str):
-            return value
-        if self.may_be_none and value.lower() == "none":
-            return None
-        if isinstance(self.kind, click.ParamType):
-            number = self.kind.convert(value, param, ctx)
-            if isinstance(self.kind, click.FloatRange) and not math.isfinite(number):
-                self.fail(f"{value!r} is not a finite number", param, ctx)
-            return number
-        try:
-            return self.kind(value)
-        except ValueError as e:
-            self.fail(str(e), param, ctx)
-
-
-def _type_of(flag: Flag) -> "click.ParamType[Any]":
-    if flag.kind is bool:
-        return click.BOOL
-    if flag.kind is str:
-        return _Text(may_be_empty=flag.metavar == "TEXT")
-    simple: dict[Any, Any] = {int: click.INT, float: click.FLOAT}
-    return _Value(simple.get(flag.kind, flag.kind), may_be_none=bool(flag.absent))
-
-
-def _completer(flag: Flag) -> "Callable[..., list[CompletionItem[str]]]":
-    """Return the function with which a shell completes a value: a choice, else a path."""
-
-    def complete(ctx: Any, param: Any, incomplete: str) -> "list[CompletionItem[str]]":
-        found = [CompletionItem(x) for x in flag.choices if x.startswith(incomplete)]
-        if not found and flag.metavar in _PATHS:
+    def shell_complete(self, ctx: Any, param: Any, incomplete: str) -> "list[CompletionItem[str]]":
+        """Return the choices that begin so, or let the shell complete a path."""
+        found = [CompletionItem(x) for x in self.flag.choices if x.startswith(incomplete)]
+        if not found and self.flag.metavar in _PATHS:
             return [CompletionItem(incomplete, type="file")]
         return found
 
-    return complete
-
 
 class _Option(click.Option):
-    """A flag of a command, with its group and its default in the help."""
+    """A flag of a command, with the heading of its group in the help."""
 
     def __init__(self, name: str, flag: Flag, default: Any, variable: str | None) -> None:
-        notes = [_default_text(flag, default), variable]
+        is_required = default is REQUIRED
         super().__init__(
             [f"--{name}"],
-            type=_type_of(flag),
+            type=click.BOOL if flag.kind is bool else _Value(flag),
             is_flag=flag.kind is bool,
             metavar=flag.metavar,
-            default=None if default is REQUIRED else default,
+            default=None if is_required else default,
+            show_default=_shown_default(flag, default),
             envvar=variable,
-            help=f"{flag.meaning} ({'; '.join(filter(None, notes))}).",
-            shell_complete=_completer(flag),
+            show_envvar=True,
+            help=f"{flag.meaning}{' (required)' if is_required else ''}.",
         )
         self.group = flag.group
 
@@ -132,30 +108,22 @@ class _Option(click.Option):
         is_variable = source is ParameterSource.ENVIRONMENT
         return str(self.envvar) if is_variable else self.opts[0]
 
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Return the flag with the name of its value, and its meaning."""
-        return f"{self.opts[0]} {self.metavar}".rstrip(), self.help or ""
 
-
-def _default_text(flag: Flag, default: Any) -> str:
-    """Describe the default of a flag for `--help`."""
-    if default is REQUIRED:
-        return "required"
+def _shown_default(flag: Flag, default: Any) -> str | bool:
+    """Return the text of a default in the help; True stands for the value."""
     if default is None:
-        return f"default: {flag.absent}"
-    if flag.kind is bool:
-        return f"default: {str(default).lower()}"
-    if isinstance(default, tuple):
-        return f"default: {','.join(map(str, default))}"
-    return f"default: {default}" + (f", none: {flag.absent}" if flag.absent else "")
+        return flag.absent
+    if default is REQUIRED or not flag.absent:
+        return default is not REQUIRED
+    return f"{default}, none: {flag.absent}"
 
 
-def show_option(names: Sequence[str], meaning: str, text_of: Callable[..., str]) -> click.Option:
+def text_option(names: Sequence[str], meaning: str, text_of: Callable[..., str]) -> click.Option:
     """Return an option that raises `HelpWanted` with a text, which rank 0 alone prints."""
 
     def show(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
         if is_given and not ctx.resilient_parsing:
-            raise HelpWanted(text_of(ctx))
+            raise HelpWanted(f"{text_of(ctx)}\n")
 
     return click.Option(
         names, is_flag=True, is_eager=True, expose_value=False, help=meaning, callback=show
@@ -164,9 +132,7 @@ def show_option(names: Sequence[str], meaning: str, text_of: Callable[..., str])
 
 def help_option() -> click.Option:
     """Return the option --help."""
-    return show_option(
-        ["-h", "--help", "show_help"], "Show this help.", lambda ctx: f"{ctx.get_help()}\n"
-    )
+    return text_option(["-h", "--help", "show_help"], "Show this help.", click.Context.get_help)
 
 
 class Command(click.Command):
@@ -176,6 +142,8 @@ class Command(click.Command):
         summary: The first sentences of its `--help`.
         defaults: The names of its flags, with their defaults.
         positional: Names of the flags that may also be given by position.
+        function: The module in `llama.cli` and the function that runs the command, such as
+            "serve:serve"; it is imported when the command is run.
         examples: Command lines for `--help`.
         error_code: The exit code after an error.
         flags: The table of flags.
@@ -193,19 +161,6 @@ class Command(click.Command):
         flags: Mapping[str, Flag] = FLAGS,
         has_variables: bool = True,
     ) -> None:
-        """Make the parameters of the command.
-
-        Args:
-            summary: See the attributes, also for the other arguments.
-            defaults: The flags.
-            positional: Some of them.
-            function: The module in `llama.cli` and the function that runs the command, such as
-                "serve:serve"; it is imported when the command is run.
-            examples: The examples.
-            error_code: The exit code.
-            flags: The table.
-            has_variables: Whether there are variables.
-        """
         self.summary = summary
         self.defaults = defaults
         self.positional = positional
@@ -218,7 +173,15 @@ class Command(click.Command):
             _Option(name, flags[name], default, variable(name) if has_variables else None)
             for name, default in defaults.items()
         ]
-        arguments = [self._argument(name) for name in positional]
+        arguments = [
+            click.Argument(
+                [f"{name}{_BY_POSITION}"],
+                type=_Value(flags[name]),
+                required=False,
+                metavar=self._shown(name),
+            )
+            for name in positional
+        ]
         super().__init__(
             None,
             params=[*arguments, *options, help_option()],
@@ -228,34 +191,27 @@ class Command(click.Command):
             context_settings={"max_content_width": WIDTH, "token_normalize_func": _underscored},
         )
 
-    def _argument(self, name: str) -> click.Argument:
-        flag = self.flags[name]
-        metavar = flag.metavar if self.defaults[name] is REQUIRED else f"[{flag.metavar}]"
-        return click.Argument(
-            [f"{name}{_WORD}"],
-            type=_type_of(flag),
-            required=False,
-            metavar=metavar,
-            shell_complete=_completer(flag),
-        )
+    def _shown(self, name: str) -> str:
+        """Return a flag by position as the usage shows it."""
+        metavar = self.flags[name].metavar
+        return metavar if self.defaults[name] is REQUIRED else f"[{metavar}]"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the arguments into `ctx.params`, one value for each flag."""
         rest = super().parse_args(ctx, args)
         for name in self.positional:
-            word = ctx.params.pop(f"{name}{_WORD}")
-            shown = self.flags[name].metavar
-            if word is None:
+            value = ctx.params.pop(f"{name}{_BY_POSITION}")
+            metavar = self.flags[name].metavar
+            if value is None:
                 continue
             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-                raise UsageError(f"{shown} is given twice: {word!r} and --{name}")
-            ctx.params[name] = word
+                raise UsageError(f"{metavar} is given twice: {value!r} and --{name}")
+            ctx.params[name] = value
         for name, default in self.defaults.items():
             if default is REQUIRED and ctx.params[name] is None and not ctx.resilient_parsing:
-                is_word = name in self.positional
-                shown = self.flags[name].metavar if is_word else f"--{name}"
+                source = self.flags[name].metavar if name in self.positional else f"--{name}"
                 remedy = "shows an example" if self.examples else "lists the flags"
-                raise UsageError(f"{shown} is missing; --help {remedy}")
+                raise UsageError(f"{source} is missing; --help {remedy}")
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
