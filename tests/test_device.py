@@ -452,15 +452,14 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
     monkeypatch.setattr(groups.torch_private, "set_timeout", lambda *args: None)
     for name, value in {
         "model_parallel_is_initialized": lambda: False,
-        "initialize_model_parallel": lambda size: None,
+        "initialize_model_parallel": lambda *args, **more: None,
         "get_model_parallel_group": lambda: group,
+        "get_pipeline_parallel_group": lambda: group,
+        "get_data_parallel_group": lambda: group,
         "get_model_parallel_rank": lambda: 1,
     }.items():
         monkeypatch.setattr(groups.fs_init, name, value)
     monkeypatch.setattr(groups.SharedMemory, "join", lambda *args: None)
-    for name in ("_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_PIPELINE_PARALLEL_GROUP"):
-        monkeypatch.setattr(groups.fs_init, name, None)  # restored at the end of the test
-    monkeypatch.setattr(groups.fs_init, "_PIPELINE_PARALLEL_RANKS", None)
     rows = [b"this machine", b"another machine"]
     monkeypatch.setattr(groups, "exchange", lambda group, own, max_bytes: rows)
     monkeypatch.setattr(groups, "_first_sum", lambda group, device: done.append(device))

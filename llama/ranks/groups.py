@@ -96,36 +96,32 @@ def _join_alone() -> None:
             fs_init.initialize_model_parallel(1)
 
 
-def _make_own_fairscale_groups(sizes: GroupSizes, limit: timedelta) -> StageGroups | None:
-    """Make those of fairscale's groups that this rank belongs to, and those of its stage.
+def _make_fairscale_groups(sizes: GroupSizes, limit: timedelta) -> StageGroups | None:
+    """Make fairscale's groups, and those of the pipeline stage of this rank.
 
-    fairscale's own function makes all groups on all ranks, 17 for eight ranks, of which 16 have one
-    rank. Each would be a communicator of nccl, which takes a tenth of a second.
+    fairscale makes all groups on all ranks: 17 for eight ranks, of which 16 have one rank. These
+    are on gloo, where a group takes a millisecond; with nccl it would take a tenth of a second.
     """
-    rank = dist.get_rank()
-    first = rank - rank % sizes.group
-    alone = _new_group([rank], limit, "gloo")
-    with_same_part = range(rank % sizes.copy, sizes.world, sizes.copy)
-    pipeline = sizes.pipeline_of(rank)
-    fs_init._MODEL_PARALLEL_GROUP = _new_group(range(first, first + sizes.group), limit)
-    fs_init._DATA_PARALLEL_GROUP = (
-        alone if sizes.copy == sizes.world else _new_group(with_same_part, limit)
-    )
-    fs_init._PIPELINE_PARALLEL_GROUP = alone if sizes.stages == 1 else _new_group(pipeline, limit)
-    fs_init._PIPELINE_PARALLEL_RANKS = list(pipeline)
+    with torch_private.without_splits(), contextlib.redirect_stdout(io.StringIO()):
+        fs_init.initialize_model_parallel(
+            sizes.group,
+            sizes.stages,
+            pipeline_backend="gloo" if sizes.stages == 1 else None,
+            ddp_backend="gloo" if sizes.copy == sizes.world else None,
+        )
+    pipeline = fs_init.get_pipeline_parallel_group()
+    for group in (pipeline, fs_init.get_data_parallel_group()):
+        torch_private.set_timeout(group, limit)
     if sizes.stages <= 2:  # a pair already
         return None
-    group = fs_init.get_pipeline_parallel_group()
     new_group = functools.partial(_new_group, limit=limit)
-    return StageGroups.of_pairs(group, sizes.stage_of(rank), new_group)
+    return StageGroups.of_pairs(pipeline, sizes.stage_of(dist.get_rank()), new_group)
 
 
-def _new_group(
-    ranks: Sequence[int], limit: timedelta, backend: str | None = None
-) -> dist.ProcessGroup:
+def _new_group(ranks: Sequence[int], limit: timedelta) -> dist.ProcessGroup:
     """Make a group of these ranks, which alone call it, once in a process."""
     group: dist.ProcessGroup = dist.new_group(
-        list(ranks), timeout=limit, backend=backend, use_local_synchronization=True
+        list(ranks), timeout=limit, use_local_synchronization=True
     )
     return group
 
@@ -301,7 +297,7 @@ def _model_parallel_group(
             device_id=gpu,
         )
     if not fs_init.model_parallel_is_initialized():
-        watch.stage_groups = _make_own_fairscale_groups(sizes, limit)
+        watch.stage_groups = _make_fairscale_groups(sizes, limit)
     else:
         _check_fairscale_groups(sizes)
     group: dist.ProcessGroup = fs_init.get_model_parallel_group()

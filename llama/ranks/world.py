@@ -79,11 +79,6 @@ class GroupSizes:
         """The number of ranks that share a copy of the model."""
         return self.group * self.stages
 
-    def pipeline_of(self, rank: int) -> range:
-        """Return the ranks that have the index of `rank` in the groups of their stages."""
-        first = rank - rank % self.copy + rank % self.group
-        return range(first, first + self.copy, self.group)
-
     def stage_of(self, rank: int) -> int:
         """Return the stage of a rank. The first ranks of a copy are the last stage."""
         return self.stages - 1 - rank // self.group % self.stages
