@@ -5,8 +5,8 @@ exchange tensors of a fixed layout only, never pickles. It must not know how the
 nor which part of a model a rank holds: that is its `Placement`.
 
 The world ranks of a job are those of fairscale: of D copies of the model, P pipeline stages and T
-ranks in each model-parallel group, rank (d P + p) T + t. p = 0 is the last stage, so that the first
-rank of a copy has the lm_head, samples and leads.
+ranks in each model-parallel group, rank (d P + p) T + t, where p counts from the last stage
+(`placement.stage_of`).
 """
 
 import contextlib

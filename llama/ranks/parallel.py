@@ -119,7 +119,7 @@ class Parallel:
 
     @property
     def first_of_group(self) -> int:
-        """The first rank of the model-parallel group among all ranks of the job."""
+        """The first rank of the model-parallel group among all ranks of the job; see `stage_of`."""
         groups_before = self.placement.stages - 1 - self.placement.stage
         return self.data_rank * self.num_ranks + groups_before * self.size
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from llama.ranks import processes
 from llama.ranks.launch import LAUNCHER, agent
+from llama.ranks.placement import stage_of
 
 
 @dataclass
@@ -71,7 +72,7 @@ class PeerInfo:
         """The pipeline stage of the rank in messages; empty without a pipeline."""
         if self.stages == 1:
             return ""
-        stage = self.stages - 1 - self.rank // self.group_size % self.stages
+        stage = stage_of(self.rank, self.group_size, self.stages)
         return f" (stage {stage} of {self.stages})"
 
     @property

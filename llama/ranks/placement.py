@@ -24,7 +24,7 @@ class Placement:
     """The part of a model that one rank holds; the default is a rank that holds all of it.
 
     Attributes:
-        stage: The pipeline stage of this rank. Stage 0 holds the first layers.
+        stage: The pipeline stage of this rank. Stage 0 holds the first layers; see `stage_of`.
         stages: The number of pipeline stages.
         rank: This rank within the model-parallel group of its stage.
         size: The number of ranks in that group.
@@ -158,6 +158,20 @@ class Placement:
 
     def _weights(self) -> tuple[int, ...]:
         return self.shares or (1,) * self.size
+
+
+def stage_of(rank: int, size: int, stages: int) -> int:
+    """Return the pipeline stage of a rank of the job.
+
+    Stages count from the first layers, and ranks from the last stage: rank 0 samples, leads and
+    prints, and the last stage has what it needs for that. docs/concepts/ranks.md has a drawing.
+
+    Args:
+        rank: The rank among all ranks of the job.
+        size: The number of ranks in the group of each stage.
+        stages: The number of stages.
+    """
+    return stages - 1 - rank // size % stages
 
 
 @functools.lru_cache(64)  # the table of tensors asks once for each of them

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llama.common.checks import FieldError, torchrun_number
+from llama.ranks.placement import stage_of
 
 
 def started_processes() -> int:
@@ -80,8 +81,8 @@ class GroupSizes:
         return self.group * self.stages
 
     def stage_of(self, rank: int) -> int:
-        """Return the stage of a rank. The first ranks of a copy are the last stage."""
-        return self.stages - 1 - rank // self.group % self.stages
+        """Return the stage of a rank."""
+        return stage_of(rank, self.group, self.stages)
 
 
 def _divides(size: object, count: int) -> bool:
