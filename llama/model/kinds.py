@@ -97,11 +97,14 @@ class HalfKind(ABC):
         name: The name of its module within a layer, as Meta calls it.
         norm_name: The name of the norm before it.
         native: Its body in layers.cpp; None if the native layers cannot run it.
+        takes_rows_alone: Whether its module takes no more than the rows, as Meta's feed-forward
+            block does.
     """
 
     name: ClassVar[str]
     norm_name: ClassVar[str]
     native: ClassVar[BodyKind | None] = None
+    takes_rows_alone: ClassVar[bool] = False
 
     @property
     def kv_shape(self) -> KVShape | None:
@@ -112,7 +115,6 @@ class HalfKind(ABC):
     def build(self, dim: int, parallel: Parallel) -> HalfLayer:
         """Make the module, for a model of dimension `dim`."""
 
-    @abstractmethod
     def run(
         self,
         module: HalfLayer,
@@ -122,6 +124,10 @@ class HalfKind(ABC):
         kv_cache: Tensor | None,
     ) -> Tensor:
         """Call the module with the arguments that it takes; x (..., E) -> (..., E)."""
+        if self.takes_rows_alone:
+            return apply(module, x, batch)
+        out: Tensor = module(x, freqs_cis, batch, kv_cache)
+        return out
 
     @abstractmethod
     def elements_per_token(self) -> int:
@@ -193,18 +199,6 @@ class AttentionKind(HalfKind):
         """Make the module, for a model of dimension `dim`."""
         return Attention(self, dim, parallel)
 
-    def run(
-        self,
-        module: HalfLayer,
-        x: Tensor,
-        freqs_cis: Tensor,
-        batch: Batch,
-        kv_cache: Tensor | None,
-    ) -> Tensor:
-        """Call the module with all arguments."""
-        out: Tensor = module(x, freqs_cis, batch, kv_cache)
-        return out
-
     def elements_per_token(self) -> int:
         """Return queries, keys and values, twice: as multiplied and as rotated."""
         return 2 * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
@@ -264,23 +258,13 @@ class FeedForwardKind(HalfKind):
     name: ClassVar[str] = "feed_forward"
     norm_name: ClassVar[str] = "ffn_norm"
     native: ClassVar[BodyKind] = BodyKind.FEED_FORWARD
+    takes_rows_alone: ClassVar[bool] = True
 
     ffn_dim: int
 
     def build(self, dim: int, parallel: Parallel) -> FeedForward:
         """Make the module, for a model of dimension `dim`."""
         return FeedForward(self, dim, parallel)
-
-    def run(
-        self,
-        module: HalfLayer,
-        x: Tensor,
-        freqs_cis: Tensor,
-        batch: Batch,
-        kv_cache: Tensor | None,
-    ) -> Tensor:
-        """Call the module with the rows alone, as Meta does, and the batch."""
-        return apply(module, x, batch)
 
     def elements_per_token(self) -> int:
         """Return gate and up with their product."""

@@ -117,15 +117,23 @@ class Linear(Matrix):
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Multiply: x (..., K) -> (..., N).
+        """Multiply, and combine the products of all ranks: x (..., K).
 
         Args:
             x: The rows.
             context: What is known of the rows, such as the step's `Batch`.
             dtype: The type of the result; float32 keeps what rounding to the type of x would lose.
         """
+        return self.combined(self.share(x, context, dtype))
+
+    def share(self, x: Tensor, context: ForwardContext, dtype: torch.dtype | None = None) -> Tensor:
+        """Multiply by this rank's weight alone: x (..., K) -> (..., N); see `forward`."""
         updates = context.updates_of(self.names)
         return self.weight.linear(x, dtype, context, updates)
+
+    def combined(self, share: Tensor) -> Tensor:
+        """Combine the products (..., N) of all ranks; here there is one."""
+        return share
 
 
 class ColumnParallelLinear(Linear):
@@ -135,37 +143,15 @@ class ColumnParallelLinear(Linear):
     """
 
     def __init__(
-        self,
-        n_in: int,
-        n_out: int,
-        parallel: Parallel,
-        *,
-        widths: Sequence[int] = (),
+        self, n_in: int, n_out: int, parallel: Parallel, *, widths: Sequence[int] = ()
     ) -> None:
         super().__init__(n_in, n_out)
         self.parallel = parallel
         self.widths = widths
 
-    def forward(
-        self,
-        x: Tensor,
-        context: ForwardContext = DEFAULT_CONTEXT,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Multiply, and gather the outputs if there are `widths`."""
-        out = self.share(x, context, dtype=dtype)
-        return self.parallel.all_gather(out, self.widths) if self.widths else out
-
-    def share(
-        self,
-        x: Tensor,
-        context: ForwardContext = DEFAULT_CONTEXT,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Multiply without gathering: x (..., in) -> (..., n_out) of this rank."""
-        return super().forward(x, context, dtype=dtype)
+    def combined(self, share: Tensor) -> Tensor:
+        """Gather the outputs if there are `widths`."""
+        return self.parallel.all_gather(share, self.widths) if self.widths else share
 
 
 class RowParallelLinear(Linear):
@@ -175,15 +161,9 @@ class RowParallelLinear(Linear):
         super().__init__(n_in, n_out)
         self.parallel = parallel
 
-    def forward(
-        self,
-        x: Tensor,
-        context: ForwardContext = DEFAULT_CONTEXT,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Multiply, and sum over the ranks."""
-        return self.parallel.all_reduce(super().forward(x, context, dtype=dtype))
+    def combined(self, share: Tensor) -> Tensor:
+        """Sum over the ranks."""
+        return self.parallel.all_reduce(share)
 
 
 class VocabParallelEmbedding(Matrix):
