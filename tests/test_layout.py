@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import llama
+from llama import api
 from llama.engine.request import SequenceSpec
 from llama.engine.sequence import SequenceState
 
@@ -41,6 +42,7 @@ FLOORS = [
     "llama/requests",
     "llama/generation.py",
     "llama/__init__.py",
+    "llama/api.py",
     "llama/server",
     "llama/compat",
     "llama/cli",
@@ -235,13 +237,37 @@ def test_no_dangerous_calls():
             assert keywords.get("weights_only") == "True", name
 
 
-def test_type_checkers_see_the_names_that_are_there():
-    stub = ast.parse((REPO / "llama" / "__init__.pyi").read_text())
+@pytest.mark.parametrize(("module", "stub"), [(llama, "__init__.pyi"), (api, "api.pyi")])
+def test_type_checkers_see_the_names_that_are_there(module, stub):
+    tree = ast.parse((REPO / "llama" / stub).read_text())
     imported = {
-        x.name for node in stub.body if isinstance(node, ast.ImportFrom) for x in node.names
+        x.name for node in tree.body if isinstance(node, ast.ImportFrom) for x in node.names
     }
-    assert imported == set(llama.__all__)
-    assert all(getattr(llama, name) is not None for name in imported)
+    assert imported == set(module.__all__)
+    assert all(getattr(module, name) is not None for name in imported)
+
+
+# What the server, compat and the commands may import beside `llama.api`, and the files that look
+# inside on purpose.
+VOCABULARIES = (
+    "common",
+    "prompts",
+    "storage",
+    "sampling_params.py",
+    "tokenizer.py",
+    "build_args.py",
+)
+LOOKING_INSIDE = ("llama/cli/doctor.py", "llama/cli/plan/")
+
+
+def test_the_core_has_one_face():
+    """Server, compat and commands import the core through `llama.api`, which has about 40 names."""
+    users = ("llama/server/", "llama/compat/", "llama/cli/")
+    own = (*users, "llama/api.py", "llama/__init__.py", *(f"llama/{name}" for name in VOCABULARIES))
+    for name in NAMES:
+        if name.startswith(users) and not name.startswith(LOOKING_INSIDE):
+            assert not {other for other in own_imports(name) if not other.startswith(own)}, name
+    assert len(api.__all__) <= 42
 
 
 def test_importing_is_quiet_and_light():

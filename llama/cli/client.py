@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import httpx2
 
+from llama.api import Usage
 from llama.cli.flags import UsageError
-from llama.requests.request import Usage
 from llama.sampling_params import SamplingParams
 
 _CONNECT_S = 10.0

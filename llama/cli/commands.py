@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llama.api import SIGNALS, Watch, stop_requested
 from llama.cli.chat.line_editor import history_path
 from llama.cli.flags import SAMPLING_FLAGS, UsageError, extra
 from llama.cli.model import (
@@ -27,8 +28,6 @@ from llama.cli.model import (
 )
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.resident import KEYED, resident_server
-from llama.ranks.signals import SIGNALS, stop_requested
-from llama.ranks.watch import Watch
 
 _DEMO_TURNS = 3  # the longest chats that the demo model was trained on
 
@@ -273,7 +272,7 @@ def _batch_on_server(options: argparse.Namespace) -> tuple[int, int]:
 def verify(options: argparse.Namespace) -> int:
     """Print a line for each file, or fail at the first fault."""
     if global_rank() == 0:
-        from llama.checkpoint.verify import verify as check
+        from llama.api import verify as check
 
         for line in check(options.ckpt_dir, progress=sys.stderr.isatty()):
             print(line)
@@ -282,15 +281,15 @@ def verify(options: argparse.Namespace) -> int:
 
 def reshard(options: argparse.Namespace) -> int:
     """Write a checkpoint in another number of shards, and print which files were written."""
-    from llama.checkpoint.write.convert import reshard as write
+    from llama.api import reshard as write
 
     return _write_weights(write, options, options.model_parallel_size)
 
 
 def convert(options: argparse.Namespace) -> int:
     """Write a checkpoint in another layout, and print which files were written."""
-    from llama.checkpoint.write.convert import convert as write_layout
-    from llama.checkpoint.write.convert import pack
+    from llama.api import convert as write_layout
+    from llama.api import pack
 
     asked = _picked(options, "quantize", "lora")
     if not options.packed:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from llama.api import address_space_limit
 from llama.cli.flags import BUILD_FLAGS, SAMPLING_FIELDS, SAMPLING_FLAGS, UsageError
-from llama.ranks.processes import address_space_limit
 from llama.storage.hub import model_folder
 from llama.storage.page_cache import read_ahead
 

@@ -15,14 +15,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 
+from llama.api import (
+    DRAIN_S,
+    LAUNCHER,
+    SIGNALS,
+    NotMetError,
+    RankError,
+    Watch,
+    address_space_limit,
+    launch,
+)
 from llama.cli.flags import HelpWanted, UsageError, usage_errors
 from llama.common.checks import number
-from llama.ranks.errors import NotMetError
-from llama.ranks.launch import LAUNCHER, launch
-from llama.ranks.parallel import RankError
-from llama.ranks.processes import address_space_limit
-from llama.ranks.signals import DRAIN_S, SIGNALS
-from llama.ranks.watch import Watch
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 USAGE = 2

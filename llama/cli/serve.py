@@ -16,13 +16,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from llama.api import SIGNALS
 from llama.cli.flags import NETWORK_FLAGS, UsageError, extra
 from llama.cli.model import check_alone, demo_dir, load, quick_imports
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.replicas.command import serve_replicas
 from llama.cli.replicas.supervisor import LISTENING, READY
 from llama.cli.resident import LISTENER_FD, InheritedSocket, resident_server
-from llama.ranks.signals import SIGNALS
 
 _INTERVAL_VARIABLE = "FASTCHAT_WORKER_HEART_BEAT_INTERVAL"  # FastChat's variable
 _INTERVAL_S = "45"  # FastChat's default
@@ -78,7 +78,7 @@ def serve(options: argparse.Namespace) -> int:
 def _check_checkpoint(options: argparse.Namespace) -> None:
     """Look for the weights and the tokenizer, so that every rank reports what is wrong alike."""
     with quick_imports():
-        from llama.checkpoint.find import find
+        from llama.api import find
     checkpoint = find(options.ckpt_dir or demo_dir())
     if not options.tokenizer_path:
         checkpoint.tokenizer_path()

@@ -15,12 +15,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llama.api import AsyncLLMEngine, Llama, LLMEngine, Request, RequestOutput
 from llama.common.checks import brief, errors_in, whole_number
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.generation import Llama
-from llama.requests.async_engine import AsyncLLMEngine
-from llama.requests.llm_engine import LLMEngine
-from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import MAX_COUNT, NUMBER_TYPES, SamplingParams
 from llama.server.openai.scores import TextScores
 from llama.tokenizer import Tokenizer

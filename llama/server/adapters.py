@@ -14,10 +14,9 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
-from llama.checkpoint.lora.config import CONFIG_FILE
+from llama.api import CONFIG_FILE, AdapterInUseError
 from llama.common.checks import FieldError, brief
 from llama.prompts.fields import Fields
-from llama.requests.adapters import AdapterInUseError
 from llama.server.errors import ApiError
 from llama.server.exchange import Exchange, body_router
 from llama.server.service import Service

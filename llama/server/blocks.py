@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from pydantic_core import from_json
 
+from llama.api import CompletionOutput, RequestOutput
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.dialog_format import DialogFormat
-from llama.requests.request import CompletionOutput, RequestOutput
 from llama.server.encoding import SERVER_SENT_EVENTS, StreamFormat
 from llama.server.endings import ending_of
 from llama.server.errors import ApiError

@@ -18,9 +18,9 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
+from llama.api import Request as EngineRequest
 from llama.common.checks import FieldError
 from llama.prompts.fields import read_as
-from llama.requests.request import Request as EngineRequest
 from llama.server.errors import ApiError
 from llama.server.request import ApiRequest
 from llama.server.service import Service

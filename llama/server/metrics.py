@@ -19,9 +19,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from llama.generation import Llama
-from llama.requests.answer import Answer
-from llama.requests.request import Request, RequestOutput
+from llama.api import Answer, Llama, Request, RequestOutput
 
 log = logging.getLogger("llama.server")
 _REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)

@@ -11,8 +11,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from llama.requests.request import Request as EngineRequest
-from llama.requests.request import RequestOutput
+from llama.api import Request as EngineRequest
+from llama.api import RequestOutput
 from llama.server.encoding import (
     PIECE_BYTES,
     PieceResponse,

@@ -19,10 +19,8 @@ from typing import Any
 import uvicorn
 from fastapi import APIRouter
 
+from llama.api import Llama, Watch, stop_requested
 from llama.common.checks import FieldError
-from llama.generation import Llama
-from llama.ranks.signals import stop_requested
-from llama.ranks.watch import Watch
 from llama.server.app import make_app
 from llama.server.auth import is_loopback
 from llama.server.connections import BoundedProtocol, Connections

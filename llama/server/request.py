@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llama.api import CompletionOutput, RequestOutput
 from llama.common.checks import FieldError
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.chat import chat_params
 from llama.prompts.dialog_format import DialogFormat, PromptOptions
 from llama.prompts.tools import Tools
-from llama.requests.request import CompletionOutput, RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.server.errors import ErrorFields, first_name
 

@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 
 from starlette.responses import Response
 
+from llama.api import Request as EngineRequest
+from llama.api import RequestOutput
 from llama.prompts.dialog_format import DialogFormat
-from llama.requests.request import Request as EngineRequest
-from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.server.blocks import BlockAnswer
 from llama.server.encoding import (

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from llama.requests.request import Request as EngineRequest
+from llama.api import Request as EngineRequest
 from llama.sampling_params import SamplingParams
 from llama.server.anthropic.answers import MessageAnswer
 from llama.server.anthropic.models import COUNT_URL, MESSAGES_URL, CountBody, MessagesBody

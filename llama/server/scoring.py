@@ -12,11 +12,10 @@ from fastapi import APIRouter
 from pydantic import Field, Tag
 from starlette.responses import Response
 
+from llama.api import ClassificationHead, RequestOutput, ranked
 from llama.common.checks import brief
 from llama.prompts.fields import Fields, chosen_by
 from llama.prompts.messages import Dialog
-from llama.requests.request import RequestOutput
-from llama.requests.scoring import ClassificationHead, ranked
 from llama.server.accepted import LabelFields
 from llama.server.errors import ApiError, ErrorFields
 from llama.server.exchange import Exchange, body_router

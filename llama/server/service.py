@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama.generation import Llama
+from llama.api import Llama
 from llama.server.errors import unknown_model
 from llama.server.limits import Limits
 from llama.server.metrics import Metrics

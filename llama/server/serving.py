@@ -16,14 +16,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from llama.api import AsyncLLMEngine, ContextLengthError, Llama, Request, RequestOutput
 from llama.common.checks import FieldError
-from llama.generation import Llama
 from llama.prompts import ToolFormat
 from llama.prompts.dialog_format import DialogFormat
 from llama.prompts.reasoning import REASONING_FIELDS
-from llama.requests.async_engine import AsyncLLMEngine
-from llama.requests.prepare import ContextLengthError
-from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.server.errors import (
     ApiError,

@@ -13,13 +13,10 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
+from llama.api import Llama, ModelParallel, Parallel, Request, RequestOutput, derived_seed
 from llama.cli.batch.files import Line, Results, check_files
 from llama.cli.batch.lines import answer_record, read_request
 from llama.cli.batch.loop import BatchReport, Loop, Take, local_counters
-from llama.generation import Llama
-from llama.ranks.collectives import ModelParallel
-from llama.ranks.parallel import Parallel
-from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.server.request import ApiRequest
 

@@ -9,11 +9,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, Self
 
+from llama.api import RequestOutput
 from llama.cli.batch.csv_rows import fields_of, is_csv
 from llama.common.checks import brief
 from llama.common.validation import json_type
 from llama.prompts.dialog_format import DialogFormat
-from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.server.openai.answers import Completion, ResponseMeta
 from llama.server.openai.models import CHAT_URL, TEXT_URL, parse_body

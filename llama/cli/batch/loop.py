@@ -15,9 +15,9 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from tqdm import tqdm
 
+from llama.api import stop_requested
 from llama.cli.batch.files import Line, Results, read_lines
 from llama.cli.batch.lines import LineFormat, custom_id_of, error_record, parse_line
-from llama.ranks.signals import stop_requested
 from llama.sampling_params import SamplingParams
 
 _COUNTS = ("written", "failed", "tokens", "finished")

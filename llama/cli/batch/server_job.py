@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from llama.api import SIGNALS, derived_seed, stop_requested
 from llama.cli.batch.files import Line, Results, check_files
 from llama.cli.batch.lines import error_record, response_record, target
 from llama.cli.batch.loop import BatchReport, Loop
 from llama.cli.client import Client, Reply, ServerError, sampling_fields, usage_of
-from llama.ranks.signals import SIGNALS, stop_requested
-from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
 
 MAX_CONCURRENCY = 1024

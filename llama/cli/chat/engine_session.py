@@ -9,15 +9,13 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+from llama.api import SIGNALS, Llama, Watch
 from llama.cli.chat.conversation import Conversation, Turn
 from llama.cli.chat.session import Part, talk
 from llama.cli.chat.terminal import Terminal
 from llama.cli.ranks import check_one_group
-from llama.generation import Llama
 from llama.prompts.chat import chat_params
 from llama.prompts.dialog_format import Messages, PromptOptions
-from llama.ranks.signals import SIGNALS
-from llama.ranks.watch import Watch
 
 
 def chat_on_engine(llama: Llama, history: Path | None = None, **settings: Any) -> None:

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Generator
 from typing import NamedTuple
 
+from llama.api import Usage
 from llama.cli.chat.conversation import Conversation, Turn
 from llama.cli.chat.stats import TurnStats
 from llama.cli.chat.terminal import Terminal, read_turn
-from llama.requests.request import Usage
 
 
 class Part(NamedTuple):

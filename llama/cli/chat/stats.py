@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from llama.requests.request import Usage
+from llama.api import Usage
 
 
 class TurnStats(NamedTuple):

@@ -19,10 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from llama.api import SIGNALS, Watch, stop_requested
 from llama.cli.chat.completion import complete
 from llama.cli.chat.line_editor import LineEditor
-from llama.ranks.signals import SIGNALS, stop_requested
-from llama.ranks.watch import Watch
 
 QUOTES = '"""'
 PROMPT = "> "

@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from llama.api import SIGNALS, describe_end, stop_requested
 from llama.cli.flags import UsageError
 from llama.cli.ranks import USAGE, say
 from llama.cli.replicas.child import Child
-from llama.ranks.processes import describe_end
-from llama.ranks.signals import SIGNALS, stop_requested
 
 LISTENING = "listening on "  # begins the line of a server that has a socket
 READY = "ready: "  # begins the line of a server that answers requests

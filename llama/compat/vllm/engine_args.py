@@ -12,12 +12,11 @@ from dataclasses import Field, InitVar, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from llama.api import QUANTIZED, Llama
 from llama.build_args import BuildArgs
 from llama.common.checks import FieldError, brief
 from llama.compat.vllm.vllm_params import SamplingParams, refusing
-from llama.generation import Llama
 from llama.storage.hub import model_folder
-from llama.weights.choice import QUANTIZED
 
 # Arguments that do not change an answer, whatever their value: what to log, how to schedule, what
 # to compile.

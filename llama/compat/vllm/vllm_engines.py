@@ -24,6 +24,8 @@ from typing import Any, Self, cast
 
 from tqdm import tqdm
 
+from llama import api
+from llama.api import Llama, Request, beam_search
 from llama.common.checks import brief
 from llama.compat.client_tokenizer import ClientTokenizer, template_options
 from llama.compat.vllm.engine_args import EngineArgs
@@ -36,11 +38,7 @@ from llama.compat.vllm.vllm_params import (
 )
 from llama.compat.vllm.vllm_pooling import PoolingMethods
 from llama.compat.vllm.vllm_request import BeamSearchOutput, RequestOutput, VllmRequest
-from llama.generation import Llama
 from llama.prompts.dialog_format import MetaFormat, PromptOptions
-from llama.requests import async_engine
-from llama.requests.beam_search import beam_search
-from llama.requests.request import Request
 
 # Arguments of from_engine_args that have no effect.
 _IGNORED = frozenset({"usage_context", "stat_loggers", "start_engine_loop"})
@@ -410,7 +408,7 @@ class AsyncLLMEngine(EngineFrontend):
     def __init__(self, llama: Llama, args: EngineArgs | None = None) -> None:
         """Wrap a model; see `EngineFrontend`."""
         super().__init__(llama, args)
-        self._engine = async_engine.AsyncLLMEngine(llama)
+        self._engine = api.AsyncLLMEngine(llama)
         self.is_running = True
 
     async def generate(

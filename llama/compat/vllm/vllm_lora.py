@@ -7,8 +7,8 @@ loaded at the first request that names it.
 from dataclasses import dataclass
 from typing import Any
 
+from llama.api import Llama
 from llama.common.checks import brief, whole_number
-from llama.generation import Llama
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from llama.api import EmbeddingOptions, Llama, Request, RequestOutput
 from llama.common.checks import brief
 from llama.compat.vllm.vllm_params import refuse
-from llama.generation import Llama
-from llama.requests.pooling import EmbeddingOptions
-from llama.requests.request import Request, RequestOutput
 
 _Output = TypeVar("_Output")
 _TASKS = ("embed", "classify")

@@ -5,9 +5,9 @@ The engine asks each request for its outputs, which a `VllmRequest` makes in vLL
 
 from dataclasses import dataclass, field
 
+from llama import api
+from llama.api import Beam
 from llama.compat.vllm.vllm_params import RequestOutputKind, SamplingParams
-from llama.requests import request as engine
-from llama.requests.beam_search import Beam
 from llama.tokenizer import Tokenizer
 
 
@@ -110,7 +110,7 @@ class VllmRequest:
         tokenizer: The tokenizer, for the texts of tokens in `Logprob`.
     """
 
-    request: engine.Request
+    request: api.Request
     params: SamplingParams
     name: str
     prompt: str | None
@@ -123,9 +123,9 @@ class VllmRequest:
         self.request.is_final_only = self.params.output_kind is RequestOutputKind.FINAL_ONLY
         self.request.make_output = self.output
 
-    def output(self, request: engine.Request) -> RequestOutput:
+    def output(self, request: api.Request) -> RequestOutput:
         """Return the output that is due, in vLLM's format."""
-        output = engine.RequestOutput(request)
+        output = api.RequestOutput(request)
         prompt_logprobs = None
         scores = output.prompt_logprobs
         if scores is not None and not self._num_reported:
@@ -151,7 +151,7 @@ class VllmRequest:
             sequences.append(BeamSearchSequence(ids, beam.logprob, text, beam.finish_reason))
         return BeamSearchOutput(sequences)
 
-    def _answer(self, answer: engine.CompletionOutput, error: str | None) -> CompletionOutput:
+    def _answer(self, answer: api.CompletionOutput, error: str | None) -> CompletionOutput:
         """Return an answer in vLLM's format, where the token that stopped it is one of its tokens.
 
         Args:

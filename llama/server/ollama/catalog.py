@@ -7,9 +7,8 @@ import hashlib
 import json
 from typing import Any
 
-from llama.checkpoint.table import part_of
+from llama.api import ModelArgs, part_of
 from llama.common.device import dtype_name
-from llama.model.args import ModelArgs
 from llama.server.ollama.answers import timestamp
 from llama.server.serving import Serving
 

@@ -9,8 +9,8 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from llama.api import Request as EngineRequest
 from llama.common.checks import FieldError, brief
-from llama.requests.request import Request as EngineRequest
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError
 from llama.server.exchange import (

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llama.api import CompletionOutput, RequestOutput
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.dialog_format import DialogFormat
 from llama.prompts.reasoning import REASONING_FIELDS
-from llama.requests.request import CompletionOutput, RequestOutput
 from llama.server.encoding import DONE, SERVER_SENT_EVENTS, ContinuedList, SharedItems
 from llama.server.errors import ApiError
 from llama.server.openai.scores import Scores, TextScores, chat_scores

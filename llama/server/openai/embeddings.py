@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from llama.requests.pooling import EmbeddingOptions
+from llama.api import EmbeddingOptions
 from llama.server.accepted import LabelFields
 from llama.server.errors import ErrorFields
 from llama.server.exchange import Exchange, body_router

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from llama.requests.detokenizer import Detokenizer
+from llama.api import Detokenizer
 from llama.tokenizer import Tokenizer
 
 _MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have

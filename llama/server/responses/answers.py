@@ -5,9 +5,9 @@ This file knows no network and runs no model.
 
 from typing import Any
 
+from llama.api import RequestOutput
 from llama.prompts.dialog_format import DialogFormat
 from llama.prompts.fields import Fields
-from llama.requests.request import RequestOutput
 from llama.server.blocks import Block, BlockAnswer, Events
 from llama.server.endings import ending_of
 from llama.server.errors import ApiError
