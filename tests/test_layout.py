@@ -27,6 +27,7 @@ FLOORS = [
     "llama/build_args.py",
     "llama/storage",
     "llama/tokenizer.py",
+    "llama/reference",
     "llama/sampling_params.py",
     "llama/prompts",
     "llama/ops",
@@ -107,6 +108,19 @@ def test_no_import_is_for_types_alone():
                 assert "llama" not in ast.unparse(node), name
 
 
+def test_the_reference_stands_alone():
+    """The reference imports the tokenizer alone, and `llama verify` alone imports it.
+
+    It has at most 500 lines, none of its files more than 300.
+    """
+    own = {name for name in NAMES if name.startswith("llama/reference/")}
+    assert set().union(*map(own_imports, own)) - own == {"llama/tokenizer.py"}
+    users = {name for name in NAMES if own_imports(name) & own} - own
+    assert users == {"llama/cli/verify_answers.py"}
+    num_lines = [len((REPO / name).read_text().splitlines()) for name in own]
+    assert sum(num_lines) <= 500 and max(num_lines) <= 300
+
+
 def test_imports_have_no_circle():
     """Imports have no cycle.
 
@@ -150,9 +164,10 @@ def test_a_format_of_weights_is_a_file():
     [
         (
             "torch.distributed",
-            r"llama/ranks/(collectives|groups|meeting|one_shot|stage_link|torch_private)\.py",
+            r"llama/(ranks/(collectives|groups|meeting|one_shot|stage_link|torch_private)\.py|"
+            r"reference/generation\.py)",
         ),
-        ("fairscale", r"llama/ranks/groups\.py"),
+        ("fairscale", r"llama/(ranks/groups\.py|reference/)"),
         ("triton", r"llama/(ops/triton|gpu)/"),
         ("fastapi", r"llama/(server/|compat/fastchat\.py)"),
         ("uvicorn", r"llama/server/(process|connections)\.py"),

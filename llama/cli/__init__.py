@@ -163,11 +163,24 @@ COMMANDS = {
         examples=["llama stop Llama-3.2-1B-Instruct"],
     ),
     "verify": Command(
-        "Check a checkpoint: checksums, names and shapes of tensors, and missing shards.",
-        defaults={"ckpt_dir": REQUIRED},
+        "Check a checkpoint: checksums, names and shapes of tensors, and missing shards. Or check "
+        "the answers of the engine: against a reference of 500 lines, on the same weights.",
+        defaults={
+            "ckpt_dir": REQUIRED,
+            "answers": False,
+            "original": None,
+            "ranks": 1,
+            "device": None,
+            "dtype": None,
+        },
         positional=["ckpt_dir"],
         function="commands:verify",
-        examples=["llama verify Meta-Llama-3-8B"],
+        examples=[
+            "llama verify Meta-Llama-3-8B",
+            "llama verify Meta-Llama-3-8B --answers",
+            "llama verify Meta-Llama-3-70B --answers --ranks 8",
+            "llama verify Llama-3.2-1B-hf --answers --original Llama-3.2-1B",
+        ],
     ),
     "reshard": Command(
         "Write Meta's consolidated.NN.pth in another number of shards, into a new folder.",
@@ -268,7 +281,7 @@ rank 0 reads and prints.
 \b
 Exit codes:
   0    success; for batch: each line has a record, which may be an error
-  1    failure, with an error message; for verify: the checkpoint is not sound
+  1    failure, with an error message; for verify: the files or the answers are wrong
   2    the command line cannot be used; for batch: the same for its files or its model
   130  Ctrl-C
 """

@@ -270,7 +270,18 @@ def _batch_on_server(options: argparse.Namespace) -> tuple[int, int]:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Print a line for each file, or fail at the first fault."""
+    """Print a line for each file, or fail at the first fault; or compare answers."""
+    if options.answers:
+        from llama.cli.verify_answers import verify_answers
+
+        is_equal, line = verify_answers(
+            options.ckpt_dir, options.original, **_picked(options, "device", "dtype")
+        )
+        if global_rank() == 0:
+            print(line)
+        return 0 if is_equal else 1
+    if options.original is not None:
+        raise UsageError("--original is for a comparison of answers: add --answers")
     if global_rank() == 0:
         from llama.api import verify as check
 

@@ -113,6 +113,14 @@ _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a
         "out_dir": Flag(
             str, "OUT", "Folder to write, or for convert a .gguf file; it must not exist yet"
         ),
+        "answers": Flag(
+            bool,
+            "",
+            "Compare the engine's answers with the reference's, in place of checking files",
+        ),
+        "original": Flag(
+            str, "DIR", "Weights that the reference runs, such as those DIR was made from", "DIR"
+        ),
         "packed": Flag(
             bool, "", "Write a layout that a CPU maps and runs at once, on any number of ranks"
         ),
