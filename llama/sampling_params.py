@@ -11,12 +11,11 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from pydantic import PlainValidator
 
-from llama.common.checks import FieldError, Range, brief, number, whole_number
+from llama.common.checks import FieldError, FieldTypeError, Range, brief, number, whole_number
 from llama.common.validation import (
     Length,
     TupleOf,
     checked_dataclass,
-    custom_error,
     with_message,
 )
 
@@ -46,9 +45,9 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     is_tuple = isinstance(pairs, tuple)
     if not is_tuple or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         text = f"={brief(value)} must map token ids to numbers, or be None"
-        raise custom_error(text, is_type=True)
+        raise FieldTypeError("", text)
     if len(pairs) > MAX_BIASES:
-        raise custom_error(f" has {len(pairs)} entries: it must have at most {MAX_BIASES}")
+        raise FieldError("", f" has {len(pairs)} entries: it must have at most {MAX_BIASES}")
     biases = {}
     for token, bias in pairs:
         token_id = whole_number("logit_bias id", token, 0, MAX_COUNT)
@@ -61,17 +60,17 @@ def _schema(value: Any) -> str | None:
     if value is None:
         return None
     if value is False:
-        raise custom_error(": the schema false allows no answer")
+        raise FieldError("", ": the schema false allows no answer")
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as e:
-        raise custom_error(f" is not JSON: {e}") from None
+        raise FieldError("", f" is not JSON: {e}") from None
     if not isinstance(schema, dict | bool):
-        raise custom_error(f"={brief(value)} must be a JSON schema: an object", is_type=True)
+        raise FieldTypeError("", f"={brief(value)} must be a JSON schema: an object")
     if len(text) > _MAX_CHARACTERS:
         allowed = f"1 to {_MAX_CHARACTERS} characters"
-        raise custom_error(f" must have {allowed}, not {len(text)}: {brief(text)}")
+        raise FieldError("", f" must have {allowed}, not {len(text)}: {brief(text)}")
     return text
 
 
@@ -159,10 +158,10 @@ def _structured_output(value: Any) -> StructuredOutput | None:
         return value
     if not isinstance(value, Mapping):
         text = f"={brief(value)} must be a StructuredOutput, or be None"
-        raise custom_error(text, is_type=True)
+        raise FieldTypeError("", text)
     unknown = sorted(value.keys() - set(_FORMATS))
     if unknown:
-        raise custom_error(f" has no field {unknown[0]!r}")
+        raise FieldError("", f" has no field {unknown[0]!r}")
     return StructuredOutput(**value)
 
 

@@ -25,7 +25,8 @@ class FieldError(ValueError):
     """A value that cannot be used.
 
     Attributes:
-        field: what was checked, such as `temperature` or `stop[3]`.
+        field: what was checked, such as `temperature` or `stop[3]`. In an error that a validator of
+            pydantic raises it is empty, or begins with a dot: it follows the path of the value.
         message: the whole message, which names the field, at the beginning where that is possible.
     """
 
@@ -38,6 +39,11 @@ class FieldError(ValueError):
     def of(cls, field: str, text: str) -> "FieldError":
         """Make an error whose message is the field followed by the text."""
         return cls(field, field + text)
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether field and message follow the path of a value."""
+        return not self.field or self.field.startswith(".")
 
     def __str__(self) -> str:
         return self.message

@@ -26,7 +26,6 @@ from pydantic import (
 from pydantic_core import (
     CoreSchema,
     ErrorDetails,
-    PydanticCustomError,
     core_schema,
 )
 
@@ -47,8 +46,6 @@ _EXPECTED = {  # keys: pydantic's types of errors
     "float_type": "a number",
 }
 _MESSAGES = {  # the text after the path of the value, by pydantic's type of error
-    "custom": "{text}",
-    "custom_type": "{text}",
     "not_chosen": "{msg}, got {value}",
     "value_error": ": {error}",
     "missing": " is needed",
@@ -67,18 +64,6 @@ def json_type(value: object) -> str:
     return "null" if value is None else _JSON_TYPES.get(type(value), "a number")
 
 
-def custom_error(text: str, field: str = "", *, is_type: bool = False) -> PydanticCustomError:
-    """Make an error for a validator to raise; its text follows the path of the value.
-
-    Args:
-        text: the rest of the message, such as "=7 must be a string".
-        field: the field at fault inside the value, if the value is an object.
-        is_type: whether the type of the value is wrong, so that a `FieldTypeError` results.
-    """
-    context = {"text": text, "field": (field,) if field else ()}
-    return PydanticCustomError("custom_type" if is_type else "custom", "{text}", context)
-
-
 def with_message(text: str, *, of_parts: bool = False) -> WrapValidator:
     """Replace pydantic's errors of a value by one message.
 
@@ -95,7 +80,8 @@ def with_message(text: str, *, of_parts: bool = False) -> WrapValidator:
             if not of_parts and all(error["loc"] for error in errors):
                 raise
             is_type = any(map(_is_type_error, errors))
-            raise custom_error(text.replace("{value}", brief(value)), is_type=is_type) from None
+            kind = FieldTypeError if is_type else FieldError
+            raise kind("", text.replace("{value}", brief(value))) from None
 
     return WrapValidator(check)
 
@@ -121,10 +107,10 @@ class Length:
             except ValidationError:
                 if not isinstance(value, str):
                     text = f"={brief(value)} must be a string of {allowed}"
-                    raise custom_error(text, is_type=True) from None
+                    raise FieldTypeError("", text) from None
             if self.low <= len(value) <= self.high:
                 return value  # a text with a lone surrogate, whose length pydantic cannot count
-            raise custom_error(f" must have {allowed}, not {len(value)}: {brief(value)}")
+            raise FieldError("", f" must have {allowed}, not {len(value)}: {brief(value)}")
 
         return core_schema.no_info_wrap_validator_function(check, schema)
 
@@ -161,12 +147,12 @@ class TupleOf:
         allowed = f"{self.low} to {self.high} entries" if self.low else f"at most {self.high}"
         if isinstance(value, str | bytes) or not isinstance(value, Sequence):
             text = f"={brief(value)} must be a list or tuple of {allowed}"
-            raise custom_error(text if self.low else f"{text} entries", is_type=True)
+            raise FieldTypeError("", text if self.low else f"{text} entries")
         if self.low <= len(value) <= self.high:
             return tuple(value)
         if self.low:
-            raise custom_error(f" must have {allowed}, not {len(value)}")
-        raise custom_error(f" has {len(value)} entries: it must have {allowed}")
+            raise FieldError("", f" must have {allowed}, not {len(value)}")
+        raise FieldError("", f" has {len(value)} entries: it must have {allowed}")
 
 
 @dataclass(frozen=True)
@@ -206,14 +192,20 @@ def field_error(error: ValidationError, given: Any = None, root: str = "") -> Fi
     if root == "messages" and path:  # the message of a dialog: "message 0: content"
         name = ": ".join(filter(None, [f"message {path[0]}", join_path(path[1:])]))
     message = f"{name}{text}".removeprefix(": ")
-    field = join_path([*whole_path, *first.get("ctx", {}).get("field", ())])
+    field = join_path(whole_path)
+    if (cause := _relative(first)) is not None:
+        field = f"{field}{cause.field}".removeprefix(".")
     return FieldTypeError(field, message) if _is_type_error(first) else FieldError(field, message)
 
 
 def _is_type_error(error: ErrorDetails) -> bool:
-    if error["type"] in _EXPECTED or error["type"] == "custom_type":
-        return True
-    return isinstance(error.get("ctx", {}).get("error"), FieldTypeError)
+    return error["type"] in _EXPECTED or isinstance(_relative(error), FieldTypeError)
+
+
+def _relative(error: ErrorDetails) -> FieldError | None:
+    """Return the error of a validator whose message follows the path of the value."""
+    cause = error.get("ctx", {}).get("error")
+    return cause if isinstance(cause, FieldError) and cause.is_relative else None
 
 
 def _path_of(error: ErrorDetails, given: Any) -> _Path:
@@ -252,8 +244,8 @@ def _message_of(error: ErrorDetails, expected: str) -> str:
     kind = error["type"]
     value = error["input"]
     context = error.get("ctx", {})
-    if isinstance(context.get("error"), FieldError):  # an error without a field, as of a Range
-        return str(context["error"])
+    if _relative(error) is not None:
+        return str(_relative(error))
     if kind in _MESSAGES:
         size = len(value) if kind == "too_long" else 0
         return _MESSAGES[kind].format(**context, value=brief(value), size=size, msg=error["msg"])
@@ -339,6 +331,6 @@ def _nested(error: ValidationError) -> FieldError | None:
     """Return the `FieldError` with the name of its field that a validator has raised, if any."""
     for details in error.errors(include_url=False):
         cause = details.get("ctx", {}).get("error")
-        if isinstance(cause, FieldError) and cause.field:
+        if isinstance(cause, FieldError) and not cause.is_relative:
             return cause
     return None

@@ -21,10 +21,10 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, PydanticOmit
+from pydantic_core import PydanticOmit
 
-from llama.common.checks import brief
-from llama.common.validation import custom_error, field_error, join_path
+from llama.common.checks import FieldError, brief
+from llama.common.validation import field_error, join_path
 
 _T = TypeVar("_T")
 UNUSED = object()  # marks a field without effect: a lenient reader ignores values it cannot take
@@ -92,14 +92,14 @@ class Fields(BaseModel):
         return model
 
     @classmethod
-    def _unknown(cls, names: Iterable[Any]) -> PydanticCustomError:
+    def _unknown(cls, names: Iterable[Any]) -> FieldError:
         """Make the error for unknown fields; a name may be any text, even a lone surrogate."""
         names = list(map(str, names))
         first = heapq.nsmallest(_MAX_NAMED, names)
         text = ", ".join(map(brief, first))
         if len(names) > len(first):
             text += ", ..."
-        return custom_error(cls.unknown_message.format(names=text), first[0])
+        return FieldError(f".{first[0]}", cls.unknown_message.format(names=text))
 
 
 def _without(fields: dict[str, Any], names: Collection[Any]) -> dict[str, Any]:
@@ -125,8 +125,8 @@ SKIP_OTHER_TYPES = WrapValidator(_unless_other_type)
 def _check_no_images(content: Any) -> Any:
     for index, part in enumerate(content if isinstance(content, list) else ()):
         if isinstance(part, dict) and part.get("type") in _IMAGE_TYPES:
-            raise custom_error(
-                f"[{index}] is an image, and the model reads text alone: leave it out"
+            raise FieldError(
+                "", f"[{index}] is an image, and the model reads text alone: leave it out"
             )
     return content
 

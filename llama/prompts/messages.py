@@ -21,8 +21,8 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from llama.common.checks import brief
-from llama.common.validation import custom_error, field_error, json_type, with_message
+from llama.common.checks import FieldError, brief
+from llama.common.validation import field_error, json_type, with_message
 from llama.prompts.fields import NO_IMAGES, Fields, read_as
 from llama.tokenizer import Role
 
@@ -85,10 +85,10 @@ def _arguments(given: Any) -> Any:
         with contextlib.suppress(ValueError):
             if isinstance(from_json(given, allow_partial=True), dict):
                 return given
-        raise custom_error(f": {type(e).__name__}: {e}") from None
+        raise FieldError("", f": {type(e).__name__}: {e}") from None
     check_json(arguments)
     if not isinstance(arguments, dict):
-        raise custom_error(f" must be an object, got {json_type(arguments)}")
+        raise FieldError("", f" must be an object, got {json_type(arguments)}")
     return arguments
 
 
@@ -115,7 +115,7 @@ def _call(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
     try:
         return read(value)
     except ValidationError as e:
-        raise custom_error(f"{_CALL} ({field_error(e, value, 'call')})") from None
+        raise FieldError("", f"{_CALL} ({field_error(e, value, 'call')})") from None
 
 
 _NO_CALLS = with_message(" need the role assistant")

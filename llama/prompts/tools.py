@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from llama.common.checks import FieldError
-from llama.common.validation import custom_error, with_message
+from llama.common.validation import with_message
 from llama.prompts.fields import SKIP_OTHER_TYPES, Fields
 from llama.prompts.messages import check_json
 
@@ -145,11 +145,11 @@ def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
     """Check what the prompt needs of the schema of a function; a grammar checks the rest."""
     if schema.get("type", "object") not in ("object", "dict"):
-        raise custom_error(".type must be 'object'")
+        raise FieldError("", ".type must be 'object'")
     if not isinstance(schema.get("properties", {}), dict):
-        raise custom_error(".properties must be an object")
+        raise FieldError("", ".properties must be an object")
     if not isinstance(schema.get("required", []), list):
-        raise custom_error(".required must be a list")
+        raise FieldError("", ".required must be a list")
     return check_json(schema)
 
 
@@ -215,7 +215,7 @@ def _choice(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
         return read(value)
     except ValidationError:
         allowed = _NAMED if isinstance(value, dict) else "'none', 'auto', 'required' or a function"
-        raise custom_error(f" must be {allowed}") from None
+        raise FieldError("", f" must be {allowed}") from None
 
 
 TOOLS: Any = Field(max_length=MAX_TOOLS, fail_fast=True)
