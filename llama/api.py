@@ -3,8 +3,8 @@
 The core is what stands below: generation, requests, options, engine, model, ranks, loading and
 checkpoints. A server of another kind needs no more than these names. `llama.prompts`,
 `llama.common`, `llama.sampling_params`, `llama.tokenizer`, `llama.build_args` and `llama.storage`
-are vocabularies, and imported by themselves; `llama doctor` and `llama plan` look inside on
-purpose. A test holds this.
+are vocabularies, and imported by themselves; `llama doctor`, `llama plan` and `llama verify
+--answers` look inside on purpose. A test holds this.
 
 A name is imported when it is first used, so that a client does not import torch. Type checkers read
 the names in api.pyi.
