@@ -41,6 +41,8 @@ def linear(rows: tuple[int, ...] = (1, 8, 32, 512), repeats: int = 20, **flags: 
         raise ValueError(
             "linear compares kernels of this process on a CPU: leave out vs and device"
         )
+    if not _has_onednn_bf16():
+        print("oneDNN packed bf16 is left out: oneDNN has no bf16 on this CPU", file=sys.stderr)
     sizes = [whole("rows", m) for m in rows]
     whole("repeats", repeats)
     found: list[Row] = []
@@ -54,10 +56,10 @@ def measure(m: int, n: int, k: int, repeats: int) -> list[Row]:
     """Return a row per kernel, each timed `repeats` times after a warm-up."""
     copies = max(1, _COLD_BYTES // (n * k))
     x = torch.randn(m, k).bfloat16()
-    kernels = {name: [make(m, n, k) for _ in range(copies)] for name, make in KERNELS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in kernels}
+    calls_of = {name: [make(m, n, k) for _ in range(copies)] for name, make in kernels().items()}
+    seconds: dict[str, list[float]] = {name: [] for name in calls_of}
     for i in range(repeats + 1):
-        for name, calls in kernels.items():
+        for name, calls in calls_of.items():
             call = calls[i % copies]
             began = time.perf_counter()
             call(x)
@@ -107,10 +109,21 @@ def _torch_int8(m: int, n: int, k: int) -> Kernel:
     return lambda x: torch.ops.aten._weight_int8pack_mm(x, values, scales)
 
 
-KERNELS: dict[str, Callable[[int, int, int], Kernel]] = {
-    "ours bf16": _ours("bf16"),
-    "F.linear bf16": _torch_linear,
-    "oneDNN packed bf16": _onednn_packed,
-    "int8pack_mm int8": _torch_int8,
-    **{f"ours {name}": _ours(name) for name in QUANTIZED},
-}
+def _has_onednn_bf16() -> bool:
+    """Return whether oneDNN takes bf16 here; on CPUs with AVX2 alone it does not."""
+    has_bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return has_bf16
+
+
+def kernels() -> dict[str, Callable[[int, int, int], Kernel]]:
+    """Return the kernels that this machine has, by name: each makes the product of (m, n, k)."""
+    found: dict[str, Callable[[int, int, int], Kernel]] = {
+        "ours bf16": _ours("bf16"),
+        "F.linear bf16": _torch_linear,
+        "oneDNN packed bf16": _onednn_packed,
+        "int8pack_mm int8": _torch_int8,
+        **{f"ours {name}": _ours(name) for name in QUANTIZED},
+    }
+    if not _has_onednn_bf16():
+        del found["oneDNN packed bf16"]
+    return found

@@ -35,3 +35,27 @@ FILES = {
     "groups of 128": Coded(_codes(16), torch.arange(-8.0, 8), _values(N, K // 128)),
     "blocks of e4m3": Coded(_codes(127), Fp8Weight.rounded(_PLAIN).table, _values(N, K // 128)),
 }
+
+
+def sum_bound(x: Tensor, file: Coded, *, few_rows: bool) -> Tensor:
+    """Return the bound of the error of products in float32, in any order of the sum: (M, N).
+
+    Rounding errors of K terms grow with sqrt(K) of them (Higham and Mary, 2019, "A new approach to
+    probabilistic rounding error analysis"), and no term is larger than its parts: code times scale,
+    and offset.
+
+    Args:
+        x: The rows (M, K).
+        file: The matrix (N, K).
+        few_rows: Whether the kernel of few rows computes them, which adds 1,024 to each code.
+    """
+    k = x.shape[1]
+
+    def spread(of_groups: Tensor) -> Tensor:
+        return of_groups.double().abs().repeat_interleave(k // of_groups.shape[1], 1)
+
+    codes = file.table.double()[file.codes.long()].abs()
+    parts = (codes + 1024 * few_rows) * spread(file.scale)
+    if file.offset is not None:
+        parts += spread(file.offset)
+    return 2**-24 * k**0.5 * x.double().abs() @ parts.T
