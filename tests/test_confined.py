@@ -47,8 +47,8 @@ answer_requests(answer)
 @pytest.fixture
 def process(tmp_path, monkeypatch) -> Iterator[Confined]:
     (tmp_path / "confined_child.py").write_text(CHILD)
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     made = Confined("confined_child", cpu_s=1, memory_mb=250, wait_s=60)
     yield made
     made.close()
@@ -83,6 +83,14 @@ def test_an_error_and_output_do_not_end_the_process(process):
     assert process.call("print") == "print"
     assert process.call("x" * 1_000_000) == "x" * 1_000_000
     assert process._process.pid == pid
+
+
+def test_the_working_directory_is_not_imported_from(process, tmp_path, monkeypatch):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "json.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(folder)
+    assert process.call("a") == "a"
 
 
 def test_requests_of_several_threads_take_turns(process):

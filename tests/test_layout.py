@@ -182,7 +182,7 @@ def test_a_format_of_weights_is_a_file():
             "regex",
             r"llama/(prompts/(scanner|parser|call_format_parser)|checkpoint/lora/config)\.py",
         ),
-        ("jinja2", r"llama/prompts/jinja/(sandbox|rendering|operations|filters)\.py"),
+        ("jinja2", r"llama/prompts/jinja/(sandbox|filters)\.py"),
         ("llguidance", r"llama/requests/grammar\.py"),
         ("transformers", r"nowhere"),
         ("llama_models", r"nowhere"),

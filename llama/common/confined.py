@@ -48,7 +48,7 @@ class Confined:
             memory_mb: MiB that the child may take beyond what its imports take.
             wait_s: seconds until an answer, for a child that waits instead of computing.
         """
-        self._command = [sys.executable, "-m", module, str(cpu_s), str(memory_mb)]
+        self._command = [sys.executable, "-P", "-m", module, str(cpu_s), str(memory_mb)]
         self._cpu_s = cpu_s
         self._memory_mb = memory_mb
         self._wait_s = wait_s
@@ -88,8 +88,14 @@ class Confined:
         self._process = None
 
     def _start(self) -> "subprocess.Popen[bytes]":
+        # The child imports from where this process does, and not from its working directory.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = subprocess.Popen(
-            self._command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            self._command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
         )
         self._process = process
         self._end = weakref.finalize(self, _end, process)

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI
 from starlette.responses import Response, StreamingResponse
 
 from llama.compat.client_tokenizer import ClientTokenizer
@@ -25,11 +25,12 @@ from llama.prompts.dialog_format import DialogFormat, MetaFormat
 from llama.server.auth import ONE_TENANT
 from llama.server.encoding import JsonResponse, unless_client_leaves
 from llama.server.errors import ApiError, ErrorFields
-from llama.server.exchange import beside_if_large, body_router
+from llama.server.exchange import Exchange, beside_if_confined, body_router
+from llama.server.limits import State
 from llama.server.request import ApiRequest
 from llama.server.respond import MAX_IN_LOOP, check_answer_size, num_items
 from llama.server.service import Service
-from llama.server.serving import Serving, State, log
+from llama.server.serving import Serving, log
 
 _T = TypeVar("_T")
 _INTERVAL = 2  # tokens between two reports of a stream; FastChat's default
@@ -78,11 +79,11 @@ class FastChatWorker:
         service = self.service
 
         @router.post("/worker_generate_stream")
-        async def generate_stream(body: dict[str, Any], http: Request) -> Response:
+        async def generate_stream(body: dict[str, Any], http: Exchange) -> Response:
             return StreamingResponse(self._parts(body, http), media_type="application/octet-stream")
 
         @router.post("/worker_generate")
-        async def generate(body: dict[str, Any], http: Request) -> Response:
+        async def generate(body: dict[str, Any], http: Exchange) -> Response:
             async def last() -> dict[str, Any]:
                 latest: dict[str, Any] = {}
                 async for report in self.reports(body, http):
@@ -93,12 +94,12 @@ class FastChatWorker:
             return await _beside_if_large(report, JsonResponse)
 
         @router.post("/count_token")
-        async def count_token(body: dict[str, Any], http: Request) -> Response:
+        async def count_token(body: dict[str, Any], http: Exchange) -> Response:
             prompt = body.get("prompt")
             if not isinstance(prompt, str):
                 return JsonResponse(_error(WRONG_TYPE, "the body has no 'prompt' that is a string"))
             dialog_format = service.of(body.get("model")).dialog_format
-            num_tokens = await beside_if_large(http, lambda: _count(prompt, dialog_format))
+            num_tokens = await beside_if_confined(http, _count, prompt, dialog_format)
             return JsonResponse({"count": num_tokens, "error_code": 0})
 
         @router.post("/worker_get_embeddings")
@@ -128,14 +129,14 @@ class FastChatWorker:
             "queue_length": self.service.num_unfinished(),
         }
 
-    async def _parts(self, params: dict[str, Any], http: Request) -> AsyncGenerator[bytes, None]:
+    async def _parts(self, params: dict[str, Any], http: Exchange) -> AsyncGenerator[bytes, None]:
         """Yield the reports of one request as FastChat reads them."""
         async with contextlib.aclosing(self.reports(params, http)) as reports:
             async for report in reports:
                 yield await _beside_if_large(report, _encoded)
 
     async def reports(
-        self, params: dict[str, Any], http: Request
+        self, params: dict[str, Any], http: Exchange
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield FastChat's reports of one request.
 
@@ -145,7 +146,7 @@ class FastChatWorker:
             serving = self.service.of(params.get("model"))
             tokenizer = serving.loaded().tokenizer
             pace = Pace(_INTERVAL)
-            request = await beside_if_large(http, _request, serving, params)
+            request = await beside_if_confined(http, _request, serving, params)
             fields = ErrorFields()
             prepared = await serving.prepare(
                 request.prompt, request.sampling, fields, tenant=ONE_TENANT

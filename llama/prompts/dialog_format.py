@@ -67,9 +67,11 @@ class DialogFormat(ABC):
         tokenizer: the tokenizer of the model.
         stop_strings: texts that end the answer of a chat, where the end of a turn is no token.
         reasoning: the marks of the reasoning that answers begin with; None for a model without it.
+        is_confined: whether `encode` waits for another process, which may take seconds.
     """
 
     stop_strings: tuple[str, ...] = ()
+    is_confined: ClassVar[bool] = False
     reasoning: ReasoningMarks | None = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:

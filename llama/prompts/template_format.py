@@ -25,8 +25,8 @@ from llama.prompts.dialog_format import (
     ToolList,
 )
 from llama.prompts.grammar import call_grammar
+from llama.prompts.jinja.chat_template import ChatTemplate, TemplateError
 from llama.prompts.jinja.marked import MarkedEncoder, MarkedText, concatenate, trusted
-from llama.prompts.jinja.sandbox import ChatTemplate, TemplateError
 from llama.prompts.messages import (
     AssistantMessage,
     ChatMessage,
@@ -89,6 +89,8 @@ class TemplateFormat(DialogFormat):
     Raises:
         ValueError: a template cannot be used; the message says why, and the remedy.
     """
+
+    is_confined = True
 
     def __init__(
         self,

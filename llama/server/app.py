@@ -23,11 +23,11 @@ from llama.server.auth import ApiKeys, AuthAndLimits
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, first_name, log_refusal, unknown_model
 from llama.server.exchange import IGNORED, BodyMemory
+from llama.server.limits import State
 from llama.server.ollama import routes as ollama
 from llama.server.openai import embeddings
 from llama.server.page import content_security_policy, read_page
 from llama.server.service import Service
-from llama.server.serving import State
 
 log = logging.getLogger("llama.server")
 _CLIENT_LEFT = 499  # nginx's status of a request whose client is gone; nobody reads it

@@ -132,6 +132,17 @@ async def beside_if_large(http: Request, work: Callable[..., _T], *args: Any) ->
     return work(*args)
 
 
+async def beside_if_confined(http: Exchange, work: Callable[..., _T], *args: Any) -> _T:
+    """Call a function that encodes a dialog, where it does not hold up the event loop.
+
+    Raises:
+        ApiError: it takes too long, as a chat template may; see `Serving.beside`.
+    """
+    if http.serving.dialog_format.is_confined:
+        return await http.serving.beside(work, *args)
+    return await beside_if_large(http, work, *args)
+
+
 def _name_ignored(http: Request, response: Response, ignored: list[str]) -> None:
     """Name the fields that were dropped, in a header and in the log."""
     names = [ascii(name)[1:-1][:100] for name in ignored[:_MAX_IGNORED]]
@@ -251,7 +262,7 @@ async def chat_ids(http: Exchange, chat: ApiRequest) -> list[int]:
         ApiError: 400 names a field of the body.
     """
     try:
-        return await beside_if_large(http, chat.chat_ids, http.serving.dialog_format)
+        return await beside_if_confined(http, chat.chat_ids, http.serving.dialog_format)
     except (TypeError, ValueError) as error:
         raise chat.fields.refusal(error) from None
 

@@ -1,10 +1,20 @@
-"""The limits of a server, as its flags and its tests set them.
+"""The limits of a server, as its flags and its tests set them, and the states of its models.
 
 Nothing is checked here: `Serving` checks its queue, and the files that the attributes name check
 the others.
 """
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class State(Enum):
+    """The state of a server."""
+
+    LOADING = "loading"  # The model is being loaded.
+    READY = "ready"
+    DRAINING = "draining"  # Running requests are finished, and new ones are rejected.
+    BROKEN = "broken"  # A step failed; the process ends.
 
 
 @dataclass(frozen=True)

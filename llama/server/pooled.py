@@ -71,7 +71,8 @@ async def _prepared(
         for i, item in enumerate(inputs):
             options = {"index": i, "tenant": http.state.tenant}
             is_large = isinstance(item, str | list) and len(item) > _MAX_IN_LOOP
-            if is_large:
+            is_dialog = isinstance(item, list) and bool(item) and not isinstance(item[0], int)
+            if is_large or is_dialog:
                 prepared.append(await asyncio.to_thread(make, item, **options))
             else:
                 prepared.append(make(item, **options))

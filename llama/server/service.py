@@ -11,9 +11,9 @@ from typing import Any
 
 from llama.api import Llama
 from llama.server.errors import unknown_model
-from llama.server.limits import Limits
+from llama.server.limits import Limits, State
 from llama.server.metrics import Metrics
-from llama.server.serving import Serving, State
+from llama.server.serving import Serving
 
 
 @dataclass(eq=False)

@@ -10,11 +10,10 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llama.api import AsyncLLMEngine, ContextLengthError, Llama, Request, RequestOutput
 from llama.common.checks import FieldError
@@ -29,27 +28,20 @@ from llama.server.errors import (
     shutting_down,
     unknown_model,
 )
-from llama.server.limits import Limits
+from llama.server.limits import Limits, State
 from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
 from llama.server.worker_pool import PoolBusyError, WorkerPool
 
 _PREPARE_S = 5.0  # limit for encoding a prompt, and for compiling a grammar
 _GRAMMAR_THREADS = 4  # grammars compiled at the same time
+_DIALOG_THREADS = 4  # dialogs that wait for the process of a chat template, or are encoded
 _TOO_SLOW = (
     f"the request took more than {_PREPARE_S:.0f} s to prepare: send less at once, or ask for a "
     "simpler response format"
 )
 _POOL_BUSY = "the server is compiling the grammars of other requests: try again"
+_T = TypeVar("_T")
 log = logging.getLogger("llama.server")
-
-
-class State(Enum):
-    """The state of a server."""
-
-    LOADING = "loading"  # The model is being loaded.
-    READY = "ready"
-    DRAINING = "draining"  # Running requests are finished, and new ones are rejected.
-    BROKEN = "broken"  # A step failed; the process ends.
 
 
 @dataclass(eq=False)
@@ -83,12 +75,14 @@ class Serving:
     llama: Llama | None = None
     engine: AsyncLLMEngine | None = None
     _grammar_pool: WorkerPool = field(init=False)
+    _dialog_pool: WorkerPool = field(init=False)
     _active: set[ActiveRequest] = field(default_factory=set)
     _has_logged_failure: bool = False
 
     def __post_init__(self) -> None:
         max_waiting = self.limits.max_queue
         self._grammar_pool = WorkerPool("llama-grammar", _GRAMMAR_THREADS, max_waiting)
+        self._dialog_pool = WorkerPool("llama-dialog", _DIALOG_THREADS, max_waiting)
 
     def start(self, llama: Llama) -> None:
         """Answer requests from now on, with a loaded model."""
@@ -178,6 +172,20 @@ class Serving:
         if not has_adapters or self.answers_to(model):
             return None
         raise unknown_model(model, [self.name, *adapters])
+
+    async def beside(self, work: Callable[..., _T], *args: Any) -> _T:
+        """Call a function that waits for the process of a chat template, in a thread.
+
+        Raises:
+            ApiError: 400 if it takes too long, 503 if it cannot begin in time.
+        """
+        try:
+            return await self._dialog_pool.run(functools.partial(work, *args), _PREPARE_S)
+        except PoolBusyError:
+            self.metrics.refused.inc()
+            raise ApiError(503, "the server is encoding other dialogs: try again") from None
+        except TimeoutError:
+            raise ApiError(400, _TOO_SLOW, param="messages") from None
 
     async def prepare(
         self,

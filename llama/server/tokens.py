@@ -16,7 +16,7 @@ from llama.prompts.messages import Dialog
 from llama.prompts.tools import ToolFields
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError
-from llama.server.exchange import Exchange, beside_if_large, body_router
+from llama.server.exchange import Exchange, beside_if_confined, beside_if_large, body_router
 from llama.server.sampling import TokenId
 from llama.server.service import Service
 from llama.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ def routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeBody, http: Exchange) -> Response:
         """Return the ids of a text, or of a dialog as a chat request would encode it."""
         llama = http.serving.loaded()
-        ids = await beside_if_large(http, body.ids, http.serving.dialog_format)
+        ids = await beside_if_confined(http, body.ids, http.serving.dialog_format)
         strings = None
         if body.return_token_strs:
             strings = await beside_if_large(http, _strings, llama.tokenizer, ids)

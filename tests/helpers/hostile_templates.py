@@ -1,14 +1,4 @@
-"""Chat templates that try to escape their sandbox, or to use up memory or time.
-
-Run as a program it renders each of them under a limit of memory and prints what it took:
-`python tests/helpers/hostile_templates.py [SECONDS]`. A template that is neither refused nor
-stopped is an error.
-"""
-
-import resource
-import sys
-import time
-from pathlib import Path
+"""Chat templates that try to escape their sandbox, or to use up memory or time."""
 
 BIG = (
     "{% set x = namespace(t='0123456789abcdef') %}{% for i in range(19) %}{% set x.t = x.t + x.t %}"
@@ -132,41 +122,3 @@ HOSTILE = {
     "no template": "{% for %}",
     "an unknown block": "{% sql %}",
 }  # fmt: skip
-
-
-def render(source: str) -> str:
-    """Return the error of a template, or raise an AssertionError if it renders to its end."""
-    from llama.prompts.jinja.sandbox import ChatTemplate, TemplateError
-
-    try:
-        text = ChatTemplate(source).render({"messages": [{"role": "user", "content": "Hi"}]})
-    except TemplateError as e:
-        return str(e)
-    # Jinja's own sandbox makes what may not be read undefined, which some expressions accept.
-    assert len(text) < 100 and "class" not in text and "0x" not in text, text
-    return f"rendered {text!r}"
-
-
-def main() -> None:
-    from llama.prompts.jinja import rendering
-
-    if len(sys.argv) > 1:
-        rendering.MAX_SECONDS = float(sys.argv[1])
-    render("{{ 'warm' }}")
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + (300 << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    slowest = 0.0
-    for name, source in HOSTILE.items():
-        start = time.monotonic()
-        error = render(source)
-        seconds = time.monotonic() - start
-        slowest = max(slowest, seconds)
-        assert "MemoryError" not in error, name
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-        print(f"{seconds:7.3f} s {peak:5} MB  {name}: {error[:110]}", flush=True)
-    print(f"{len(HOSTILE)} templates, the slowest took {slowest:.2f} s")
-
-
-if __name__ == "__main__":
-    main()

@@ -18,8 +18,8 @@ from helpers.marked_fuzz import (
     moved_value,
     plain_text,
 )
+from llama.prompts.jinja.chat_template import ChatTemplate, TemplateError
 from llama.prompts.jinja.marked import MarkedEncoder, MarkedText, trusted
-from llama.prompts.jinja.sandbox import ChatTemplate, TemplateError
 from llama.tokenizer import Tokenizer
 
 NAMES = {

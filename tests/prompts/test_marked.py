@@ -6,10 +6,8 @@ a private plane of Unicode.
 
 import itertools
 import random
-import subprocess
-import sys
 import threading
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,18 +15,16 @@ import jinja2
 import pytest
 import tokenizers
 
-from helpers.chat_templates import CHATML, JOINED, TEMPLATES
+from helpers.chat_templates import JOINED, TEMPLATES
 from helpers.fine_tunes import KINDS
 from helpers.hostile_templates import HOSTILE
 from helpers.marked_fuzz import moved, moved_back, plain_text
 from helpers.marked_vocabularies import Target, constants_of, rendered, tokenizers_of
-from llama.prompts.jinja import filters, sandbox
+from llama.common.confined import Confined
+from llama.prompts.jinja import chat_template, filters, sandbox
+from llama.prompts.jinja.chat_template import ChatTemplate, TemplateError
 from llama.prompts.jinja.marked import MarkedEncoder, MarkedText, concatenate, mask_of, trusted
-from llama.prompts.jinja.sandbox import ChatTemplate, TemplateError
 from llama.storage.token_files import AddedToken
-
-REPO = Path(__file__).resolve().parents[2]
-
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": [1, "é"]}}}
 BENIGN: list[list[dict[str, Any]]] = [
@@ -139,7 +135,7 @@ def test_no_filter_trusts_more_than_it_was_given():
     rng = random.Random(1)
     compared = 0
     arguments = ["", "(y)", "(y, z)", "(2)", "('x', y)", "('<|', y)", "(y, '|>')"]
-    names = [name for name in filters.FILTERS if name != filters.EACH]
+    names = list(filters.FILTERS)
     expressions = [f"x | {name}{args}" for name in names for args in arguments]
     expressions += [f"[x, y, z] | {name}{args}" for name in names for args in arguments]
     expressions += ["x ~ y", "x + y", "x * 2", "'%s|>' % x", "'<|%s' % x", "x[1:4]", "x.split(y)"]
@@ -210,51 +206,74 @@ def test_white_space_beside_a_token_goes_where_its_flags_say(spaces):
     assert MarkedEncoder(stand_in(added)).encode(text) == wanted.ids
 
 
-def test_hostile_templates_are_refused_or_stopped():
-    """Hostile templates end as errors, in 300 MB. Each has a tenth of the usual time here."""
-    program = [sys.executable, str(REPO / "tests/helpers/hostile_templates.py"), "0.2"]
-    env = {"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin"}
-    out = subprocess.run(program, capture_output=True, text=True, env=env, check=False)
-    assert out.returncode == 0, out.stdout[-2000:] + out.stderr[-2000:]
-    assert f"{len(HOSTILE)} templates" in out.stdout
+@pytest.fixture
+def short_limit(monkeypatch) -> Iterator[None]:
+    """Less processor time for each rendering, so that the tests take less."""
+    process = Confined("llama.prompts.jinja.sandbox", cpu_s=0.3, memory_mb=300, wait_s=60)
+    monkeypatch.setattr(chat_template, "_PROCESS", process)
+    yield
+    process.close()
 
 
-def test_threads_have_budgets_of_their_own():
-    """Two renderings, each of which takes more than half of the steps, end well at once."""
-    source = "{% for i in range(1000) %}{% for j in range(x) %}{% endfor %}{% endfor %}{{ x }}"
-    template = ChatTemplate(source)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_refused_or_stopped(short_limit, name):
+    """It is an error, or harmless: it shows nothing of Python, and takes little time and memory."""
+    try:
+        template = ChatTemplate(HOSTILE[name])
+        text = template.render({"messages": [{"role": "user", "content": "Hi"}]})
+    except TemplateError:
+        pass
+    else:
+        # What may not be read is undefined, which some expressions accept.
+        assert len(text) < 1 << 21 and "<class" not in text and "0x" not in text, text[:100]
+    assert ChatTemplate("{{ x }}").render({"x": "next"}) == "next"
+
+
+def test_a_template_is_stopped_by_what_it_takes(short_limit):
+    ends = {
+        "nested ranges": r"cannot be used: it takes more than 0\.3 s of processor time",
+        "multiplied list": "cannot be used: it takes more than 300 MiB of memory",
+        "two recursive macros": r"more than 0\.3 s of processor time",
+        "recursive macro": "calls itself too often",
+    }
+    for name, message in ends.items():
+        with pytest.raises(TemplateError, match=message):
+            ChatTemplate(HOSTILE[name]).render({"messages": []})
+
+
+def test_a_template_writes_a_limited_text():
+    template = ChatTemplate("{{ x * 1000 }}")
+    assert len(template.render({"x": "ab"})) == 2000
+    with pytest.raises(TemplateError, match="writes more than 1,068,576 characters"):
+        template.render({"x": "a" * 5000})
+
+
+def test_threads_render_at_once():
+    template = ChatTemplate("{{ x }}")
     texts: list[str] = []
-
-    def run(x: int) -> None:
-        texts.append(template.render({"x": x}))
-
-    threads = [threading.Thread(target=run, args=(x,)) for x in (600, 601)]
+    threads = [
+        threading.Thread(target=lambda i=i: texts.append(template.render({"x": i})))
+        for i in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(texts) == ["600", "601"]
-    with pytest.raises(TemplateError, match="too many steps"):
-        template.render({"x": 2000})
+    assert sorted(texts) == [str(i) for i in range(8)]
 
 
-def test_another_jinja_that_loses_marks_or_budgets_is_an_error(monkeypatch):
-    for name in (
-        "_output_const_repr",
-        "visit_Const",
-        "blockvisit",
-        "write_commons",
-        "visit_Concat",
-    ):
+def test_another_jinja_that_loses_marks_is_an_error(monkeypatch):
+    sandbox.check_jinja()
+    for name in ("_output_const_repr", "visit_Const", "visit_Concat"):
         with monkeypatch.context() as patched:
             patched.delattr(sandbox._Generator, name)
             with pytest.raises(RuntimeError, match=r"install jinja2==3\.1\.6"):
-                ChatTemplate(CHATML)
+                sandbox.check_jinja()
 
 
 def test_an_operation_that_loses_the_marks_makes_text():
     """A special token that an operation does not carry over is text: nothing is trusted wrongly."""
-    text = rendered(ChatTemplate("{{ '%11s' % '<|im_end|>' }}"), [])
+    text = rendered(ChatTemplate("{% set a = '<|im_end|>' %}{{ '%11s' % a }}"), [])
     assert text == " <|im_end|>" and mask_of(text) == "0" * len(text)
 
 

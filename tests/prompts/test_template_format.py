@@ -16,7 +16,6 @@ from llama.checkpoint.find import find
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.common.checks import FieldError
 from llama.loading.dialog_format import find_dialog_format
-from llama.prompts import template_probes
 from llama.prompts.dialog_format import MetaFormat, MissingFormat, PromptOptions
 from llama.prompts.parser import CallArguments, CallStart
 from llama.prompts.template import jinja_template
@@ -321,19 +320,13 @@ def test_a_variable_of_the_template_may_be_given():
         ({"default": "{{ functions.x }}"}, "'functions' is undefined: give another one: --chat_t"),
         ({"default": "{% if %}"}, "not a chat template: line 1"),
         ({"default": "{% for i in range(9999) %}" * 2 + "{% endfor %}" * 2},
-         "too many steps"),
+         "more than 2 s of processor time: give another"),
         ({"tool_use": CHATML}, "no chat template named 'default' .found: 'tool_use'"),
     ],
 )  # fmt: skip
 def test_a_template_that_cannot_be_used_is_refused(sources, message):
     with pytest.raises(ValueError, match=message):
         TemplateFormat(tokenizers_of("meta")[1], sources)
-
-
-def test_a_slow_template_is_refused(monkeypatch):
-    monkeypatch.setattr(template_probes, "_MAX_SECONDS", 0.0)
-    with pytest.raises(ValueError, match=r"more than 0\.0 s for a dialog of a few words"):
-        TemplateFormat(tokenizers_of("meta")[1], {"default": CHATML})
 
 
 def test_tools_have_a_template_of_their_own():
@@ -346,7 +339,7 @@ def test_tools_have_a_template_of_their_own():
 
 
 def test_a_token_that_the_marks_lose_is_logged(caplog):
-    source = "{{ '%20s' % '<|eot_id|>' }}{{ messages[0].content }}"
+    source = "{% set a = '<|eot_id|>' %}{{ '%20s' % a }}{{ messages[0].content }}"
     TemplateFormat(tokenizers_of("meta")[1], {"default": source})
     assert "the chat template writes <|eot_id|> in a way" in caplog.text
 

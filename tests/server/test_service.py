@@ -3,9 +3,8 @@
 import pytest
 
 from llama.server.errors import ApiError
-from llama.server.limits import Limits
+from llama.server.limits import Limits, State
 from llama.server.service import Service
-from llama.server.serving import State
 
 
 def service_with(*names: str) -> Service:

@@ -9,7 +9,7 @@ which is not trusted at all. A special token may then be lost, but no message ca
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import SupportsIndex, overload
 
 from llama.tokenizer import Tokenizer
@@ -65,6 +65,24 @@ class MarkedText(str):
 
     def __iter__(self) -> Iterator["MarkedText"]:
         return map(MarkedText, str.__iter__(self), self.mask)
+
+    def __mod__(self, values: object) -> str:
+        """Return a formatted text, which is marked if each conversion is %s."""
+        given = values if isinstance(values, tuple) else (values,)
+        parts = self.split("%s")
+        if len(parts) != len(given) + 1 or any("%" in part for part in parts):
+            return str.__mod__(self.plain, values)
+        pieces = [parts[0]]
+        for value, part in zip(given, parts[1:], strict=True):
+            pieces += [str(value), part]
+        return concatenate(pieces)
+
+    def join(self, values: Iterable[object]) -> str:
+        """Return values as texts, with this text between them; Jinja's filter takes all values."""
+        pieces: list[str] = []
+        for value in values:
+            pieces += [self, str(value)]
+        return concatenate(pieces[1:])
 
     def lstrip(self, chars: str | None = None) -> "MarkedText":
         """Return the text without leading characters."""
