@@ -1,7 +1,8 @@
-"""Hooks of mkdocs: what the documentation site has beside the pages of docs/.
+"""Hooks of mkdocs: what the documentation site has in addition to the pages of docs/.
 
-In: the pages of docs/. Out: tables of flags made from the commands, pages and pictures that live
-elsewhere in the repository, and links to its other files as paths. Nothing here imports torch.
+In: the pages of docs/. Out: tables made from the commands, from the arguments of `Llama.build` and
+from the names of results; pages and pictures that are elsewhere in the repository; and links to
+its other files as paths. Nothing here imports torch.
 """
 
 import posixpath
@@ -13,6 +14,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from llama.build_args import BuildArgs  # noqa: E402
 from llama.cli import COMMANDS  # noqa: E402
 from llama.cli.parser import REQUIRED, Command  # noqa: E402
 
@@ -22,6 +24,15 @@ INCLUDED = {
     "reference/benchmark-log.md": "scripts/bench/results/LOG.md",
     "images/terminal.svg": ".github/images/terminal.svg",
 }
+# The device in the name of a result, DATE-DEVICE-..., and what the page calls it.
+DEVICES = {
+    "cpu-1b": "Xeon without AMX",
+    "cpu-amx": "Xeon with AMX",
+    "cpu-xeon": "Xeon without AMX",
+    "cpu-zen4": "AMD EPYC (Zen 4)",
+    "gpu-h100": "NVIDIA H100",
+}
+_RESULT = re.compile(r"(\d{4}-\d\d-\d\d)-([a-z]+-[a-z0-9]+)")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
@@ -37,14 +48,37 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Insert the generated tables, and rewrite the links that leave docs/."""
-    if "<!-- commands -->" in markdown:
-        markdown = markdown.replace("<!-- commands -->", command_reference())
+    for mark, make in GENERATED.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, make())
     return site_links(markdown, page.file.src_uri)
 
 
 def command_reference() -> str:
     """Return a section in Markdown for each command, with its flags."""
     return "\n".join(_command_section(name, command) for name, command in COMMANDS.items())
+
+
+def build_arguments() -> str:
+    """Return a table in Markdown of the arguments of `Llama.build` that are flags, too."""
+    lines = ["| argument, flag | meaning | default |", "|---|---|---|"]
+    for name, argument in BuildArgs.flags().items():
+        meaning = argument.flag.meaning.replace("|", "\\|")
+        default = _default(argument.default, argument.flag.absent)
+        lines.append(f"| `{name}`, `--{name}` | {meaning} | {default} |")
+    return "\n".join(lines)
+
+
+def measured_devices() -> str:
+    """Return a table in Markdown of the devices that scripts/bench/results has figures of."""
+    runs: dict[str, list[str]] = {}
+    for path in sorted((REPO / "scripts" / "bench" / "results").glob("*.txt")):
+        found = _RESULT.match(path.name)
+        assert found is not None, f"{path.name} is not DATE-cpu-... or DATE-gpu-..."
+        runs.setdefault(DEVICES[found[2]], []).append(found[1])
+    lines = ["| device | results | latest |", "|---|---|---|"]
+    lines += [f"| {name} | {len(dates)} | {dates[-1]} |" for name, dates in sorted(runs.items())]
+    return "\n".join(lines)
 
 
 def _command_section(name: str, command: Command) -> str:
@@ -85,6 +119,14 @@ def _default(default: Any, absent: str) -> str:
     if isinstance(default, bool):
         return str(default).lower()
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+# Mark in a page -> the function that makes what replaces it.
+GENERATED = {
+    "<!-- commands -->": command_reference,
+    "<!-- build arguments -->": build_arguments,
+    "<!-- measured devices -->": measured_devices,
+}
 
 
 def site_links(markdown: str, page: str) -> str:

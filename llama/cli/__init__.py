@@ -108,7 +108,7 @@ COMMANDS = {
         error_code=2,
     ),
     "serve": Command(
-        "Serve OpenAI's and Anthropic's APIs over HTTP until SIGTERM or Ctrl-C.",
+        "Serve the APIs of OpenAI, Anthropic and Ollama over HTTP until SIGTERM or Ctrl-C.",
         defaults={
             **NETWORK_FLAGS,
             "served_model_name": None,

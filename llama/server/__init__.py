@@ -1,1 +1,4 @@
-"""The HTTP server: the APIs of OpenAI and Anthropic over one engine. It needs the extra `serve`."""
+"""The HTTP server: the APIs of OpenAI, Anthropic and Ollama over one engine.
+
+It needs the extra `serve`.
+"""

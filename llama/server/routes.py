@@ -1,4 +1,4 @@
-"""The routes of the APIs: OpenAI's completions, chats and Responses, and Anthropic's Messages.
+"""The routes of the APIs: those of OpenAI, Anthropic and Ollama.
 
 In: bodies, from which the model of each API makes the same kind of request. Out: JSON objects, or
 their events. What a body may contain is known to the models alone.
