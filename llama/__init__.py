@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
         from importlib import metadata
 
         try:
-            return metadata.version("llama")
+            return metadata.version("llama-runtime")
         except metadata.PackageNotFoundError:
             return "0+unknown"  # a copy that is not installed; lower than any release
     if name in _MODULE_OF:

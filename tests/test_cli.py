@@ -545,7 +545,8 @@ def test_doctor_sees_what_cannot_be_used(no_problems, tmp_path, monkeypatch, cap
     names (tests/scripts/test_clone.py has a clone of Meta's repository).
     """
     monkeypatch.setattr(
-        "llama.cli.doctor.metadata.packages_distributions", lambda: {"llama": ["llama", "llama3"]}
+        "llama.cli.doctor.metadata.packages_distributions",
+        lambda: {"llama": ["llama-runtime", "llama3"]},
     )
     assert main(["doctor", str(tmp_path), "--device", "abacus"]) == 1
     lines = capfd.readouterr().out.splitlines()

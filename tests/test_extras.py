@@ -16,7 +16,7 @@ from helpers.launch import REPO
 from llama.cli import main
 from llama.common import extras
 
-WHEEL = "file:///downloads/llama-0.4.0-py3-none-any.whl"
+WHEEL = "file:///downloads/llama_runtime-0.5.0-py3-none-any.whl"
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_elsewhere_the_command_names_what_pip_installed(
 ):
     installed_from(monkeypatch, tmp_path, record)
     words = shlex.split(extras.install_hint("serve"))
-    assert words == ["pip", "install", f"llama[serve] @ {source}"]
+    assert words == ["pip", "install", f"llama-runtime[serve] @ {source}"]
 
 
 def test_all_missing_extras_are_named_at_once(monkeypatch, capfd):
@@ -75,7 +75,7 @@ def test_all_missing_extras_are_named_at_once(monkeypatch, capfd):
 def test_the_extra_all_has_each_of_these_extras():
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    assert optional["all"] == [f"llama[{','.join(sorted(extras._MODULES))}]"]
+    assert optional["all"] == [f"llama-runtime[{','.join(sorted(extras._MODULES))}]"]
     for extra, module in extras._MODULES.items():
         assert any(text.startswith(module) for text in optional[extra])
         assert importlib.util.find_spec(module) is not None

@@ -78,7 +78,7 @@ def wheel(tmp_path_factory) -> Path:
     options = ["--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
     env = os.environ | {"LLAMA_BUILT_KERNELS": str(kept)}
     subprocess.run([*pip, *options, folder / "source"], check=True, timeout=400, env=env)
-    (path,) = folder.glob("llama-*.whl")
+    (path,) = folder.glob("llama_runtime-*.whl")
     return path
 
 
@@ -160,7 +160,7 @@ def test_a_source_distribution_has_what_a_wheel_is_built_of(tmp_path):
     program = "import sys, setuptools.build_meta as b; b.build_sdist(sys.argv[1])"
     command = [sys.executable, "-c", program, str(tmp_path)]
     subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
-    (path,) = tmp_path.glob("llama-*.tar.gz")
+    (path,) = tmp_path.glob("llama_runtime-*.tar.gz")
     with tarfile.open(path) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     for name in copied("wheel").keys() - {"constraints.txt"}:
@@ -183,7 +183,7 @@ def test_type_checkers_see_an_editable_install(tmp_path):
     program = "import sys, setuptools.build_meta as b; b.build_editable(sys.argv[1])"
     command = [sys.executable, "-c", program, str(tmp_path)]
     subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
-    (path,) = tmp_path.glob("llama-*.whl")
+    (path,) = tmp_path.glob("llama_runtime-*.whl")
     with zipfile.ZipFile(path) as wheel:
         files = [name for name in wheel.namelist() if ".dist-info/" not in name]
         assert [Path(name).suffix for name in files] == [".pth"]

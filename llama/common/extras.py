@@ -1,7 +1,7 @@
 """The extras of this package that a user may lack, and the command that installs one.
 
 In: the name of an extra. Out: a text for an error message. The command names the checkout or the
-wheel that this package came from, because PyPI has another project of the same name.
+wheel that this package came from, which need not be on PyPI.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ def _command(extra: str) -> str:
     if (_ROOT / "pyproject.toml").is_file():
         constraints = shlex.quote(str(_ROOT / "constraints.txt"))
         return f"pip install -c {constraints} -e {shlex.quote(f'{_ROOT}[{extra}]')}"
-    requirement = f"llama[{extra}] @ {_url() or 'file:///FOLDER/WHEEL'}"
+    requirement = f"llama-runtime[{extra}] @ {_url() or 'file:///FOLDER/WHEEL'}"
     return f"pip install {shlex.quote(requirement)}"
 
 
@@ -46,7 +46,9 @@ def _url() -> str | None:
     The format of the record is that of PEP 610.
     """
     try:
-        record = json.loads(metadata.distribution("llama").read_text("direct_url.json") or "{}")
+        record = json.loads(
+            metadata.distribution("llama-runtime").read_text("direct_url.json") or "{}"
+        )
     except (metadata.PackageNotFoundError, ValueError):
         return None
     url: str | None = record.get("url")

@@ -16,10 +16,12 @@ from packaging.utils import canonicalize_name
 
 from helpers.launch import REPO
 
+_OWN = "llama-runtime"
+
 
 def _requirements(wanted: Requirement) -> list[Requirement]:
     """Return what a distribution with these extras requires on this machine."""
-    if wanted.name == "llama":  # The installed metadata may be older than this checkout.
+    if wanted.name == _OWN:  # The installed metadata may be older than this checkout.
         project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
         texts = [*project["dependencies"]]
         for extra in wanted.extras:
@@ -32,8 +34,8 @@ def _requirements(wanted: Requirement) -> list[Requirement]:
 
 
 def _closure(extras: str) -> list[Distribution]:
-    """Return the distributions that `pip install llama[EXTRAS]` would install, without llama."""
-    todo = [Requirement(f"llama[{extras}]" if extras else "llama")]
+    """Return the distributions that this project with these extras requires, without itself."""
+    todo = [Requirement(f"{_OWN}[{extras}]" if extras else _OWN)]
     seen: set[str] = set()
     found: dict[str, Distribution] = {}
     while todo:
@@ -45,8 +47,8 @@ def _closure(extras: str) -> list[Distribution]:
             todo += _requirements(wanted)
         except PackageNotFoundError:  # an optional wheel of another platform
             continue
-        found[canonicalize_name(wanted.name)] = distribution(wanted.name)
-    del found["llama"]
+        if wanted.name != _OWN:
+            found[canonicalize_name(wanted.name)] = distribution(wanted.name)
     return list(found.values())
 
 
