@@ -111,11 +111,11 @@ def test_metas_own_model_says_the_same(demo):
         oracle.leave_the_world()
 
 
-# Pages for developers show parts of files, which other tests parse.
+# Most pages for developers show parts of files, which other tests parse.
 PYTHON = {
     path: blocks(path, "python")
     for path in PAGES
-    if blocks(path, "python") and path.parent.name != "development"
+    if blocks(path, "python") and (path.parent.name != "development" or path.stem == "core")
 }
 NEEDS_A_FOLDER = "convert"  # a Hugging Face folder, as tests/checkpoint has it
 SHOWN = {  # part of what the program of a page prints
@@ -126,6 +126,8 @@ SHOWN = {  # part of what the program of a page prints
     "tools": "tools",
     "from-vllm": " stop\n",
     "embeddings": "cosine: ",
+    "reference": "'generation': ",
+    "core": "[11, 390, 315, ",
 }
 
 
