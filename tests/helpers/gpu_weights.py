@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from helpers.rounding import product_bound
 from llama.weights.bytes import BytesWeight, Fp8Weight
 from llama.weights.coded import Coded
 from llama.weights.nibbles import NibblesWeight
@@ -37,12 +38,10 @@ FILES = {
 }
 
 
-def sum_bound(x: Tensor, file: Coded, *, few_rows: bool) -> Tensor:
+def coded_bound(x: Tensor, file: Coded, *, few_rows: bool) -> Tensor:
     """Return the bound of the error of products in float32, in any order of the sum: (M, N).
 
-    Rounding errors of K terms grow with sqrt(K) of them (Higham and Mary, 2019, "A new approach to
-    probabilistic rounding error analysis"), and no term is larger than its parts: code times scale,
-    and offset.
+    No term is larger than its parts: code times scale, and offset.
 
     Args:
         x: The rows (M, K).
@@ -58,4 +57,4 @@ def sum_bound(x: Tensor, file: Coded, *, few_rows: bool) -> Tensor:
     parts = (codes + 1024 * few_rows) * spread(file.scale)
     if file.offset is not None:
         parts += spread(file.offset)
-    return 2**-24 * k**0.5 * x.double().abs() @ parts.T
+    return product_bound(x, parts)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from helpers.batches import batch_of
 from helpers.kernels import INTERPRETED
+from helpers.rounding import HALF, SINGLE, sum_bound
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import pick_kv_format
@@ -13,7 +14,6 @@ from llama.ops.triton import attention
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float16: 1e-3, torch.float32: 2e-6}  # relative to the largest value
 SHAPES = [  # (H, K, D), S, splits of a sequence's keys in decode
     ((4, 1, 32), 4, 4), ((2, 2, 16), 16, 1), ((6, 2, 64), 100, 8), ((17, 1, 16), 1, 2),
 ]  # fmt: skip
@@ -66,10 +66,15 @@ class Case:
     def run(self, kernels: KernelSet = INTERPRETED) -> Tensor:
         return paged_attention(self.queries, self.kv_cache, self.batch.with_kernels(kernels))
 
-    def exact(self) -> Tensor:
-        """Return the answer in float64, computed one query at a time."""
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """Return the answer in float64 and the bound of its error, one query at a time.
+
+        In float32, an error of the scores changes weights and their sum, and sums are rounded; four
+        more roundings are those of exponential and quotient. In float16, the weights are rounded,
+        and the result.
+        """
         group = self.queries.shape[1] // self.kv_cache.shape[3]
-        size, out, row = self.kv_cache.shape[2], [], 0
+        size, out, bounds, row = self.kv_cache.shape[2], [], [], 0
         lens = zip(self.batch.query_lens_cpu, self.batch.seq_lens_cpu, strict=True)
         for seq, (new, length) in enumerate(lens):
             for seen in range(length - new + 1, length + 1):
@@ -79,16 +84,24 @@ class Case:
                 scores = torch.einsum("hd,lhd->hl", self.queries[row].double(), keys)
                 weights = (scores / keys.shape[2] ** 0.5).softmax(-1)
                 out.append(torch.einsum("hl,lhd->hd", weights, values))
+                sizes = torch.einsum("hl,lhd->hd", weights, values.abs())
+                query, head_dim = self.queries[row].double(), keys.shape[2]
+                terms = torch.einsum("hd,lhd->hl", query.abs(), keys.abs()) / head_dim**0.5
+                in_scores = 2 * sum_bound(terms.amax(1)[:, None] * sizes, head_dim)
+                bound = in_scores + sum_bound(sizes, seen) + 4 * SINGLE * sizes
+                if self.queries.dtype is torch.float16:
+                    bound += HALF * (sizes + out[-1].abs())
+                bounds.append(bound)
                 row += 1
-        return torch.stack(out)
+        return torch.stack(out), torch.stack(bounds)
 
 
 def check(case: Case, poisoned) -> None:
-    want = case.exact()
+    want, bound = case.exact()
     with poisoned():
         got = case.run()
     assert got.dtype is case.queries.dtype
-    assert (got - want).abs().max() <= TOLERANCE[got.dtype] * want.abs().max()
+    assert ((got - want).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("shape, page_size, splits, dtype", TYPED)
@@ -160,7 +173,7 @@ def test_a_static_batch_with_padding(monkeypatch, poisoned, dtype):
     tokens gets zeros, and page tables are part of a wider buffer.
     """
     case = Case([37, 5, 64], [1, 1, 1], dtype)
-    want = case.exact()
+    want, bound = case.exact()
     b, wide = case.batch, torch.zeros(5, 40, dtype=torch.int64)
     wide[:3, : b.page_table.shape[1]] = b.page_table
     queries = torch.cat((case.queries, torch.ones(2, 4, 32, dtype=dtype)))
@@ -170,7 +183,7 @@ def test_a_static_batch_with_padding(monkeypatch, poisoned, dtype):
         monkeypatch.setattr(attention, "num_splits", lambda *_, n=splits: n)
         with poisoned():
             got = paged_attention(queries, case.kv_cache, padded.with_kernels(INTERPRETED))
-        assert (got[:3] - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+        assert ((got[:3] - want).abs() <= bound).all()
         assert (got[3:] == 0).all()
 
 
@@ -181,7 +194,8 @@ def test_a_cache_in_8_bits(monkeypatch, poisoned, launches):
     case = Case([1, 40, 130, 16, 23], [1, 1, 1, 16, 5], dtype, (4, 2, 16), in_8_bits=True)
     check(case, poisoned)
     assert launches == ["decode_kernel", "merge_kernel", "prefill_kernel"]
-    assert (case.run(TORCH_ONLY) - case.exact()).abs().max() < 1e-5
+    want, bound = case.exact()
+    assert ((case.run(TORCH_ONLY) - want).abs() <= bound).all()
     case = Case([37, 9], [1, 9], torch.float16, in_8_bits=True)
     check(case, poisoned)
 
@@ -189,14 +203,16 @@ def test_a_cache_in_8_bits(monkeypatch, poisoned, launches):
 def test_the_torch_body_agrees(monkeypatch, dtype):
     monkeypatch.setattr(attention, "num_splits", lambda *_: 2)
     case = Case([1, 40, 255, 16, 70], [1, 1, 1, 16, 33], dtype, (2, 2, 16))
-    got = case.run()
-    torch.testing.assert_close(got, case.run(TORCH_ONLY), atol=TOLERANCE[dtype], rtol=0)
+    want, bound = case.exact()
+    for got in (case.run(), case.run(TORCH_ONLY)):
+        assert ((got - want).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 512])
 def test_other_sizes_stay_with_torch(launches, head_dim):
     case = Case([5, 9], [1, 9], torch.float32, (4, 2, head_dim))
-    torch.testing.assert_close(case.run().double(), case.exact(), atol=1e-5, rtol=0)
+    want, bound = case.exact()
+    assert ((case.run() - want).abs() <= bound).all()
     assert launches == []
 
 

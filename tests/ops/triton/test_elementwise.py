@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from helpers.kernels import INTERPRETED
+from helpers.rounding import SINGLE
 from llama.ops.kv_cache import FORMATS
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
@@ -40,15 +41,15 @@ def both(monkeypatch, poisoned) -> Callable[[Callable[[KernelSet], Any]], tuple[
 def check(got: Tensor, want: Tensor) -> None:
     """Check results up to the order of a sum and the last bit of an exponential.
 
-    In fp16 these differences are rounded away, except for one value in a thousand, which may be
-    rounded the other way twice.
+    Sums have at most 1,000 terms, none of them negative. In fp16 the differences are rounded away,
+    except for one value and one in a thousand, which may be rounded the other way twice.
     """
     assert got.dtype is want.dtype and got.shape == want.shape
     if got.dtype is torch.float16:
         torch.testing.assert_close(got, want, rtol=2**-9, atol=0)
-        assert (got != want).sum() <= got.numel() / 1000
+        assert (got != want).sum() <= 1 + got.numel() / 1000
     else:
-        torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-7)
+        torch.testing.assert_close(got, want, rtol=1000**0.5 * SINGLE, atol=1e-7)
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (3, 96), (2, 2, 64), (5, 1000), (0, 64)])

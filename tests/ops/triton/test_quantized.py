@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.gpu_weights import FILES, sum_bound
+from helpers.gpu_weights import FILES, coded_bound
 from helpers.kernels import INTERPRETED, KERNELS_RUN
 from llama.loading.weights import warn_of_plain
 from llama.model.layers import Linear
@@ -48,7 +48,7 @@ def test_products_are_those_of_the_numbers_in_the_file(poisoned, dtype, name):
             got = gpu.run(x, weight, tile, torch.float32)
         is_exact = m <= gpu.MAX_FEW_ROWS or weight.group == weight.shape[1]
         exact = x.double() @ (numbers if is_exact else numbers.to(dtype)).double().T
-        bound = sum_bound(x, FILES[name], few_rows=m <= gpu.MAX_FEW_ROWS)
+        bound = coded_bound(x, FILES[name], few_rows=m <= gpu.MAX_FEW_ROWS)
         assert ((got - exact).abs() <= bound).all()
 
 
@@ -106,7 +106,7 @@ def test_rows_that_do_not_fill_a_block(poisoned, name, monkeypatch):
             got = weight.linear(x, context=context)
         exact = x.double() @ part.plain().double().T
         assert got.shape == (m, 50)
-        assert ((got - exact).abs() <= sum_bound(x, part, few_rows=m <= gpu.MAX_FEW_ROWS)).all()
+        assert ((got - exact).abs() <= coded_bound(x, part, few_rows=m <= gpu.MAX_FEW_ROWS)).all()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -140,7 +140,7 @@ def test_what_runs_for_how_many_rows(launches, monkeypatch):
         got = weight.linear(x, context=ForwardContext(kernels=replace(INTERPRETED, tiles=tiles)))
         exact = x.double() @ weight.exact().double().T
         few_rows = m <= gpu.MAX_FEW_ROWS and launches == ["few_rows_kernel"]
-        assert ((got - exact).abs() <= sum_bound(x, FILES["four bits"], few_rows=few_rows)).all()
+        assert ((got - exact).abs() <= coded_bound(x, FILES["four bits"], few_rows=few_rows)).all()
         assert launches == expected
         assert torch.equal(weight.linear(x), x @ weight.exact().T)  # the PyTorch implementation
     monkeypatch.setattr("llama.weights.groups._CHUNK_ELEMENTS", n * k)
