@@ -1,4 +1,4 @@
-"""Measure how dense Python code is, and find names and phrases that are not standard terms.
+"""Measure how dense Python code is, and find docstrings and comments that begin as fragments.
 
 Run `python tests/helpers/style.py llama/server` to print the measures and every finding in a
 folder.
@@ -25,41 +25,6 @@ _LAYOUT_TOKENS = {
 }
 _DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
-# Part of an identifier -> the replacement that is suggested.
-BAD_NAME_PARTS = {
-    "guess": "draft",
-    "guesses": "drafts",
-    "guessed": "drafted",
-    "most": "max_",
-    "least": "min_",
-    "place": "slot, index or path",
-    "places": "slots, indices or paths",
-    "room": "capacity or workspace",
-    "unit": "scale",
-    "units": "scales",
-    "numbers": "elements",
-    "adaptor": "adapter",
-    "adaptors": "adapters",
-    "told": "reported or message",
-    "said": "message",
-    "held": "stored",
-    "words": "message, or what they are",
-    "form": "format",
-    "forms": "formats",
-}
-# Public names that are not ours to change: fields of vLLM's and Meta's APIs.
-_PUBLIC_NAMES = ("bad_words", "n_words")
-# Pattern in a docstring, a comment or a message -> the replacement that is suggested.
-BAD_PROSE = {
-    r"\bguess(es|ed)?\b": "draft",
-    r"\badaptors?\b(?!\.[AB]\b|$)": "adapter",  # Meta's files and packed files have it as a key
-    r"\ba step ahead\b": "async scheduling",
-    r"\b(what|all that) (it|this|that|they|a step) (came|comes) to\b": "the result",
-    r"\bthe output matrix\b": "lm_head",
-    r"\b(is|are|was|were) (told|said)\b": "is reported",
-    r"\bin (its|these|those|which|the) words\b": "message",
-    r"\b(has|have|had|no|enough) room\b": "capacity",
-}
 _FRAGMENT = re.compile(r"(Of|As|Those|That|Where|What|Who|Which|From|With|By|For|To)\b")
 _TRAILING = re.compile(r"# (of|that|which|who|where|from|with|by|as|for|to|those)\b")
 
@@ -140,48 +105,17 @@ def is_packed(node: ast.AST) -> bool:
     return names != sorted(map(ast.unparse, node.value.elts))
 
 
-def name_findings(path: Path) -> Iterator[Finding]:
-    """Yield the names bound in a file that contain a part listed in BAD_NAME_PARTS."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                pass
-            case ast.ClassDef(name=name):
-                name = re.sub(r"(?<!^)(?=[A-Z])", "_", name)
-            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
-                pass
-            case ast.Attribute(attr=name, ctx=ast.Store()):
-                pass
-            case _:
-                continue
-        for public in _PUBLIC_NAMES:
-            name = name.replace(public, "")
-        for part in name.lower().split("_"):
-            if part in BAD_NAME_PARTS:
-                rule = f"the name {name} has '{part}': write {BAD_NAME_PARTS[part]}"
-                yield Finding(path, node.lineno, rule)
-
-
 def prose_findings(path: Path) -> Iterator[Finding]:
-    """Yield docstrings and comments that begin as fragments, and phrases listed in BAD_PROSE."""
+    """Yield the docstrings and comments that begin as fragments."""
     text = path.read_text()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, _DEFINITIONS) and _FRAGMENT.match(ast.get_docstring(node) or ""):
             yield Finding(path, getattr(node, "lineno", 1), "the docstring begins as a fragment")
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from _phrases(path, node.lineno, node.value)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield from _phrases(path, token.start[0], token.string)
-            if token.line[: token.start[1]].strip() and _TRAILING.match(token.string):
-                yield Finding(path, token.start[0], "the comment begins as a fragment")
-
-
-def _phrases(path: Path, line: int, text: str) -> Iterator[Finding]:
-    for pattern, better in BAD_PROSE.items():
-        for match in re.finditer(pattern, text, re.IGNORECASE):
-            at = line + text[: match.start()].count("\n")
-            yield Finding(path, at, f"'{match.group()}': write {better}")
+        if token.type != tokenize.COMMENT:
+            continue
+        if token.line[: token.start[1]].strip() and _TRAILING.match(token.string):
+            yield Finding(path, token.start[0], "the comment begins as a fragment")
 
 
 def python_files(names: list[str]) -> list[Path]:
@@ -193,14 +127,14 @@ def python_files(names: list[str]) -> list[Path]:
 def main() -> None:
     """Print the measures of the files and folders named on the command line."""
     paths = python_files(sys.argv[1:])
-    findings = [x for path in paths for x in (*name_findings(path), *prose_findings(path))]
+    findings = [x for path in paths for x in prose_findings(path)]
     print(*findings, sep="\n")
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if is_packed(node):
                 print(f"{path}:{node.lineno}: packed assignment")  # type: ignore[attr-defined]
     total = density(paths)
-    rules = Counter(re.sub(r"'.*?'|name \w+", "...", x.rule) for x in findings)
+    rules = Counter(x.rule for x in findings)
     print(*(f"{count:5} {rule}" for rule, count in rules.most_common()), sep="\n")
     print(
         f"{len(paths)} files, {total.lines} lines, {total.statements} statements, "
