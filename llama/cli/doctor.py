@@ -43,7 +43,7 @@ from llama.ranks.world import check_interfaces, started_processes
 from llama.weights.choice import QUANTIZED
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_OWN_NAMES = ("llama-runtime", "llama")  # of the distribution; the second before 0.5.0
+_OWN_NAMES = ("llama-runtime", "llama")  # distribution names; the second was used before 0.5.0
 _INSTRUCTION_SETS = ("avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 _LAYOUTS = {"meta": "Meta's", "hf": "Hugging Face's", "gguf": "GGUF's"}
 _MIB = 2**20
