@@ -143,7 +143,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print the processor time of the whole suite and of its ten most expensive files.
 
-    Other work on the machine hardly affects these figures; the limit for the suite is 700 s.
+    Other work on the machine hardly affects these figures.
     """
     seconds = time.process_time() + _children_seconds() - _SECONDS_BEFORE
     terminalreporter.write_line(f"{seconds:.0f} s of processor time, with all child processes")
