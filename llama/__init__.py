@@ -8,6 +8,8 @@ import importlib
 import sys
 from typing import Any
 
+from llama.ops import kernels as _kernels
+
 if sys.platform == "win32":
     raise ImportError(
         "llama runs on Linux and macOS. On Windows, install and run it inside WSL 2 "
@@ -25,6 +27,15 @@ _MODULES = {  # module -> the names that it defines
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_MODULE_OF)
+
+
+def _host_kernels() -> _kernels.Kernels:
+    """Return the kernels of models that a program makes by itself, which are for the CPU."""
+    kernels: _kernels.Kernels = importlib.import_module("llama.kernels.host").host_kernels()
+    return kernels
+
+
+_kernels.set_default(_host_kernels)
 
 
 def __getattr__(name: str) -> Any:

@@ -8,13 +8,13 @@ can make one of the same parts.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from llama.common.openmp import SpinController
 from llama.engine.core import PAGE_SIZE, EngineCore, step_tokens
 from llama.engine.hooks import StepHook, Stepper
 from llama.engine.pages import PagePool
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduler
 from llama.model.transformer import Transformer
-from llama.ops.cpu.openmp import SpinController
 from llama.options.adapters import AdapterStore
 from llama.options.graphs.kv_cache import Allocated, allocate
 from llama.options.graphs.recorder import Recorder

@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def kernel_build() -> ModuleType:
-    """Load llama.ops.cpu.build by its path, since importing the package needs torch."""
-    path = ROOT / "llama" / "ops" / "cpu" / "build.py"
+    """Load llama.kernels.cpu.build by its path, since importing the package needs torch."""
+    path = ROOT / "llama" / "kernels" / "cpu" / "build.py"
     spec = importlib.util.spec_from_file_location("kernel_build", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -64,7 +64,7 @@ class BuildWithData(build_py):
         with tempfile.TemporaryDirectory(dir=self.build_lib, prefix="objects-") as objects:
             for instruction_set in BUILD.INSTRUCTION_SETS if COMPILER else ():
                 if BUILD.accepts(COMPILER, instruction_set):
-                    path = package / "ops" / "cpu" / BUILD.library_name(instruction_set)
+                    path = package / "kernels" / "cpu" / BUILD.library_name(instruction_set)
                     put_library(instruction_set, path, Path(objects))
 
 

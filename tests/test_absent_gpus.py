@@ -25,11 +25,11 @@ from llama.assembly import assemble
 from llama.checkpoint.find import find
 from llama.gpu import selection
 from llama.gpu.job import CheckResult
+from llama.kernels.cpu import native
+from llama.kernels.cuda.table import GRAPH
 from llama.loading.files import Files
 from llama.loading.memory import estimate_memory
 from llama.loading.sizes import Memory
-from llama.ops.cpu import native
-from llama.ops.triton.kernels import GRAPH
 from llama.ranks.placement import Placement
 
 PROMPTS = [[256, 70, 71], [256, 77], [256, *range(65, 90)]]

@@ -9,7 +9,7 @@ import torch
 from helpers.kernels import KERNELS_RUN, without_amx
 from helpers.launch import DEMO
 from llama import Llama
-from llama.ops.cpu import native
+from llama.kernels.cpu import native
 from llama.weights.choice import check_activations, packed, round_activations
 
 CPU = torch.device("cpu")

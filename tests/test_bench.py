@@ -600,5 +600,5 @@ def test_the_page_of_the_kernels_has_what_a_step_should_take():
     Launches are counted: one more kernel in a layer is 32 more launches.
     """
     pytest.importorskip("triton")
-    page = (REPO / "llama/ops/triton/README.md").read_text()
+    page = (REPO / "llama/kernels/cuda/README.md").read_text()
     assert "\n".join(expected.table()) in page

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from helpers.batches import in_8_bits
 from llama import ModelArgs, Transformer
 from llama.checkpoint.packing import pack_model
+from llama.kernels.cpu import native
+from llama.kernels.cpu.layers import NativeLayers
+from llama.kernels.cuda.table import NAMES, table
 from llama.model import Attention, execution, kinds, layers
-from llama.model.execution import NativeLayers, OpLayers, SubLayer
+from llama.model.execution import NOTHING_WATCHED, OpLayers, SubLayer
 from llama.ops.batch import Batch
-from llama.ops.cpu import native
+from llama.ops.kernels import Kernels
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS, KVFormat
-from llama.ops.triton.kernels import NAMES, KernelSet
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.plain import PlainWeight
@@ -178,7 +180,7 @@ def test_a_cache_in_a_format_without_kernels_is_left_to_the_modules(kernels, cal
 
 
 # in use for no dtype: ops keep their PyTorch implementation
-OP_STACK = KernelSet(frozenset(NAMES), frozenset())
+OP_STACK = table(frozenset(NAMES), frozenset())
 
 
 @pytest.fixture
@@ -220,7 +222,7 @@ def test_the_kernels_of_a_model_reach_every_operator(monkeypatch, way):
     model.use_kernels(OP_STACK)
     model.use_modules(way == "modules")
     contexts: list[Any] = []
-    kernels: dict[str, list[KernelSet]] = {}
+    kernels: dict[str, list[Kernels]] = {}
     linear = PlainWeight.linear
 
     def product(
@@ -229,7 +231,7 @@ def test_the_kernels_of_a_model_reach_every_operator(monkeypatch, way):
         contexts.append(context)
         return linear(weight, x, dtype, context, updates)
 
-    def spy(module: Any, name: str, find: Callable[..., KernelSet]) -> None:
+    def spy(module: Any, name: str, find: Callable[..., Kernels]) -> None:
         op = getattr(module, name)
 
         def called(*args: Any, **options: Any) -> Any:
@@ -304,6 +306,7 @@ def test_parts_with_metas_signature_run_in_a_layer_and_hooks_see_its_arguments()
 def test_both_executors_add_a_bias_to_the_first_product(kernels, quantize):
     model = make_model(quantize=quantize)
     tokens, batch, num_pages = pack(BATCHES[4])
+    batch = batch.with_kernels(model.kernels)
     x = model.tok_embeddings(tokens)
     freqs_cis = model.freqs_cis[batch.positions]
     plain: list[SubLayer] = []
@@ -319,7 +322,7 @@ def test_both_executors_add_a_bias_to_the_first_product(kernels, quantize):
         for executor in (NativeLayers, OpLayers):
             kv_cache = model.new_kv_cache(num_pages, PAGE_SIZE)
             stack = executor(model.plan, sublayers, model.parallel)
-            outputs.append([stack.run(x, freqs_cis, kv_cache, batch), kv_cache])
+            outputs.append([stack.run(x, freqs_cis, kv_cache, batch, NOTHING_WATCHED), kv_cache])
     assert same(outputs[0], outputs[1]) and same(outputs[2], outputs[3])
     assert not torch.equal(outputs[0][0], outputs[2][0])
     wrong = [dataclasses.replace(plain[0], bias=torch.zeros(3).bfloat16()), *plain[1:]]
@@ -395,9 +398,16 @@ def other_module(model: Any) -> Callable[[], None]:
 
 
 def patched_class(model: Any) -> Callable[[], None]:
+    """Patch a class and undo it; no instance is set, so that the model must be told."""
     patch = pytest.MonkeyPatch()
     patch.setattr(Attention, "forward", lambda self, x, *_: x)
-    return patch.undo
+    model.use_modules(False)
+
+    def undo() -> None:
+        patch.undo()
+        model.use_modules(False)
+
+    return undo
 
 
 def use_modules(model: Any) -> Callable[[], None]:
@@ -522,6 +532,7 @@ def test_what_the_kernels_do_not_take_goes_through_the_modules(kernels, calls, m
     assert "layers_bf16" in calls
     monkeypatch.setattr(native, "kernels", lambda: None)
     calls.clear()
+    model.use_modules(False)  # looks at the kernels again
     run(model, BATCHES[0])
     assert calls == []
 
@@ -541,7 +552,7 @@ def test_a_batch_that_does_not_fit_together_is_refused(kernels, fault):
     kv_cache = model.new_kv_cache(num_pages, PAGE_SIZE)
 
     def run_stack(x: Tensor, freqs: Tensor, **rest: Any) -> None:
-        stack.run(x, freqs, kv_cache, dataclasses.replace(batch, **rest))
+        stack.run(x, freqs, kv_cache, dataclasses.replace(batch, **rest), NOTHING_WATCHED)
 
     run_stack(**parts)
     with pytest.raises(AssertionError):

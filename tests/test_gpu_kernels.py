@@ -21,13 +21,13 @@ from llama.cli import doctor
 from llama.gpu import graph_check, selfcheck_cache
 from llama.gpu.job import CheckResult, Job
 from llama.gpu.selection import VARIABLE, allowed_kernels, describe, kernels_for, recorder_for
+from llama.kernels.cuda.table import NAMES, table
+from llama.kernels.host import host_kernels
 from llama.loading.files import Files
 from llama.loading.kernels import choose_kernels
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
-from llama.ops.triton import kernels
-from llama.ops.triton.kernels import KernelSet
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.choice import QUANTIZED
@@ -35,7 +35,7 @@ from llama.weights.groups import QuantKey
 
 GPU = torch.device("cuda", 7)
 PARAMS = ModelArgs(dim=128, n_heads=8, n_kv_heads=2, vocab_size=300)
-ALL = frozenset(kernels.NAMES)
+ALL = frozenset(NAMES)
 
 
 class Rank(Parallel):
@@ -75,7 +75,7 @@ def model_with(names, parallel: Parallel | None = None, device: torch.device = G
     weight = SimpleNamespace(device=device, dtype=torch.bfloat16)
     return SimpleNamespace(
         norm=SimpleNamespace(weight=weight), params=PARAMS, plan=LayerPlan.of(PARAMS),
-        parallel=parallel, kernels=KernelSet(frozenset(names)), modules=list,
+        parallel=parallel, kernels=table(frozenset(names)), modules=list,
     )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def test_what_fails_is_dropped_with_one_warning(gpu):
     assert found == ALL - {"linear", "sample"}
     assert describe(model_with(found)) == ", kernels attention+add_norm+rope_and_store+silu_mul"
     (job,) = jobs
-    assert job.names == kernels.NAMES
+    assert job.names == NAMES
     assert (job.n_heads, job.n_kv_heads, job.head_dim) == (8, 2, 16)
 
 
@@ -154,7 +154,7 @@ def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu, tmp_pat
         assert [x.formats for x in jobs] == [held, ("int4",), held, (None,)]
         assert {(x.dim, x.vocab_size) for x in jobs} == {(demo.params.dim, demo.params.vocab_size)}
         on_cpu = replace(files, device=torch.device("cpu"))
-        assert choose_kernels(on_cpu, *asked) == on_cpu
+        assert choose_kernels(on_cpu, *asked) == replace(on_cpu, kernels=host_kernels())
 
 
 def test_a_file_that_one_rank_cannot_read_ends_all(gpu, monkeypatch):
@@ -414,4 +414,4 @@ def test_graphs_can_be_turned_off(gpu, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert recorder(monkeypatch, Rank()) is None
-    assert [job.names for job in jobs] == [kernels.NAMES]
+    assert [job.names for job in jobs] == [NAMES]

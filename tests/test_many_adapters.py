@@ -23,8 +23,8 @@ from llama import Llama
 from llama.checkpoint.find import find
 from llama.checkpoint.lora import unmerged
 from llama.checkpoint.write.convert import convert, pack
+from llama.kernels.cpu import native
 from llama.ops.adapters import AdapterWeights
-from llama.ops.cpu import native
 from llama.requests.adapters import AdapterInUseError
 from llama.sampling_params import SamplingParams
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-import llama.ops.cpu.openmp
+import llama.common.openmp
 from helpers.launch import environment
-from llama.ops.cpu.openmp import ShortSpin, SpinController, idle_team_size, pressure_file
+from llama.common.openmp import ShortSpin, SpinController, idle_team_size, pressure_file
 
 # CPU milliseconds of regions with a pause after each, in which spinning threads take the most:
 # before, with brief waits, and after them; and the results of a product each time.
 PROGRAM = """
 import json, os, time, torch
-from llama.ops.cpu.openmp import ShortSpin, SpinController
+from llama.common.openmp import ShortSpin, SpinController
 torch.set_num_threads(2)
 x = torch.arange(1 << 20) * 0.37
 
@@ -69,7 +69,7 @@ def test_threads_that_wait_sleep_soon_until_that_is_turned_off():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP, as torch for Linux brings it")
 def test_what_the_user_set_is_obeyed(monkeypatch):
-    monkeypatch.setattr("llama.ops.cpu.openmp.pressure_file", lambda: Path("/proc/uptime"))
+    monkeypatch.setattr("llama.common.openmp.pressure_file", lambda: Path("/proc/uptime"))
     monkeypatch.setattr(SpinController, "_read", lambda controller: 0)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     assert SpinController.for_this_process() is not None
@@ -84,7 +84,7 @@ def test_waits_are_brief_while_tasks_wait_for_cores(tmp_path, monkeypatch):
     one check is made per 0.25 s; a file that cannot be read counts as idle.
     """
     file, now, total = tmp_path / "cpu.pressure", 100.0, 0.0
-    monkeypatch.setattr(llama.ops.cpu.openmp.time, "monotonic", lambda: now)
+    monkeypatch.setattr(llama.common.openmp.time, "monotonic", lambda: now)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
 
     class Recorded(ShortSpin):

@@ -32,9 +32,11 @@ from llama.cli.model import figures, load
 from llama.engine.core import PAGE_SIZE
 from llama.engine.runner import ModelRunner
 from llama.engine.sequence import SequenceState
+from llama.kernels.host import host_kernels
+from llama.loading.files import Files
 from llama.ops.batch import Batch
+from llama.ops.kernels import Kernels
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS
-from llama.ops.triton.kernels import KernelSet, Tile
 from llama.options.speculation.draft_model import ModelDrafter, SequenceDraft
 from llama.options.speculation.drafter import Drafter
 from llama.options.speculation.hook import speculate
@@ -326,8 +328,12 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
     small, _, _ = make_checkpoint(seed=25, dim=128, n_layers=1)
     common: dict[str, Any] = {"device": "cpu", "dtype": "bf16", "max_seq_len": 128}
     # keyed by n_layers
-    own = {n: KernelSet(tiles={(0, n, n, 1): Tile(n, n, 1, 1)}) for n in (1, 2)}
-    monkeypatch.setattr("llama.gpu.selection.kernels_for", lambda params, *_: own[params.n_layers])
+    own = {n: Kernels(host_kernels().functions) for n in (1, 2)}
+
+    def choose(files: Files, *_: Any) -> Files:
+        return replace(files, kernels=own[files.checkpoint.params.n_layers])
+
+    monkeypatch.setattr("llama.loading.choose_kernels", choose)
     asked = list[Transformer]()
     monkeypatch.setattr("llama.generation.recorder_for", asked.append)
     monkeypatch.setattr("llama.assembly.ModelDrafter", RandomLengths)

@@ -18,14 +18,14 @@ import pytest
 from helpers import warm
 from helpers.dockerfile import copied
 from helpers.kernels import HAS_KERNELS, can_run, library, objects_folder, path_of
-from llama.ops.cpu import build
+from llama.kernels.cpu import build
 
 REPO = Path(__file__).resolve().parent.parent
 PROGRAM = """
 import json, sys, torch
 torch.set_num_threads(1)
 import llama
-from llama.ops.cpu import native
+from llama.kernels.cpu import native
 library = native.kernels()
 engine = llama.Llama.build(sys.argv[1], device="cpu", dtype="bf16", max_seq_len=128)
 prompts = [engine.tokenizer.encode("Once upon a time", bos=True, eos=False)] * 2
@@ -117,7 +117,7 @@ def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(wheel, tmp_path
     """
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {f"llama/ops/cpu/{build.library_name(build.INSTRUCTION_SETS[-1])}",
+    assert {f"llama/kernels/cpu/{build.library_name(build.INSTRUCTION_SETS[-1])}",
             "llama/data/demo/params.json",
             "llama/prompts/chat_template.jinja", "llama/server/page/index.html",
             "llama/server/page/style.css", "llama/server/page/main.js"} < set(names)  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_wheel_works_in_an_empty_environment(wheel):
     variables = os.environ | {"PYTHON": sys.executable}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "/site-packages/llama/ops/cpu/kernels." in done.stdout  # doctor names the library
+    assert "/site-packages/llama/kernels/cpu/kernels." in done.stdout  # doctor names the library
     assert "g++          not found" in done.stdout
 
 

@@ -16,7 +16,7 @@ from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.table import rank_shapes
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
-from llama.ops.cpu.constants import num_blocks
+from llama.ops.formats import num_blocks
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights import choice

@@ -23,9 +23,9 @@ from llama.checkpoint.packing import pack_model
 from llama.checkpoint.table import part_of, share, whole_shapes
 from llama.checkpoint.write import atomic as writing
 from llama.common.checks import brief, torchrun_number
+from llama.kernels.cpu import native
 from llama.model.layers import Matrix, RMSNorm
 from llama.model.transformer import Transformer
-from llama.ops.cpu import native
 from llama.ranks.placement import WHOLE, Placement
 from llama.storage.page_cache import cache_anew, read_ahead
 from llama.weights import choice

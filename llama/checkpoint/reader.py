@@ -27,7 +27,7 @@ from llama.checkpoint.shards import Shard, open_shards
 from llama.checkpoint.stacked import Part, StackedParts
 from llama.checkpoint.table import ROTATED, as_slice, name_in, share, whole_shapes
 from llama.common.checks import errors_in
-from llama.ops.cpu.constants import N_BLOCK
+from llama.ops.formats import N_BLOCK
 from llama.ranks.placement import WHOLE, Placement
 from llama.storage.downloads import broken
 from llama.weights.coded import Coded, CodedRows, joined

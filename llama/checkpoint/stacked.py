@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llama.checkpoint.quantized_matrix import PackTarget, QuantizedMatrix
 from llama.checkpoint.table import as_slice
-from llama.ops.cpu.constants import N_BLOCK, num_blocks
+from llama.ops.formats import N_BLOCK, num_blocks
 from llama.weights.coded import Coded, joined
 
 

@@ -30,6 +30,7 @@ from llama.cli.plan.report import summary
 from llama.cli.ranks import global_rank
 from llama.common.checks import FieldError, whole_number
 from llama.gpu import selfcheck_cache
+from llama.kernels.cpu import native
 from llama.loading.dialog_format import find_dialog_format
 from llama.loading.files import Files, check_stages, layer_counts, stays_in_codes
 from llama.loading.memory import estimate_memory
@@ -37,7 +38,6 @@ from llama.loading.shares import check_shares, column_step
 from llama.loading.sizes import Memory, default_batch_size
 from llama.model.args import ModelArgs
 from llama.model.shares import RankShare, distinct_ranks
-from llama.ops.cpu import native
 from llama.ranks.placement import WHOLE, Placement
 from llama.ranks.world import check_interfaces, started_processes
 from llama.weights.choice import QUANTIZED

@@ -29,8 +29,8 @@ from llama.engine.step import Step, StepResults
 from llama.model.execution import Watched
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
+from llama.ops.kernels import NO_KERNELS, KernelError
 from llama.ops.sample import on_device_of
-from llama.ops.triton.kernels import TORCH_ONLY, kernel_errors
 
 _SCORED_ROWS = 256  # prompt rows that get logits at once: 256 x 128,256 float32 are 131 MB
 
@@ -108,7 +108,7 @@ class ModelRunner:
         with torch.inference_mode(), current(self.kv_cache.device):
             try:
                 return RunningStep(self, step)
-            except kernel_errors() as error:
+            except KernelError as error:
                 self.give_up_kernels(error)
                 return RunningStep(self, step)
 
@@ -214,7 +214,7 @@ def give_up_kernels(model: Transformer, error: Exception) -> None:
     if not model.parallel.is_alone:
         raise error
     warnings.warn(f"torch runs in place of the GPU's kernels: {error}", stacklevel=4)
-    model.use_kernels(TORCH_ONLY)
+    model.use_kernels(NO_KERNELS)
 
 
 class RunningStep:
@@ -263,7 +263,7 @@ class RunningStep:
         with torch.inference_mode(), current(self._runner.kv_cache.device):
             try:
                 return self._compute_rows()
-            except kernel_errors() as error:
+            except KernelError as error:
                 self._runner.give_up_kernels(error)
                 # The pass can be made again: it reads nothing that it has written.
                 return RunningStep(self._runner, self._step)._compute_rows()

@@ -18,8 +18,8 @@ from llama.engine.constraints import TokenMask
 from llama.engine.processors import LogitsProcessors, is_below_min_tokens
 from llama.engine.sequence import SequenceState
 from llama.model.transformer import Transformer
+from llama.ops.kernels import NO_KERNELS, Kernels
 from llama.ops.sample import choose_ids, top_tokens
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def sample(
     logits: Tensor,
     sequences: Sequence[SequenceState],
     mask: TokenMask | None = None,
-    kernels: KernelSet = TORCH_ONLY,
+    kernels: Kernels = NO_KERNELS,
     processors: LogitsProcessors | None = None,
 ) -> Sampled:
     """Sample the next token of each sequence from logits (B, V) float32, which are not changed.
@@ -101,7 +101,7 @@ def top_of_ranks(model: Transformer, hidden: Tensor) -> Tensor:
     return top_of_all(model.parallel.all_gather(pairs))
 
 
-def top_of_share(logits: Tensor, first: int, kernels: KernelSet = TORCH_ONLY) -> Tensor:
+def top_of_share(logits: Tensor, first: int, kernels: Kernels = NO_KERNELS) -> Tensor:
     """Return the largest logit of each row of a rank's share, and its id.
 
     Args:

@@ -24,15 +24,17 @@ from torch import Tensor
 
 from llama.common.device import DTYPES
 from llama.gpu.job import Job
+from llama.kernels.cuda.launch import Sizes, Tile
+from llama.kernels.cuda.table import table
 from llama.ops import scaled
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch, ForwardContext
+from llama.ops.kernels import Kernels
 from llama.ops.kv_cache import FORMATS, format_of
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.sample import SamplingRow, choose_ids, top_tokens
 from llama.ops.swiglu import silu_mul
-from llama.ops.triton.kernels import KernelSet, Sizes, Tile
 from llama.weights.bytes import MAX_EXACT_ROWS
 from llama.weights.choice import packed, random_weight
 from llama.weights.groups import GroupedWeight, QuantKey
@@ -155,7 +157,7 @@ class Cases:
         Decode has padding rows, which share a page. It runs with each number of parts that keys
         are split into: a kernel is compiled for each.
         """
-        from llama.ops.triton.attention import decode_variants
+        from llama.kernels.cuda.attention import decode_variants
 
         job = self.job
         sequences = _Sequences.of(job)
@@ -285,7 +287,7 @@ class Cases:
 
     def products(self) -> Iterator[Product]:
         """Yield the products with wqkv, wo, w13, w2 and lm_head, in each of the job's formats."""
-        from llama.ops.triton import linear, quantized
+        from llama.kernels.cuda import linear, quantized
 
         shapes = self._weight_shapes()
         for format, shape in itertools.product(self.job.formats, shapes):
@@ -393,19 +395,19 @@ def read_cache(kv_cache: Tensor) -> Tensor:
     return torch.stack(planes)
 
 
-def _attend(queries: Tensor, cache: Tensor, batch: Batch, kernels: KernelSet) -> Tensor:
+def _attend(queries: Tensor, cache: Tensor, batch: Batch, kernels: Kernels) -> Tensor:
     batch = batch.with_kernels(kernels)
     return paged_attention(queries, cache, batch)
 
 
-def _top_tokens(logits: Tensor, kernels: KernelSet) -> Results:
+def _top_tokens(logits: Tensor, kernels: Kernels) -> Results:
     """Return the top ids, and the bits of their logits."""
     row_max, ids = top_tokens(logits, kernels)
     return ids, row_max.view(torch.int32)
 
 
 def _rope_and_read(
-    qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor, kernels: KernelSet
+    qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor, kernels: Kernels
 ) -> Results:
     """Return the queries, and what the cache's last pages store; then restore the pages."""
     last_pages = cache[:, -_ROPE_PAGES:]
@@ -416,14 +418,14 @@ def _rope_and_read(
     return queries, after
 
 
-def _round_rows(x: Tensor, kernels: KernelSet) -> Results:
+def _round_rows(x: Tensor, kernels: Kernels) -> Results:
     """Return the bits of the codes and of the scales."""
     rows = scaled.round_rows(x, kernels)
     return rows.codes.view(torch.uint8), rows.scales.view(torch.int32)
 
 
 def _multiply(
-    weight: Weight, tile: Tile | None, dtype: torch.dtype, x: Tensor, kernels: KernelSet
+    weight: Weight, tile: Tile | None, dtype: torch.dtype, x: Tensor, kernels: Kernels
 ) -> Tensor:
     """Multiply x by a weight with this tile, or with none."""
     n, k = weight.shape
@@ -432,5 +434,5 @@ def _multiply(
     if not weight.kind:
         plain = weight.plain().to(x.dtype)
         weight = PlainWeight.pack(plain)
-    context = ForwardContext(kernels=replace(kernels, tiles=tiles))
+    context = ForwardContext(kernels=table(kernels.names, {x.dtype}, tiles))
     return weight.linear(x, dtype, context)

@@ -25,10 +25,10 @@ from llama.engine.sequence import SequenceState
 from llama.gpu.cases import fill_cache, read_cache
 from llama.gpu.job import Choice, Job
 from llama.gpu.program import run
+from llama.kernels.cuda.table import table
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.kv_cache import FORMATS
-from llama.ops.triton.kernels import KernelSet
 from llama.options.graphs.decode_graphs import DecodeGraphs
 from llama.options.graphs.decode_inputs import DecodeStep
 from llama.options.graphs.recorder import CudaRecorder, Recorder
@@ -197,7 +197,7 @@ def check_graphs(job: Job, _: str) -> list[Choice]:
         weight.data.normal_(0, 0.02 if weight.dim() > 1 else 1.0)
     format = job.formats[-1]
     pack_model(model, quantize=str(format) if format else None)
-    kernels = KernelSet(frozenset(job.in_use), frozenset({dtype}))
+    kernels = table(job.in_use, {dtype})
     model.use_kernels(kernels)
     recorder = CudaRecorder(torch.device(job.device))
     compare(model, recorder, job.page_size)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from pydantic import TypeAdapter
 
 from llama.common.device import DTYPES
-from llama.ops.triton.kernels import KernelSet, Sizes, Tile
+from llama.kernels.cuda.launch import Sizes, Tile
+from llama.kernels.cuda.table import table
+from llama.ops.kernels import Kernels
 from llama.weights.groups import QuantKey
 
 Choice = tuple[Sizes, Tile]  # sizes of a product, and the fastest tile for them
@@ -86,11 +88,11 @@ class CheckResult:
             self.is_final and other.is_final,
         )
 
-    def kernels(self, dtype: str, names: Sequence[str]) -> KernelSet:
+    def kernels(self, dtype: str, names: Sequence[str]) -> Kernels:
         """Return the kernels among `names` that passed, for a model of this dtype."""
         passed = frozenset(names) & set(self.passed)
         dtypes = frozenset({DTYPES[dtype]})
-        return KernelSet(passed, dtypes, dict(self.tiles))
+        return table(passed, dtypes, dict(self.tiles))
 
 
 JOB = TypeAdapter(Job)  # conversion to JSON and back

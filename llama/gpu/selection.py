@@ -1,8 +1,8 @@
 """The kernels and the graph recorder that a model uses on its GPU.
 
-In: a rank's device, dtype and sizes, then its model. Out: its `KernelSet` and a recorder of CUDA
-graphs, the same on every rank, with at most one warning for each that names what was dropped and
-why. LLAMA_GPU_KERNELS=none turns all of them off, and a list such as attention,graph turns all
+In: a rank's device, dtype and sizes, then its model. Out: its table of kernels and a recorder of
+CUDA graphs, the same on every rank, with at most one warning for each that names what was dropped
+and why. LLAMA_GPU_KERNELS=none turns all of them off, and a list such as attention,graph turns all
 others off. Without CUDA there are none.
 """
 
@@ -17,11 +17,12 @@ from llama.common.device import dtype_name
 from llama.engine.core import PAGE_SIZE
 from llama.gpu import graph_check, selfcheck_cache
 from llama.gpu.job import CheckResult, Formats, Job
+from llama.kernels.cuda.table import GRAPH, NAMES, ROUND_ROWS
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
+from llama.ops.kernels import NO_KERNELS, Kernels
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
-from llama.ops.triton.kernels import GRAPH, NAMES, ROUND_ROWS, TORCH_ONLY, KernelSet
 from llama.options.graphs.recorder import CudaRecorder, Recorder
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import WHOLE, Placement
@@ -57,7 +58,7 @@ def kernels_for(
     formats: Formats = (None,),
     kv_format: KVFormat = AS_COMPUTED,
     activations: str | None = None,
-) -> KernelSet:
+) -> Kernels:
     """Return the kernels that pass their check on all ranks, now or earlier on this machine.
 
     The first check on a machine compiles the kernels, which takes a minute of one core. All ranks
@@ -74,7 +75,7 @@ def kernels_for(
         activations: How its products round their inputs, None where they do not.
     """
     if device.type != "cuda":
-        return TORCH_ONLY
+        return NO_KERNELS
     plan = LayerPlan.of(params, parallel.placement, kv_format)
     job = replace(job_for(params, plan, device, dtype, formats), activations=activations)
     if activations == "fp8" and "linear" in job.names:

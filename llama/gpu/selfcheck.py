@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,9 +23,11 @@ from llama.common.device import available_cores
 from llama.gpu.cases import Case, Cases, Op, Results
 from llama.gpu.job import Choice, Job
 from llama.gpu.program import run
+from llama.kernels.cuda.launch import Sizes, Tile, does_not_fit
+from llama.kernels.cuda.table import table
 from llama.ops.batch import ForwardContext
+from llama.ops.kernels import NO_KERNELS, KernelError, Kernels
 from llama.ops.kv_cache import format_of
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet, Sizes, Tile
 from llama.weights.weight import Weight
 
 # The largest error of a row relative to its norm: a few times the rounding of the torch bodies.
@@ -52,17 +53,14 @@ def check_kernel(job: Job, name: str) -> list[Choice]:
         ArithmeticError: The results differ.
         RuntimeError: The kernel did not run.
     """
-    from triton.runtime.errors import OutOfResources
-
     cases = Cases(job)
-    kernels = KernelSet(frozenset({name}), frozenset({cases.dtype}))
+    kernels = table({name}, {cases.dtype})
     for case in getattr(cases, name)():
         try:
             _check_case(case, kernels, cases.dtype)
-        except OutOfResources:
-            if not case.is_optional:
-                raise
         except (ArithmeticError, RuntimeError) as e:
+            if case.is_optional and isinstance(e, KernelError) and does_not_fit(e):
+                continue
             e.args = (f"{case.name}: {e}",)  # it keeps its type: memory may be short only now
             raise
         del case  # before the next one is made, as caches can be large
@@ -84,7 +82,7 @@ def compile_all(job: Job) -> None:
     from triton import AsyncCompileMode, JITFunction
 
     cases = Cases(job)
-    kernels = KernelSet(frozenset(job.names), frozenset({cases.dtype}))
+    kernels = table(job.names, {cases.dtype})
     launch = JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, **options: Any) -> Any:
@@ -103,7 +101,7 @@ def compile_all(job: Job) -> None:
         JITFunction.run = launch
 
 
-def _check_case(case: Case, kernels: KernelSet, dtype: torch.dtype) -> None:
+def _check_case(case: Case, kernels: Kernels, dtype: torch.dtype) -> None:
     """Compare the kernel's results with the right ones; ArithmeticError where they differ.
 
     Each row of floats may differ by rounding. Ids must be equal.
@@ -133,7 +131,7 @@ def _check_case(case: Case, kernels: KernelSet, dtype: torch.dtype) -> None:
             raise ArithmeticError(f"result {i} is off by {error:.2g} where {tolerance:.2g} may be")
 
 
-def _right_results(case: Case, kernels: KernelSet, *, has_floats: bool) -> Results:
+def _right_results(case: Case, kernels: Kernels, *, has_floats: bool) -> Results:
     """Return the right results: those of the kernel on `small`, or those of the torch body.
 
     has_floats: Whether the results are floats, which the torch body then computes in float64.
@@ -151,7 +149,7 @@ def _widened(value: Any) -> Any:
     return value.double() if is_float else value
 
 
-def _results(op: Op, inputs: Sequence[Any], kernels: KernelSet = TORCH_ONLY) -> Results:
+def _results(op: Op, inputs: Sequence[Any], kernels: Kernels = NO_KERNELS) -> Results:
     results = op(*inputs, kernels=kernels)
     return results if isinstance(results, tuple) else (results,)
 
@@ -162,7 +160,6 @@ def fastest_tile(cases: Cases, weight: Weight, sizes: Sizes, tiles: Sequence[Til
     Each time is that of one product per weight in a CUDA graph, so that the host's work does not
     count. A tile that does not fit the GPU takes forever.
     """
-    from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench_cudagraph
 
     _, n, k, m = sizes
@@ -171,24 +168,25 @@ def fastest_tile(cases: Cases, weight: Weight, sizes: Sizes, tiles: Sequence[Til
     num_copies = min(_MAX_COPIES, _COLD_BYTES // weight.nbytes)
     weights = [weight, *(copy.deepcopy(weight) for _ in range(num_copies))]
 
-    def multiply_all(kernels: KernelSet) -> None:
+    def multiply_all(kernels: Kernels) -> None:
         context = ForwardContext(kernels=kernels)
         for weight in weights:
             weight.linear(x, out_dtype, context)
 
-    def seconds(kernels: KernelSet) -> float:
+    def seconds(kernels: Kernels) -> float:
         run = partial(multiply_all, kernels)
         try:
             run()  # outside a capture, which the error would end
-        except OutOfResources:
-            return math.inf
+        except KernelError as e:
+            if does_not_fit(e):
+                return math.inf
+            raise
         return float(do_bench_cudagraph(run, rep=1, return_mode="median"))
 
-    library = KernelSet(frozenset({"linear"}), frozenset({cases.dtype}))
-    library_time = seconds(library)
+    library_time = seconds(table({"linear"}, {cases.dtype}))
     times = []
     for tile in tiles:
-        kernels = replace(library, tiles={sizes: tile})
+        kernels = table({"linear"}, {cases.dtype}, {sizes: tile})
         times.append(seconds(kernels))
     best = min(range(len(times)), key=times.__getitem__)
     return tiles[best] if times[best] < _MIN_SPEEDUP * library_time else None

@@ -31,7 +31,7 @@ from pydantic import TypeAdapter
 from llama.common.device import is_closed_to_others
 from llama.gpu.job import JOB, RESULT, CheckResult, Job
 from llama.gpu.program import PARENT
-from llama.ops.cpu import native
+from llama.kernels.cpu import native
 
 PROGRAM = ("-m", "llama.gpu.selfcheck")  # the arguments of Python in a child
 LIMIT_S = 480.0  # the limit of a whole check; the other ranks wait for 600
@@ -45,7 +45,7 @@ _CLOSED = (
 )
 _MAX_MESSAGE = 300  # characters of a child's last line in a reason
 _PACKAGE = Path(__file__).parents[1]
-_FOLDERS = ("engine", "gpu", "model", "ops", "options", "ranks", "weights")
+_FOLDERS = ("engine", "gpu", "kernels", "model", "ops", "options", "ranks", "weights")
 # The sources that a result depends on.
 _SOURCES = (
     "common/**/*.py",

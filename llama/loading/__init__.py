@@ -14,6 +14,7 @@ from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.common.checks import number
 from llama.common.device import free_unused, pick_device
 from llama.gpu import selection
+from llama.kernels.cpu import native
 from llama.loading.dialog_format import find_dialog_format
 from llama.loading.draft import check_drafter, check_speculation, find_draft_files
 from llama.loading.files import Files, find_files
@@ -22,7 +23,6 @@ from llama.loading.loaded import Loaded
 from llama.loading.memory import fit_memory, with_ffn_shares
 from llama.loading.shares import check_shares, resolve_shares
 from llama.loading.weights import load_head, load_weights
-from llama.ops.cpu import native
 from llama.ops.kv_cache import pick_kv_format
 from llama.ranks.groups import connect
 

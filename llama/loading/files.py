@@ -16,13 +16,13 @@ from llama.checkpoint.find import Checkpoint, find
 from llama.common.checks import FieldError, path_like
 from llama.common.device import pick_dtype
 from llama.gpu import selfcheck_cache
+from llama.kernels.cpu import native
 from llama.loading.shares import column_step
 from llama.loading.sizes import DEFAULT_SEQ_LEN, default_batch_size
 from llama.model.args import ModelArgs
 from llama.model.cost import Storage
 from llama.model.stage_layers import stage_layers
-from llama.ops.cpu import native
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.ops.kernels import NO_KERNELS, Kernels
 from llama.ranks.placement import Placement
 from llama.weights import choice
 from llama.weights.groups import QuantKey
@@ -38,7 +38,7 @@ class Files:
         quantize: The format that weights are rounded to at load; None: none.
         placement: What the rank holds.
         device: Where it holds that.
-        kernels: The Triton kernels that the model may run.
+        kernels: The kernels that the model may run.
         activations: How activations are rounded, as the user or the files ask; None: they are not.
     """
 
@@ -47,7 +47,7 @@ class Files:
     quantize: str | None
     placement: Placement
     device: torch.device
-    kernels: KernelSet = TORCH_ONLY
+    kernels: Kernels = NO_KERNELS
     activations: str | None = None
 
     def with_shares(self, shares: tuple[int, ...], ffn_shares: tuple[int, ...] = ()) -> "Files":

@@ -1,4 +1,4 @@
-"""The choice of the Triton kernels that a model may run on a GPU.
+"""The choice of the kernels that a model may run on its device.
 
 In: the files of a model and what its rank holds. Out: the same files with their kernels, and with
 plain weights where no kernel multiplies by quantized ones.
@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from llama.common.device import dtype_name
 from llama.gpu import selection
+from llama.kernels.host import host_kernels
 from llama.loading.files import Files
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ranks.parallel import Parallel
@@ -20,11 +21,13 @@ def choose_kernels(
     allowed: frozenset[str],
     kv_format: KVFormat = AS_COMPUTED,
 ) -> Files:
-    """Return the files with the kernels that their model may run on a GPU.
+    """Return the files with the kernels that their model may run on its device.
 
-    Weights become plain where no kernel multiplies by quantized ones: PyTorch would dequantize
-    them in each step.
+    On a GPU, weights become plain where no kernel multiplies by quantized ones: PyTorch would
+    dequantize them in each step.
     """
+    if files.device.type == "cpu":
+        return replace(files, kernels=host_kernels())
     # The file of one rank may be truncated, which every rank must learn before kernels are chosen.
     with parallel.agree("the formats of the weights", world=True):
         formats = files.formats()

@@ -14,11 +14,11 @@ from llama.common.device import dtype_name
 from llama.engine.core import PAGE_SIZE
 from llama.engine.runner import ModelRunner
 from llama.gpu import selection
+from llama.kernels.cpu import native
 from llama.loading.files import Files
 from llama.loading.sizes import pages_for
 from llama.loading.weights import plain_not_finite, warn_not_finite
 from llama.model.transformer import Transformer
-from llama.ops.cpu import native
 from llama.prompts.dialog_format import DialogFormat
 from llama.tokenizer import Tokenizer
 

@@ -20,7 +20,7 @@ from llama.common.checks import FieldError
 from llama.common.device import free_bytes
 from llama.engine.core import PAGE_SIZE
 from llama.loading.sizes import MEMORY_FRACTION, Memory
-from llama.ops.cpu.constants import N_BLOCK
+from llama.ops.formats import N_BLOCK
 from llama.ranks.parallel import Parallel
 
 _MEASURED_STEPS = 16  # Shares that are measured are rounded to so many parts of the largest.

@@ -1,4 +1,4 @@
-"""How the layers of a model run: module by module, as a sequence of ops, or in one native call.
+"""How the layers of a model run: module by module, as a sequence of ops, or in one kernel.
 
 In: the layers, as modules. Out: an executor of their weights, or None where somebody wants to see
 or change what happens inside (a hook, another forward or module, `use_modules`). The modules are
@@ -14,35 +14,23 @@ Shapes: L layers, T tokens, E model dim, H query heads, K kv heads, D head dim, 
 slots per page. H, K and F are this rank's.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from llama.model.kinds import HalfKind, HalfLayer
-from llama.model.layers import RMSNorm, WatchedModule
+from llama.model.layers import Changes, RMSNorm, WatchedList, WatchedModule
 from llama.model.plan import LayerPlan
-from llama.ops.adapters import native_adapters
 from llama.ops.batch import Batch
-from llama.ops.cpu import native
-from llama.ops.cpu.constants import MAX_HEAD_DIM
-from llama.ops.kv_cache import NATIVE
+from llama.ops.kernels import Kernels
 from llama.ops.norm import add_norm, rms_norm
-from llama.ops.triton.kernels import KernelSet
 from llama.ranks.parallel import Parallel
 from llama.weights.weight import Weight
 
-# Bytes of workspace that stay allocated between calls: new memory costs a page fault per page.
-_KEPT_BYTES = 16 << 20
 _has_global_hook: Callable[[], bool] = _has_any_global_hook
-# Functions in C, as a step calls them once for each module of each layer.
-_count_of = attrgetter("num_changes")
-_forward_of = attrgetter("forward")
 Forwards = Mapping[type[nn.Module], Callable[..., Any]]  # the forward of each class of a layer
 
 
@@ -104,9 +92,13 @@ class OpLayers:
     sublayers: Sequence[SubLayer]
     parallel: Parallel
 
+    def is_current(self) -> bool:
+        """Return True: the operators read the weights where they are at each step."""
+        return True
+
     def supports(self, kv_cache: Tensor) -> bool:
         """Return whether `run` takes this KV cache."""
-        return _is_cache(self.plan, kv_cache, self.sublayers[0].norm.weight.dtype)
+        return self.plan.is_cache(kv_cache, self.sublayers[0].norm.weight.dtype)
 
     def run(
         self,
@@ -148,161 +140,19 @@ class OpLayers:
         raise AssertionError("a model has at least one layer")
 
 
-class NativeLayers:
-    """The layers as one call of layers.cpp, if the CPU kernels take all weights.
+class Executor(Protocol):
+    """An executor runs all layers of a rank: `OpLayers`, or the kernel "layers" of a table."""
 
-    One thread at a time may run it.
-    """
-
-    def __init__(self, plan: LayerPlan, sublayers: Sequence[SubLayer], parallel: Parallel) -> None:
-        """Describe the half layers to the kernels.
-
-        Raises:
-            ValueError: The kernels do not take the weights, or their sizes.
-        """
-        self.plan = plan
-        self.parallel = parallel
-        self.sublayers = sublayers  # they keep the tensors alive whose addresses the table has
-        self._eps = float(sublayers[0].norm.eps)
-        self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._sizes = (plan.dim, plan.n_heads, plan.n_kv_heads, plan.head_dim, plan.ffn_dim)
-        rows = [_native_row(sublayer, plan.dim) for sublayer in sublayers]
-        if any(sublayer.norm.eps != self._eps for sublayer in sublayers):
-            raise ValueError("the CPU's kernels take one epsilon for all norms")
-        is_aligned = not any(size % 32 for size in (plan.head_dim, plan.dim, plan.ffn_dim))
-        has_whole_groups = plan.n_heads % plan.n_kv_heads == 0
-        if not is_aligned or not has_whole_groups or plan.head_dim > MAX_HEAD_DIM:
-            raise ValueError("these sizes are not for the CPU's kernels")
-        self._table = torch.tensor(rows)
+    def is_current(self) -> bool:
+        """Return whether the weights are those that it was made from."""
 
     def supports(self, kv_cache: Tensor) -> bool:
         """Return whether `run` takes this KV cache."""
-        is_usable = kv_cache.device.type == "cpu" and kv_cache.is_contiguous()
-        has_kernels = kv_cache.dtype in NATIVE
-        return is_usable and has_kernels and _is_cache(self.plan, kv_cache, torch.bfloat16)
 
     def run(
-        self,
-        x: Tensor,
-        freqs_cis: Tensor,
-        kv_cache: Tensor,
-        batch: Batch,
-        watched: Watched = NOTHING_WATCHED,
+        self, x: Tensor, freqs_cis: Tensor, kv_cache: Tensor, batch: Batch, watched: Watched
     ) -> Tensor:
-        """Run the layers, with the arguments and the result of `OpLayers.run`.
-
-        The native call is split where the stream is seen. Between ranks there are two native calls
-        per layer, each followed by a sum. Neither changes a bit.
-        """
-        x = x.clone(memory_format=torch.contiguous_format)
-        num_tokens, _ = x.shape
-        num_seqs, table_width = batch.page_table.shape
-        num_pages, page_size = kv_cache.shape[2:4]
-        self._check(x, freqs_cis, batch, page_size)
-        starts = batch.query_starts
-        lens = batch.seq_lens
-        kv_format = NATIVE[kv_cache.dtype]
-        scale = self.plan.head_dim**-0.5
-        sizes = (num_tokens, num_seqs, *self._sizes)
-        workspace = self._allocate(starts, lens, sizes)
-        segments, middle = native_adapters(batch.adapters)
-        num_segments = len(segments)
-        normed = torch.empty_like(x) if num_segments else x
-
-        def run_sublayers(out: Tensor, first: int, end: int) -> None:
-            native.call(
-                "layers_bf16", self._table, x, out, freqs_cis, kv_cache, batch.slots,
-                batch.page_table, starts, lens, workspace, segments, normed, middle,
-                num_segments, first, end, *sizes, num_pages, page_size, table_width, kv_format,
-                self._eps, scale,
-            )  # fmt: skip
-
-        if self.parallel.size == 1:
-            begin = 0
-            for i, layer in self._starts(watched):
-                if begin < i:
-                    run_sublayers(x, begin, i)
-                watched.see(layer, x, batch)
-                begin = i
-            run_sublayers(x, begin, len(self.sublayers))
-        else:
-            part = torch.empty_like(x)
-            layers = dict(self._starts(watched))
-            for i in range(len(self.sublayers)):
-                if i in layers:
-                    watched.see(layers[i], x, batch)
-                run_sublayers(part, i, i + 1)
-                x += self.parallel.all_reduce(part)
-        return x
-
-    def _starts(self, watched: Watched) -> list[tuple[int, int]]:
-        """Return the indices of the half layers at which watched layers begin, and these layers."""
-        if not watched.layers:
-            return []
-        starts = []
-        for i, sublayer in enumerate(self.sublayers):
-            if sublayer.begins is not None and sublayer.begins in watched.layers:
-                starts.append((i, sublayer.begins))
-        return starts
-
-    def _check(self, x: Tensor, freqs_cis: Tensor, batch: Batch, page_size: int) -> None:
-        """Check the shapes that the kernels rely on: a wrong one would read or write anywhere."""
-        num_tokens, dim = x.shape
-        num_seqs, table_width = batch.page_table.shape
-        assert len(batch.seq_lens_cpu) == num_seqs, (batch.seq_lens_cpu, num_seqs)
-        assert max(batch.seq_lens_cpu) <= table_width * page_size, table_width
-        assert dim == self.plan.dim, (x.shape, self.plan.dim)
-        assert freqs_cis.shape == (num_tokens, self.plan.head_dim // 2), freqs_cis.shape
-        lengths = (len(batch.slots), len(batch.query_starts), len(batch.seq_lens))
-        assert lengths == (num_tokens, num_seqs + 1, num_seqs), (lengths, num_tokens, num_seqs)
-
-    def _allocate(self, starts: Tensor, lens: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Return the workspace of a step; a small one is kept for the next step."""
-        threads = torch.get_num_threads()
-        num_bytes = native.call("layers_workspace", starts, lens, *sizes, threads)
-        workspace = self._workspace
-        if len(workspace) < num_bytes:
-            workspace = torch.empty(num_bytes, dtype=torch.uint8)
-        if num_bytes <= _KEPT_BYTES:
-            self._workspace = workspace
-        return workspace
-
-
-def _native_row(sublayer: SubLayer, dim: int) -> list[int]:
-    """Describe a half layer as `Half` in layers.cpp does.
-
-    The addresses are of tensors that live as long as the sublayer.
-    """
-    first = sublayer.first.native_matrix()
-    second = sublayer.second.native_matrix()
-    norm = sublayer.norm.weight
-    bias = sublayer.bias
-    is_taken = _is_vector(norm, dim) and (bias is None or _is_vector(bias, sublayer.first.shape[0]))
-    if sublayer.kind.native is None or first is None or second is None or not is_taken:
-        raise ValueError("these weights are not for the CPU's kernels")
-    bias_address = 0 if bias is None else bias.data_ptr()
-    head = [sublayer.kind.native, sublayer.kv_plane or 0, norm.data_ptr(), bias_address]
-    return [*head, *first, *second]
-
-
-def _is_vector(x: Tensor, size: int) -> bool:
-    """Return whether the CPU kernels can read a vector of this size."""
-    is_bf16 = x.dtype is torch.bfloat16 and x.device.type == "cpu"
-    return is_bf16 and x.is_contiguous() and x.shape == (size,)
-
-
-def _is_cache(plan: LayerPlan, kv_cache: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether it has the shape and type of the KV cache of a model in `dtype`."""
-    shape = tuple(kv_cache.shape)
-    return len(shape) == 6 and (shape, kv_cache.dtype) == plan.kv_cache(*shape[2:4], dtype)
-
-
-Executor = OpLayers | NativeLayers
-
-
-def _may_be_native(weight: Tensor) -> bool:
-    """Return whether the CPU kernels may run; a model on a GPU must not have them compiled."""
-    return weight.is_cpu and native.kernels() is not None
+        """Run the layers, with the arguments and the result of `OpLayers.run`."""
 
 
 class LayerExecution:
@@ -313,7 +163,7 @@ class LayerExecution:
     """
 
     def __init__(
-        self, plan: LayerPlan, layers: nn.ModuleList, parallel: Parallel, definitions: Forwards
+        self, plan: LayerPlan, layers: WatchedList, parallel: Parallel, definitions: Forwards
     ) -> None:
         """Start without an executor.
 
@@ -328,58 +178,53 @@ class LayerExecution:
         self._layers = layers
         self._parallel = parallel
         self._definitions = definitions
+        self._changes = Changes()
+        self._kernels: Kernels | None = None  # the kernels of the executor
         self._executor: Executor | None = None
-        self._state_at_making: list[object] = []  # the state that the executor was made from
-        self._watched: list[WatchedModule] = []  # modules within the layers
-        self._hooks: list[Mapping[int, Any]] = []  # their forward hooks
-        self._parameters: list[Mapping[str, Tensor | None]] = []  # their parameters
+        self._hooks: list[Mapping[int, Any]] = []  # the forward hooks of all modules
 
-    def find(self, kernels: KernelSet) -> Executor | None:
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which makes an executor of its own weights."""
+        return {**self.__dict__, "_kernels": None, "_executor": None, "_hooks": []}
+
+    def find(self, kernels: Kernels) -> Executor | None:
         """Return the executor that is valid now, or None if the modules must run.
 
-        It is called at each step, and looks only at what may have changed.
+        It is called at each step. A module says itself that it has changed, and torch holds the
+        hooks in dictionaries.
         """
         if self.uses_modules:
             return None
-        if self._state(kernels) != self._state_at_making:
+        is_stale = self._executor is not None and not self._executor.is_current()
+        if is_stale or self._changes.has_any or kernels is not self._kernels:
+            self._kernels = kernels
             self._executor = self._make(kernels)
-            self._state_at_making = self._state(kernels)
-        forwards = [*map(_forward_of, self._definitions)]
-        is_defined = forwards == [*self._definitions.values()]
-        is_hooked = any(self._hooks) or _has_global_hook()
-        return self._executor if is_defined and not is_hooked else None
+        if any(self._hooks) or _has_global_hook():
+            return None
+        return self._executor
 
-    def _state(self, kernels: KernelSet) -> list[object]:
-        """Return what an executor depends on: layers, counts of changes, addresses of weights."""
-        tensors: list[Any] = []
-        for parameters in self._parameters:
-            if parameters:  # most modules have none of their own
-                tensors += parameters.values()
-        is_native = bool(tensors) and _may_be_native(tensors[0])
-        changes = map(_count_of, self._watched)
-        addresses = map(Tensor.data_ptr, tensors)
-        return [kernels, is_native, *self._layers, *changes, *addresses]
+    def make_again(self) -> None:
+        """Look at all modules again before the next step."""
+        self._changes.has_any = True
 
-    def _make(self, kernels: KernelSet) -> Executor | None:
-        modules = list(self._layers.modules())[1:]
-        called = [module for module in modules if not isinstance(module, Weight)]
-        self._watched = [module for module in called if isinstance(module, WatchedModule)]
+    def _make(self, kernels: Kernels) -> Executor | None:
+        modules = self._layers.modules()
+        called = [x for x in modules if x is not self._layers and not isinstance(x, Weight)]
         self._hooks = []
+        self._layers.report_to(self._changes)
         for module in called:
             self._hooks += [module._forward_hooks, module._forward_pre_hooks]
-        self._parameters = [module._parameters for module in modules]
+            if isinstance(module, WatchedModule):
+                module.report_to(self._changes)
+        self._changes.has_any = False
         for module in called:
-            if type(module) not in self._definitions or "forward" in vars(module):
+            definition = self._definitions.get(type(module))
+            if definition is not type(module).forward or "forward" in vars(module):
                 return None
         sublayers: list[SubLayer] = []
         for spec in self._plan.layers:
             layer: Any = self._layers[spec.index]
             first, *others = layer.sublayers(spec.kv_plane)
             sublayers += [replace(first, begins=spec.index), *others]
-        if sublayers[0].norm.weight.is_cuda or kernels.names:
-            return OpLayers(self._plan, sublayers, self._parallel)
-        if not _may_be_native(sublayers[0].norm.weight):
-            return None
-        with contextlib.suppress(ValueError):
-            return NativeLayers(self._plan, sublayers, self._parallel)
-        return None
+        executor: Executor | None = kernels.run("layers", self._plan, sublayers, self._parallel)
+        return executor or OpLayers(self._plan, sublayers, self._parallel)

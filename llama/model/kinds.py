@@ -2,12 +2,13 @@
 
 A layer of Llama is two halves, x + half(norm(x)): attention, then the feed-forward block. A kind
 describes one half completely: its module, which holds the weights and computes what stands between
-its two products (its body), the keys and values that it stores, and its row in the table of the
-CPU's native layers. The layer plan lists the kinds of each layer; modules, executors, the memory
-estimate and layers.cpp read them there.
+its two products (its body), the keys and values that it stores, and the name of its body. The layer
+plan lists the kinds of each layer; modules, executors, the memory estimate and kernels read them
+there.
 
 To add a kind, write a `HalfKind` and its module here, name it in `LayerPlan.of`, and either add its
-body to layers.cpp or leave `native` None: such a layer then runs operator by operator.
+body to a kernel for whole layers or leave `body_name` None: such a layer then runs operator by
+operator.
 
 Shapes: T tokens, E model dim, H query heads, K kv heads, D head dim, F ffn columns; H, K and F are
 those of this rank.
@@ -28,7 +29,6 @@ from llama.model.layers import (
 )
 from llama.ops.attention import paged_attention
 from llama.ops.batch import DEFAULT_CONTEXT, Batch, ForwardContext
-from llama.ops.cpu.constants import BodyKind
 from llama.ops.rope import rope_and_store
 from llama.ops.swiglu import silu_mul
 from llama.ranks.parallel import Parallel
@@ -96,14 +96,14 @@ class HalfKind(ABC):
     Attributes:
         name: The name of its module within a layer, as Meta calls it.
         norm_name: The name of the norm before it.
-        native: Its body in layers.cpp; None if the native layers cannot run it.
+        body_name: The name by which a kernel for whole layers knows its body; None if none does.
         takes_rows_alone: Whether its module takes no more than the rows, as Meta's feed-forward
             block does.
     """
 
     name: ClassVar[str]
     norm_name: ClassVar[str]
-    native: ClassVar[BodyKind | None] = None
+    body_name: ClassVar[str | None] = None
     takes_rows_alone: ClassVar[bool] = False
 
     @property
@@ -184,7 +184,7 @@ class AttentionKind(HalfKind):
 
     name: ClassVar[str] = "attention"
     norm_name: ClassVar[str] = "attention_norm"
-    native: ClassVar[BodyKind] = BodyKind.ATTENTION
+    body_name: ClassVar[str] = "causal_attention"
 
     n_heads: int
     n_kv_heads: int
@@ -214,7 +214,7 @@ class BidirectionalAttention(Attention):
 class BidirectionalAttentionKind(AttentionKind):
     """Grouped-query attention without a causal mask, of models that do not generate."""
 
-    native: ClassVar[BodyKind] = BodyKind.BIDIRECTIONAL_ATTENTION
+    body_name: ClassVar[str] = "bidirectional_attention"
 
     def build(self, dim: int, parallel: Parallel) -> BidirectionalAttention:
         """Make the module, for a model of dimension `dim`."""
@@ -257,7 +257,7 @@ class FeedForwardKind(HalfKind):
 
     name: ClassVar[str] = "feed_forward"
     norm_name: ClassVar[str] = "ffn_norm"
-    native: ClassVar[BodyKind] = BodyKind.FEED_FORWARD
+    body_name: ClassVar[str] = "swiglu"
     takes_rows_alone: ClassVar[bool] = True
 
     ffn_dim: int

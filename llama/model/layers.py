@@ -22,30 +22,47 @@ from llama.weights.plain import PlainWeight
 from llama.weights.weight import Weight
 
 
-class WatchedModule(nn.Module):
-    """A module that counts its changes: another part, weight, forward, class or setting.
+class Changes:
+    """Whether one of the modules has changed that report to this object.
 
-    `llama.model.execution` compares the counts, and looks at hooks and at the addresses of weights
-    itself.
+    Attributes:
+        has_any: Whether one has.
     """
 
-    num_changes = 0
+    has_any = True
+
+
+class WatchedModule(nn.Module):
+    """A module that says when it changes: another part, weight, forward, class or setting.
+
+    `llama.model.execution` then looks at all modules again, once. It sees hooks by itself.
+    """
+
+    def report_to(self, changes: Changes) -> None:
+        """Report each change of this module there from now on."""
+        self.__dict__["_changes"] = changes
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        self._count()
+        self._has_changed()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        self._count()
+        self._has_changed()
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Add a part, and count the change."""
+        """Add a part, and say that this module has changed."""
         super().add_module(name, module)
-        self._count()
+        self._has_changed()
 
-    def _count(self) -> None:
-        self.__dict__["num_changes"] = self.num_changes + 1
+    def _has_changed(self) -> None:
+        changes = self.__dict__.get("_changes")
+        if changes is not None:
+            changes.has_any = True
+
+
+class WatchedList(WatchedModule, nn.ModuleList):
+    """A list of modules that says when one is replaced."""
 
 
 def apply(part: nn.Module, x: Tensor, context: ForwardContext) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from llama.model.args import ModelArgs
 from llama.model.kinds import (
@@ -134,6 +135,11 @@ class LayerPlan:
         heads = self.kv_shape.n_heads
         width, row_dtype = self.kv_format.row(self.kv_shape.head_dim, dtype)
         return (self.num_kv_planes, 2, num_pages, page_size, heads, width), row_dtype
+
+    def is_cache(self, kv_cache: Tensor, dtype: torch.dtype) -> bool:
+        """Return whether it has the shape and type of the KV cache of a model in `dtype`."""
+        shape = tuple(kv_cache.shape)
+        return len(shape) == 6 and (shape, kv_cache.dtype) == self.kv_cache(*shape[2:4], dtype)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes that the keys and values of one token take on this rank."""

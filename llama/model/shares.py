@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from llama.model.args import ModelArgs
-from llama.ops.cpu.constants import N_BLOCK
+from llama.ops.formats import N_BLOCK
 from llama.ranks.placement import Placement
 
 

@@ -35,16 +35,17 @@ from llama.model.layers import (
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
+    WatchedList,
     WatchedModule,
     apply,
     unfilled,
 )
 from llama.model.plan import LayerPlan, LayerSpec
 from llama.model.shares import vocab_widths
-from llama.ops.batch import DEFAULT_CONTEXT, Batch, ForwardContext
+from llama.ops.batch import Batch, ForwardContext
+from llama.ops.kernels import Kernels, default_kernels
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ops.rope import precompute_freqs_cis
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.parallel import Parallel
 from llama.weights.plain import PlainWeight
 
@@ -119,7 +120,7 @@ class Transformer(nn.Module):
         tok_embeddings: The token embedding, on the stages that hold it.
         output: The lm_head, on the last stage.
         quantization: The format that the weights were rounded to; None: none.
-        kernels: The Triton kernels that the operators may run.
+        kernels: The kernels that the operators may run.
         plan: What the layers of this rank are.
     """
 
@@ -136,6 +137,7 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         kv_format: KVFormat = AS_COMPUTED,
         fills_late: bool = False,
+        kernels: Kernels | None = None,
     ) -> None:
         """Build the modules.
 
@@ -146,6 +148,7 @@ class Transformer(nn.Module):
             dtype: The type of the weights.
             kv_format: How the KV cache stores keys and values.
             fills_late: Allocate the matrices of a layer when `loading_order` comes to it.
+            kernels: What the operators may run; by default this machine's kernels for CPUs.
         """
         super().__init__()
         parallel = parallel or Parallel()
@@ -161,12 +164,11 @@ class Transformer(nn.Module):
         if share.has_embedding:
             self.tok_embeddings = VocabParallelEmbedding(share.vocab, params.dim, parallel)
         specs = {spec.index: spec for spec in plan.layers}
-        self.layers = nn.ModuleList(
+        self.layers = WatchedList(
             TransformerBlock(specs[i], plan, parallel) if i in specs else AbsentLayer()
             for i in range(params.n_layers)
         )
-        self.kernels = TORCH_ONLY
-        self._context = DEFAULT_CONTEXT  # the context of rows outside the layers
+        self.use_kernels(default_kernels() if kernels is None else kernels)
         self._execution = LayerExecution(plan, self.layers, parallel, _LAYER_FORWARDS)
         self.norm = RMSNorm(params.dim, params.norm_eps)
         if share.has_lm_head:
@@ -259,8 +261,8 @@ class Transformer(nn.Module):
         share = self.plan.share
         return self.params.tied_output and share.has_embedding and share.has_lm_head
 
-    def use_kernels(self, kernels: KernelSet) -> None:
-        """Let the operators of this model run these Triton kernels, and no others."""
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Let the operators of this model run these kernels, and no others."""
         self.kernels = kernels
         self._context = ForwardContext(kernels=kernels)
 
@@ -348,8 +350,16 @@ class Transformer(nn.Module):
         return x
 
     def use_modules(self, wanted: bool = True) -> None:
-        """Run the layers module by module from now on, as they run while a hook exists; or not."""
+        """Run the layers module by module from now on, as they run while a hook exists; or not.
+
+        Hooks, and attributes that are set on parts of the model, are seen without this call. What
+        is changed in another way, such as the `forward` of a class, is seen after it.
+
+        Args:
+            wanted: Whether to run the modules in any case.
+        """
         self._execution.uses_modules = wanted
+        self._execution.make_again()
 
     def execution_path(self) -> Executor | None:
         """Return what `hidden_states` runs now; None if a hook or another forward sees a part.

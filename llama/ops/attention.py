@@ -1,11 +1,7 @@
 """Attention of a flat ragged batch over paged keys and values (Kwon et al., 2023, PagedAttention).
 
 In: the queries of all sequences, one sequence after the other, and the pages with their keys and
-values. Out: one row per query. Requests and the owners of pages must not be known here.
-
-bf16 on the CPU has a kernel, attention.cpp, that reads the pages in place. It is batch-invariant: a
-query gives the same bytes alone as in any batch, in a prefill as in a decode step, on any number of
-threads. bf16 and fp16 on a GPU have kernels in triton/attention.py.
+values. Out: one row per query. Requests, the owners of pages and kernels must not be known here.
 
 Example, with S = 4 slots per page: sequences of 5, 7 and 2 tokens, of which 1, 1 and 2 are new.
 queries are (4, H, D): one row, one row, two rows; page_table is
@@ -24,8 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llama.ops.batch import Batch
-from llama.ops.cpu import native
-from llama.ops.kv_cache import format_of, native_format, suits_gpu
+from llama.ops.kv_cache import format_of
 
 _GATHERED_BYTES = 1 << 29  # bytes of keys and values that the PyTorch body copies at once
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -44,27 +39,18 @@ def paged_attention(
         kv_cache: The cache of one layer (2, P, S, K, W).
         batch: The batch, of which the page table and the lengths are read.
         is_causal: Whether a query attends to the tokens up to its own; else it attends to its whole
-            sequence. The kernels of GPUs are causal, so that PyTorch computes the other case there.
+            sequence.
 
     Returns:
         (T, H, D).
     """
+    attended: Tensor | None = batch.kernels.run(
+        "paged_attention", queries, kv_cache, batch, is_causal
+    )
+    if attended is not None:
+        return attended
     page_table = batch.page_table
     page_size = kv_cache.shape[2]
-    has_kernel = is_causal and batch.kernels.has("attention", queries)
-    if has_kernel and suits_gpu(queries, kv_cache):
-        from llama.ops.triton import attention
-
-        return attention.paged_attention(queries, kv_cache, batch)
-    kv_format = native_format(queries, kv_cache)
-    if kv_format is not None:
-        num_slots = page_table.shape[1] * page_size
-        assert max(batch.seq_lens_cpu) <= num_slots, (
-            batch.seq_lens_cpu,
-            page_table.shape,
-            kv_cache.shape,
-        )
-        return _native(queries.contiguous(), kv_cache, batch, kv_format, is_causal)
     out = torch.empty_like(queries)
     n = batch.num_decodes
     if n:
@@ -78,49 +64,6 @@ def paged_attention(
         pages = page_table[row]
         out[start:end] = _prefill(queries[start:end], kv_cache, pages, seq_len, is_causal)
         start = end
-    return out
-
-
-def _native(
-    queries: Tensor, kv_cache: Tensor, batch: Batch, kv_format: int, is_causal: bool
-) -> Tensor:
-    """Return what each query attends to, as attention.cpp computes it."""
-    _, n_heads, head_dim = queries.shape
-    _, num_pages, page_size, n_kv_heads, _ = kv_cache.shape
-    n, width = batch.page_table.shape
-    query_starts = batch.query_starts.contiguous()
-    seq_lens = batch.seq_lens.contiguous()
-    num_bytes = native.call(
-        "attention_workspace",
-        query_starts,
-        seq_lens,
-        n,
-        n_heads,
-        n_kv_heads,
-        head_dim,
-    )
-    out = torch.empty_like(queries)
-    workspace = torch.empty(num_bytes, dtype=torch.uint8)
-    native.call(
-        "paged_attention_bf16",
-        queries,
-        kv_cache,
-        batch.page_table.contiguous(),
-        query_starts,
-        seq_lens,
-        out,
-        workspace,
-        n,
-        n_heads,
-        n_kv_heads,
-        head_dim,
-        num_pages,
-        page_size,
-        width,
-        kv_format,
-        int(not is_causal),
-        head_dim**-0.5,
-    )
     return out
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llama.common.allocation import pinned
 from llama.ops.adapters import AdapterRows, ProductUpdates
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.ops.kernels import NO_KERNELS, Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,11 @@ class ForwardContext:
     adapter of each row, is a field of it.
 
     Attributes:
-        kernels: The Triton kernels that the operators on these rows may run.
+        kernels: The kernels that the operators on these rows may run.
         adapters: The rows that have LoRA adapters; None if none has one.
     """
 
-    kernels: KernelSet = TORCH_ONLY
+    kernels: Kernels = NO_KERNELS
     adapters: AdapterRows | None = None
 
     def updates_of(self, names: Seq[str]) -> ProductUpdates | None:
@@ -85,7 +85,7 @@ class Batch(ForwardContext):
     seq_lens_cpu: list[int]
     wants_all: bool = False
 
-    def with_kernels(self, kernels: KernelSet) -> "Batch":
+    def with_kernels(self, kernels: Kernels) -> "Batch":
         """Return this batch for a model that may run these kernels."""
         return self if self.kernels is kernels else replace(self, kernels=kernels)
 

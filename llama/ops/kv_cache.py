@@ -2,8 +2,8 @@
 
 In: D elements of a token and head, in the model's type. Out: bytes of a page, and the elements
 again. A cache is one tensor (L, 2, P, S, K, W). Its type says how a plane (P, S, K, W), the keys or
-the values of a layer, stores them. kernels.h has the same formats for the CPU kernels, which write
-the same bytes. Pages and their owners must not be known here.
+the values of a layer, stores them. Kernels write the same bytes. Pages and their owners must not be
+known here.
 
 Shapes: L layers, P pages, S slots per page, K kv heads, D head dim, W elements of a stored row.
 """
@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from llama.common.checks import FieldError
-from llama.ops.cpu import native
-from llama.ops.cpu.constants import MAX_HEAD_DIM, KvFormat
 
+SCALED_DTYPE = torch.int8  # the type of a cache that has scales
 MIN_SCALE = 2.0**-100  # also the scale of a row of zeros
-NATIVE = {
-    torch.bfloat16: KvFormat.BF16.value,
-    torch.int8: KvFormat.INT8.value,
-}
 
 
 @dataclass(frozen=True)
@@ -154,52 +149,3 @@ def pick_kv_format(name: object, device: torch.device) -> KVFormat:
 def format_of(kv_cache: Tensor) -> KVFormat:
     """Return the format of a cache, or of a part of one."""
     return FORMATS["int8" if kv_cache.dtype is torch.int8 else None]
-
-
-def views_of(kv_cache: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return what a GPU's kernels read: the cache, and its scales where it is in 8 bits.
-
-    The scales are a view of the whole cache as int16, in which kernels find them by index.
-    """
-    is_8_bits = kv_cache.dtype is torch.int8
-    return kv_cache, kv_cache.view(torch.int16) if is_8_bits else None
-
-
-def suits_gpu(heads: Tensor, kv_cache: Tensor) -> bool:
-    """Return whether sizes and types are those of triton/attention.py.
-
-    Its tiles are powers of two.
-
-    Args:
-        heads: Heads (T, H, D).
-        kv_cache: The cache.
-    """
-    head_dim = heads.shape[-1]
-    if not 16 <= head_dim <= 256:
-        return False
-    if head_dim & (head_dim - 1):
-        return False
-    if not kv_cache.is_contiguous():
-        return False
-    return kv_cache.dtype is torch.int8 or kv_cache.dtype is heads.dtype
-
-
-def native_format(heads: Tensor, kv_cache: Tensor) -> int | None:
-    """Return the number of a cache's format in the CPU kernels.
-
-    Args:
-        heads: Heads (T, H, D).
-        kv_cache: The cache.
-
-    Returns:
-        The number; None where the kernels do not take the cache or the heads.
-    """
-    if not native.has_kernel(heads):
-        return None
-    if heads.shape[-1] > MAX_HEAD_DIM:
-        return None
-    if kv_cache.device.type != "cpu":
-        return None
-    if not kv_cache.is_contiguous():
-        return None
-    return NATIVE.get(kv_cache.dtype)

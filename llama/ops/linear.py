@@ -1,8 +1,7 @@
 """The product of rows and a plain weight: x (M, K), weight (N, K) -> (M, N).
 
-PyTorch computes it. For a few rows on a GPU there are kernels in triton/linear.py, which run where
-they were measured to be faster. Packed and quantized weights have their products in
-`llama.weights`, and must not be known here.
+Packed and quantized weights have their products in `llama.weights`. They and kernels must not be
+known here.
 
 Shapes: M rows, in any leading dimensions; N outputs, K inputs.
 """
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.ops.kernels import NO_KERNELS, Kernels
 
 
 def linear(
@@ -19,7 +18,7 @@ def linear(
     weight: Tensor,
     *,
     dtype: torch.dtype | None = None,
-    kernels: KernelSet = TORCH_ONLY,
+    kernels: Kernels = NO_KERNELS,
 ) -> Tensor:
     """Return the product of rows and a weight.
 
@@ -27,20 +26,16 @@ def linear(
         x: The rows (M, K).
         weight: The weight (N, K), of the type of x.
         dtype: The type of the result, by default that of x.
-        kernels: The Triton kernels that may run.
+        kernels: The kernels that may run.
 
     Returns:
         The products (M, N).
     """
     dtype = dtype or x.dtype
+    product: Tensor | None = kernels.run("linear", x, weight, dtype)
+    if product is not None:
+        return product
     n, k = weight.shape
-    if kernels.has("linear", x, weight):
-        m = x.numel() // k
-        tile = kernels.tile_for(0, n, k, m)
-        if tile is not None:
-            from llama.ops.triton import linear as gpu
-
-            return gpu.run(x, weight, tile, dtype)
     if x.is_cuda and dtype is torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
         # The sums are not rounded: in 16 bits, 3 % of rows of logits would tie at the top.
         rows = x.reshape(-1, k)

@@ -1,21 +1,19 @@
 """Root-mean-square normalization (Zhang and Sennrich, 2019): rows in, rows of the same type out.
 
-bf16 on the CPU has a kernel, in elementwise.cpp; bf16 and fp16 on a GPU have one in
-triton/elementwise.py. Layers must not be known here.
+Layers and kernels must not be known here.
 """
 
 import torch
 from torch import Tensor
 
-from llama.ops.cpu import native
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.ops.kernels import NO_KERNELS, Kernels
 
 
 def rms_norm(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    kernels: KernelSet = TORCH_ONLY,
+    kernels: Kernels = NO_KERNELS,
 ) -> Tensor:
     """Return normalized rows; the mean of squares is computed in float32.
 
@@ -23,23 +21,14 @@ def rms_norm(
         x: The rows (..., E).
         weight: The weight (E).
         eps: What is added to the mean of squares.
-        kernels: The Triton kernels that may run.
+        kernels: The kernels that may run.
 
     Returns:
         The rows (..., E) in the type of x.
     """
-    if kernels.has("add_norm", x, weight):
-        from llama.ops.triton import elementwise
-
-        return elementwise.add_norm(x, None, weight, eps)[1]
-    if native.has_kernel(x, weight):
-        x = x.contiguous()
-        weight = weight.contiguous()
-        width = x.shape[-1]
-        num_rows = x.numel() // width
-        out = torch.empty_like(x)
-        native.call("rms_norm_bf16", x, weight, out, num_rows, width, float(eps))
-        return out
+    normed: Tensor | None = kernels.run("rms_norm", x, weight, eps)
+    if normed is not None:
+        return normed
     wide = x.float()
     mean_square = wide.pow(2).mean(-1, keepdim=True)
     scale = torch.rsqrt(mean_square + eps)
@@ -51,7 +40,7 @@ def add_norm(
     delta: Tensor,
     weight: Tensor,
     eps: float,
-    kernels: KernelSet = TORCH_ONLY,
+    kernels: Kernels = NO_KERNELS,
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta, and its `rms_norm`.
 
@@ -60,14 +49,13 @@ def add_norm(
         delta: What is added to them, (..., E).
         weight: The weight (E) of the norm.
         eps: What is added to the mean of squares.
-        kernels: The Triton kernels that may run.
+        kernels: The kernels that may run.
 
     Returns:
         The sum and its norm, (..., E), both in the type of x.
     """
-    if kernels.has("add_norm", x, delta, weight):
-        from llama.ops.triton import elementwise
-
-        return elementwise.add_norm(x, delta, weight, eps)
+    both: tuple[Tensor, Tensor] | None = kernels.run("add_norm", x, delta, weight, eps)
+    if both is not None:
+        return both
     x = x + delta
     return x, rms_norm(x, weight, eps, kernels)

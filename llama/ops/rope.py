@@ -2,8 +2,7 @@
 
 In: positions and the rows of queries, keys and values. Out: the rotated rows, with keys and values
 in their slots. Angles are computed and applied in float32. `scale_frequencies` is Llama 3.1's RoPE
-scaling, which extends the context from 8,192 to 131,072 tokens. bf16 on the CPU has a kernel, in
-elementwise.cpp; bf16 and fp16 on a GPU have one in triton/elementwise.py. Requests must not be
+scaling, which extends the context from 8,192 to 131,072 tokens. Requests and kernels must not be
 known here.
 
 Shapes: T tokens, H query heads, K kv heads, D head dim, P pages, S slots per page.
@@ -14,9 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from llama.ops.cpu import native
-from llama.ops.kv_cache import format_of, native_format, suits_gpu
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.ops.kernels import NO_KERNELS, Kernels
+from llama.ops.kv_cache import format_of
 
 _ORIGINAL_CONTEXT = 8192  # the context of Llama 3, before scaling
 # Frequencies of fewer turns per original context than the first are divided by the factor, those of
@@ -95,7 +93,7 @@ def rope_and_store(
     freqs_cis: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    kernels: KernelSet = TORCH_ONLY,
+    kernels: Kernels = NO_KERNELS,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to the cache, and return the queries.
 
@@ -104,38 +102,16 @@ def rope_and_store(
         freqs_cis: The rotations (T, D/2), complex.
         kv_cache: The cache of one layer (2, P, S, K, W), in any of its formats.
         slots: The slot of each token (T), page * S + offset.
-        kernels: The Triton kernels that may run.
+        kernels: The kernels that may run.
 
     Returns:
         The rotated queries (T, H, D).
     """
-    num_rows, n, head_dim = qkv.shape
-    n_kv_heads = kv_cache.shape[3]
-    n_heads = n - 2 * n_kv_heads
-    if kernels.has("rope_and_store", qkv) and suits_gpu(qkv, kv_cache):
-        from llama.ops.triton import elementwise
-
-        return elementwise.rope_and_store(qkv, freqs_cis, kv_cache, slots)
-    kv_format = native_format(qkv, kv_cache)
-    if kv_format is not None:
-        _, num_pages, page_size, _, _ = kv_cache.shape
-        queries = qkv.new_empty(num_rows, n_heads, head_dim)
-        native.call(
-            "rope_and_store_bf16",
-            qkv.contiguous(),
-            freqs_cis.contiguous(),
-            kv_cache,
-            slots.contiguous(),
-            queries,
-            num_rows,
-            n_heads,
-            n_kv_heads,
-            head_dim,
-            num_pages,
-            page_size,
-            kv_format,
-        )
+    queries: Tensor | None = kernels.run("rope_and_store", qkv, freqs_cis, kv_cache, slots)
+    if queries is not None:
         return queries
+    n_kv_heads = kv_cache.shape[3]
+    n_heads = qkv.shape[1] - 2 * n_kv_heads
     sizes = (n_heads, n_kv_heads, n_kv_heads)
     q, k, v = qkv.split_with_sizes(sizes, dim=1)
     rotated_keys = apply_rope(k, freqs_cis)

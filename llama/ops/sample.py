@@ -2,8 +2,8 @@
 
 Probabilities are fixed-point integers, so that their sums are exact in any order. The id depends on
 its own row of logits, its filters, seed and position alone, not on the batch or on the order in
-which a device adds. The PyTorch body is the definition; on a CPU, sample.cpp gives the same ids by
-radix select, without sorting. Requests and grammars must not be known here.
+which a device adds. A kernel gives the same ids. Requests, grammars and kernels must not be known
+here.
 
 A draw is an exponential race: each id has a random time, an integer that follows from seed,
 position and id, and the id with the smallest time over probability wins. Two models to which the
@@ -23,16 +23,14 @@ import torch
 from torch import Tensor
 
 from llama.common.allocation import pinned
-from llama.ops.cpu import native
 from llama.ops.fixed_point import exponential, share, split_mix, uniform
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.ops.kernels import NO_KERNELS, Kernels
 
 _Array = np.ndarray[Any, Any]
 
 # The fixed-point probability of the likeliest token. A token of less than 2**-40 of that has 0, and
 # is never sampled.
 FIXED_ONE = 2**40
-MAX_KERNEL_VOCAB = 2**19  # the limit of triton/sample.py, whose blocks are at most 128 per row
 _GROUP = 256  # neighbouring ids whose first arrival is known by one number
 _SHARE_ONE = 2**62  # a share of 1, see `fixed_point.share`
 
@@ -56,7 +54,7 @@ def choose_ids(
     rows: Seq[SamplingRow | None],
     seeds: Seq[int],
     positions: Seq[int],
-    kernels: KernelSet = TORCH_ONLY,
+    kernels: Kernels = NO_KERNELS,
 ) -> Tensor:
     """Return the next id of each row, sampled or the top one.
 
@@ -66,58 +64,43 @@ def choose_ids(
         seeds: The seed of each row, from 0.
         positions: The position of each row, below 2**32. What is sampled follows from it and the
             seed.
-        kernels: The Triton kernels that may run.
+        kernels: The kernels that may run.
 
     Returns:
         (B) ids. A row without a finite maximum has -1: no token is allowed, or its logits have NaN
         or +inf.
     """
-    if _has_kernel(logits, kernels):
-        from llama.ops.triton import sample
-
-        if not any(rows):
-            return sample.top_tokens(logits)[1]
-        draws = list(zip(seeds, positions, strict=True))
-        params = pack_params(rows, draws)
-        is_filtered = any(row is not None and row.is_filtered for row in rows)
-        packed_params = on_device_of(logits, params)
-        return sample.choose(logits, packed_params, is_filtered=is_filtered)
-    row_max, ids = top_tokens(logits)
+    chosen: Tensor | None = kernels.run("choose_ids", logits, rows, seeds, positions)
+    if chosen is not None:
+        return chosen
+    row_max, ids = top_tokens(logits, kernels)
     if any(row is not None for row in rows):
         # Philox has about 70 tiny operations: they run on the host, while the model runs.
         seed_tensor = torch.tensor(seeds)
         position_tensor = torch.tensor(positions)
         uniforms = uniform(seed_tensor, position_tensor)
         filters = [row or SamplingRow() for row in rows]
-        sampled = sample_ids(logits, row_max, filters, uniforms)
+        sampled = sample_ids(logits, row_max, filters, uniforms, kernels)
         sampled = sampled.where(row_max.isfinite(), -1)
         takes_top = on_device_of(logits, [row is None for row in rows])
         ids = ids.where(takes_top, sampled)
     return ids
 
 
-def top_tokens(logits: Tensor, kernels: KernelSet = TORCH_ONLY) -> tuple[Tensor, Tensor]:
+def top_tokens(logits: Tensor, kernels: Kernels = NO_KERNELS) -> tuple[Tensor, Tensor]:
     """Return the largest logit of each row, and its id.
 
     Args:
         logits: (B, V).
-        kernels: The Triton kernels that may run.
+        kernels: The kernels that may run.
 
     Returns:
         (B) maxima, NaN where a row has one; and (B) ids, the first of several, -1 where the maximum
         is not finite.
     """
-    if _has_kernel(logits, kernels):
-        from llama.ops.triton import sample
-
-        return sample.top_tokens(logits)
-    if _is_native(logits):
-        b, v = logits.shape
-        row_max = torch.empty(b)
-        ids = torch.empty(b, dtype=torch.int64)
-        logits = logits.contiguous()
-        native.call("top_tokens", logits, row_max, ids, b, v)
-        return row_max, ids
+    tops: tuple[Tensor, Tensor] | None = kernels.run("top_tokens", logits)
+    if tops is not None:
+        return tops
     row_max = logits.amax(dim=-1)
     ids = logits.argmax(dim=-1)
     return row_max, ids.where(row_max.isfinite(), -1)
@@ -128,6 +111,7 @@ def sample_ids(
     row_max: Tensor,
     rows: Seq[SamplingRow],
     uniforms: Tensor,
+    kernels: Kernels = NO_KERNELS,
 ) -> Tensor:
     """Return a sampled id for each row; a row without a finite maximum gets any id.
 
@@ -141,21 +125,23 @@ def sample_ids(
         row_max: (B) The maximum of each row.
         rows: The filters of each row.
         uniforms: (B) int64 below 2**62, on the host. They give the random times of the ids.
+        kernels: The kernels that may run.
 
     Returns:
         (B) ids.
     """
     assert logits.dtype is torch.float32, logits.dtype
-    if _is_native(logits):
-        return _native(logits, row_max, rows, uniforms)
+    sampled: Tensor | None = kernels.run("sample_ids", logits, row_max, rows, uniforms)
+    if sampled is not None:
+        return sampled
     if logits.device.type == "mps":
         # An Apple GPU has no float64, in which the finishes of the race are compared. It shares the
         # host's memory, so that the copy takes less than a millisecond per row.
-        return sample_ids(logits.cpu(), row_max.cpu(), rows, uniforms).to(logits.device)
+        return sample_ids(logits.cpu(), row_max.cpu(), rows, uniforms, kernels).to(logits.device)
     is_cuda = logits.device.type == "cuda"
     uniforms = uniforms.to(logits.device, non_blocking=is_cuda)
     uniforms = uniforms[:, None]
-    fixed_probs = _probs(logits, row_max, rows).mul_(FIXED_ONE).long()
+    fixed_probs = relative_probs(logits, row_max, rows).mul_(FIXED_ONE).long()
     kept, ids = _filtered(fixed_probs, rows, uniforms)
     finishes = _finishes(kept, ids, uniforms)
     winners = finishes.argmin(1, keepdim=True)
@@ -170,44 +156,6 @@ def on_device_of(tensor: Tensor, values: Seq[Any] | _Array) -> Tensor:
     # asynchronous: the memory may be freed before it is read (pytorch #189690).
     host = pinned(np.asarray(values, dtype), device)
     return host.to(device, non_blocking=device.type == "cuda")
-
-
-def _has_kernel(logits: Tensor, kernels: KernelSet) -> bool:
-    """Return whether a Triton kernel may run."""
-    if not kernels.has("sample", logits):
-        return False
-    num_rows, vocab_size = logits.shape
-    return 0 < vocab_size <= MAX_KERNEL_VOCAB and num_rows > 0
-
-
-def _is_native(logits: Tensor) -> bool:
-    """Return whether the CPU kernels run."""
-    if logits.dtype is not torch.float32:
-        return False
-    if logits.device.type != "cpu":
-        return False
-    return native.kernels() is not None
-
-
-def _native(
-    logits: Tensor,
-    row_max: Tensor,
-    rows: Seq[SamplingRow],
-    uniforms: Tensor,
-) -> Tensor:
-    """Return a sampled id for each row, as sample.cpp draws it."""
-    b, v = logits.shape
-    draws = uniforms[:, None].tolist()
-    packed_params = pack_params(rows, draws)
-    without_rates = packed_params[:, 1:].copy()
-    params = torch.from_numpy(without_rates)
-    ids = torch.empty(b, dtype=torch.int64)
-    threads = torch.get_num_threads()
-    num_bytes = native.call("sample_workspace", b, v, threads)
-    workspace = torch.empty(num_bytes, dtype=torch.uint8)  # touched as far as rows have candidates
-    probs = _probs(logits, row_max, rows).contiguous()
-    native.call("sample_ids", probs, params, ids, workspace, b, v)
-    return ids
 
 
 def pack_params(
@@ -247,7 +195,7 @@ def _filters(rows: tuple[SamplingRow | None, ...]) -> _Array:
     return packed
 
 
-def _probs(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow]) -> Tensor:
+def relative_probs(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """Return probabilities after temperature, over that of the likeliest token: (B, V) float32."""
     filters = _filters(tuple(rows))
     rate_bits = filters[:, 0].astype(np.int32)

@@ -1,14 +1,14 @@
 """Products of rows with a weight in e4m3, where the rows are rounded to e4m3 as well.
 
 In: rows of activations, and the codes of a weight (N, K), both with one scale per row. Out: the
-product. On a GPU, a kernel in triton/scaled.py rounds, and PyTorch's scaled product multiplies the
-codes, twice as fast as bf16; elsewhere, and in other types, the definition does:
+product. On a GPU, PyTorch's scaled product multiplies the codes, twice as fast as bf16; elsewhere,
+and in other types, the definition does:
 
     scale = max|x| / 448, and 1 for a row of zeros
     code = x / scale, rounded to the nearest number of e4m3
     out = the sum of the products of codes, times the scale of x and that of the weight
 
-How weights are stored must not be known here.
+How weights are stored, and kernels, must not be known here.
 
 Shapes: M rows, in any leading dimensions; N outputs, K inputs.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama.ops.triton.kernels import ROUND_ROWS, TORCH_ONLY, KernelSet
+from llama.ops.kernels import NO_KERNELS, Kernels
 
 E4M3 = torch.float8_e4m3fn
 MAX_E4M3 = 448.0
@@ -37,17 +37,16 @@ class ScaledRows(NamedTuple):
     scales: Tensor
 
 
-def round_rows(x: Tensor, kernels: KernelSet = TORCH_ONLY) -> ScaledRows:
+def round_rows(x: Tensor, kernels: Kernels = NO_KERNELS) -> ScaledRows:
     """Return rows (M, K) in e4m3; a row with NaN or infinity becomes NaN.
 
     Args:
         x: The rows.
-        kernels: The Triton kernels that may run.
+        kernels: The kernels that may run.
     """
-    if kernels.has(ROUND_ROWS, x):
-        from llama.ops.triton import scaled
-
-        return ScaledRows(*scaled.round_rows(x))
+    rounded: tuple[Tensor, Tensor] | None = kernels.run("round_rows", x)
+    if rounded is not None:
+        return ScaledRows(*rounded)
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True)
     # By a tensor: on a GPU, PyTorch multiplies by the inverse of a Python number.

@@ -3,8 +3,8 @@
 In: a `SpinController`. Out: a `StepHook` that polls it. Results do not change.
 """
 
+from llama.common.openmp import SpinController
 from llama.engine.hooks import StepHook
-from llama.ops.cpu.openmp import SpinController
 
 
 class ShortSpins(StepHook):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
-from llama.ops.cpu.constants import N_BLOCK
+from llama.ops.formats import N_BLOCK
 
 
 @dataclass(frozen=True)

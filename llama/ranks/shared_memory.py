@@ -2,7 +2,7 @@
 
 In: a function that exchanges a few bytes, and one that tells whether the job fails. Out:
 all-reduce, all-gather, broadcast and messages in microseconds. The kernels are in
-ops/cpu/shared_memory.cpp. It must not know torch.distributed, which serves ranks elsewhere.
+kernels/cpu/shared_memory.cpp. It must not know torch.distributed, which serves ranks elsewhere.
 
 The segment has no name in any file system (memfd_create(2)), so nothing of it outlives the
 processes that have mapped it. It has a channel for tensors, followed by a channel for messages.
@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from llama.ops.cpu import build, native
-from llama.ops.cpu.constants import MAX_RANKS, ChannelState, SumType
+from llama.kernels.cpu import build, native
+from llama.kernels.cpu.constants import MAX_RANKS, ChannelState, SumType
 from llama.ranks.parallel import RankError
 from llama.ranks.processes import machine_id
 

@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama.ops.adapters import ProductUpdates, native_updates
+from llama.kernels.cpu import native
+from llama.kernels.cpu.adapters import product_segments
+from llama.ops.adapters import ProductUpdates
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
-from llama.ops.cpu import native
-from llama.ops.cpu.constants import N_BLOCK, num_blocks
+from llama.ops.formats import N_BLOCK, num_blocks
 from llama.weights.weight import Weight
 
 INFINITY = 0x7F80  # the bits of infinity in bf16
@@ -154,7 +155,7 @@ class BlockedWeight(Weight):
         scratch = workspace("linear_workspace", m, k, threads)
         matrix = torch.tensor(self.native_matrix())
         is_float32 = dtype is torch.float32
-        segments, middle = native_updates(updates)
+        segments, middle = product_segments(updates)
         native.call(
             "linear_packed", x, matrix, out, scratch, segments, middle, len(segments), m, n, k,
             is_float32,

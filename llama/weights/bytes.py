@@ -10,21 +10,20 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from llama.kernels.cpu import native
 from llama.ops import scaled
 from llama.ops.batch import ForwardContext
-from llama.ops.cpu import native
-from llama.ops.cpu.constants import N_BLOCK, ElementFormat, num_blocks
+from llama.ops.formats import N_BLOCK, ElementFormat, num_blocks
 from llama.weights.blocks import Layout, in_blocks, in_whole_blocks, workspace
 from llama.weights.coded import Coded
 from llama.weights.fragments import bytes_in_fragments, rows_of_bytes
-from llama.weights.groups import GroupedWeight, join_columns, pack_extras
+from llama.weights.groups import GroupedWeight, pack_extras
 from llama.weights.scales import pack_scales, unpack_scales
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 _MAX_INT8 = 127
 _MAX_E4M3 = 448
 _CHUNK_ROWS = 4096  # rows quantized per chunk
-_CHUNK_ELEMENTS = 1 << 27  # elements whose order is undone at a time, for a product in e4m3
 MAX_EXACT_ROWS = 256  # rows of x up to which they are not rounded to e4m3
 
 
@@ -189,23 +188,17 @@ class Fp8Weight(BytesWeight):
         if scales is None or m <= MAX_EXACT_ROWS:
             return super()._linear(x, dtype, context)
         dtype = dtype or x.dtype
-        rows = scaled.round_rows(x.reshape(m, k), context.kernels)
-        blocks = self.blocks() if context.kernels.has("linear", x) else None
-        if blocks is None:
+        x_rows = x.reshape(m, k)
+        blocks = self.blocks()
+        out: Tensor | None = None
+        if blocks is not None:
+            out = context.kernels.run("scaled_linear", x_rows, blocks, scales, dtype)
+        if out is None:
+            rows = scaled.round_rows(x_rows, context.kernels)
             ids = torch.arange(n, device=self.values.device)
             elements = self.elements(ids) / self.element_factor
             out = scaled.multiply_exactly(rows, elements, scales, dtype)
-            return out.view(*x.shape[:-1], n)
-        from llama.ops.triton import quantized
-
-        chunk_rows = max(_CHUNK_ELEMENTS // k // N_BLOCK, 1) * N_BLOCK
-        products = []
-        for begin in range(0, n, chunk_rows):
-            end = min(begin + chunk_rows, n)
-            codes = quantized.codes(blocks, begin, end).view(E4M3.dtype)
-            weight = scaled.ScaledRows(codes, scales[begin:end])
-            products.append(scaled.multiply(rows, weight, dtype))
-        return join_columns(products).view(*x.shape[:-1], n)
+        return out.view(*x.shape[:-1], n)
 
     def has_integers(self) -> bool:
         """Return False: elements of e4m3 may be fractions."""

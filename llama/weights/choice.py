@@ -14,9 +14,10 @@ from torch import Tensor
 
 from llama.common.checks import FieldError
 from llama.common.device import dtype_name, missing_bf16
+from llama.kernels.cpu import native
+from llama.kernels.cpu.constants import ScaleFormat
 from llama.ops import rounded
-from llama.ops.cpu import native
-from llama.ops.cpu.constants import ElementFormat, ScaleFormat
+from llama.ops.formats import ElementFormat
 from llama.weights.blocks import BlockedWeight
 from llama.weights.bytes import E4M3, BytesWeight, Fp8Weight
 from llama.weights.coded import Coded, CodedRows

@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llama.ops.cpu.constants import N_BLOCK
+from llama.ops.formats import N_BLOCK
 
 _CHUNK_BYTES = 1 << 26  # bytes that are put into another order at a time
 _PAIR_MASK = 0x000F000F  # the lowest nibble of each half of a word

@@ -19,19 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llama.common.allocation import use_huge_pages
+from llama.kernels.cpu import native
+from llama.kernels.cpu.constants import MAX_RANK, MIN_GROUP
+from llama.kernels.cuda.launch import Blocks
 from llama.ops import rounded
 from llama.ops.adapters import ProductUpdates
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
-from llama.ops.cpu import native
-from llama.ops.cpu.constants import MAX_RANK, MIN_GROUP, N_BLOCK, ElementFormat, num_blocks
+from llama.ops.formats import N_BLOCK, ElementFormat, num_blocks
 from llama.ops.linear import linear
-from llama.ops.triton.kernels import Blocks
 from llama.weights.blocks import BlockedWeight, can_pack, in_blocks, in_whole_blocks
 from llama.weights.coded import Coded, CodedRows, hadamard
 from llama.weights.scales import SCALE_FORMATS, in_smallest_format, pack_scales, unpack_scales
 from llama.weights.weight import Weight
 
-_CHUNK_ELEMENTS = 1 << 27  # elements made plain per chunk: each matrix of the 8B's layers at once
 _GPU_COLUMNS = 128  # columns that a kernel of a GPU may read at once
 _TABLE_FORMATS = (ElementFormat.NIBBLES, ElementFormat.SIX_BITS)  # codes are looked up in a table
 _FILE_ADAPTER = "adaptor"  # the adapter's name in files of packed weights
@@ -306,13 +306,11 @@ class GroupedWeight(BlockedWeight):
         """Return the product of rows and this weight; see `Weight.linear`.
 
         On a GPU, the kernels apply scales to sums for few rows, and round elements to the type of x
-        for many rows. For more rows than there are tiles for, parts of the weight are made plain,
-        and the library multiplies them.
+        for many rows.
         """
         if x.dtype is torch.bfloat16 and not x.is_cuda:
             is_rounded = bool(self.activations) and native.kernels() is None
-            has_blocks = context.kernels.has("linear", x) and self.blocks() is not None
-            if not (is_rounded or has_blocks or self.is_fragmented):
+            if not (is_rounded or self.is_fragmented):
                 product = super().linear(x, dtype, context, updates)
                 if self.exact_top and dtype is torch.float32:
                     assert updates is None, "requests choose adapters of the layers only"
@@ -323,27 +321,15 @@ class GroupedWeight(BlockedWeight):
 
     def _linear(self, x: Tensor, dtype: torch.dtype | None, context: ForwardContext) -> Tensor:
         """Return the product of rows and this weight where the CPU kernels do not compute it."""
-        n, k = self.shape
-        kernels = context.kernels
         if self.activations and native.kernels() is None:
             return self._linear_of_rounded(x, dtype or x.dtype)
-        weight = self.blocks() if kernels.has("linear", x) else None
-        if weight is None:
-            plain = self.exact().to(x.dtype)
-            return linear(x, plain, dtype=dtype)
-        from llama.ops.triton import quantized as gpu
-
-        m = x.numel() // k
-        tile = kernels.tile_for(self.kind, n, k, m)
-        if tile is not None:
-            return gpu.run(x, weight, tile, dtype)
-        chunk_rows = max(_CHUNK_ELEMENTS // k // N_BLOCK, 1) * N_BLOCK
-        products = []
-        for begin in range(0, n, chunk_rows):
-            end = min(begin + chunk_rows, n)
-            plain = gpu.plain(weight, begin, end, x.dtype)
-            products.append(linear(x, plain, dtype=dtype))
-        return join_columns(products)
+        blocks = self.blocks()
+        if blocks is not None:
+            product: Tensor | None = context.kernels.run("grouped_linear", x, blocks, dtype)
+            if product is not None:
+                return product
+        plain = self.exact().to(x.dtype)
+        return linear(x, plain, dtype=dtype)
 
     def has_integers(self) -> bool:
         """Return whether all elements are whole numbers from -128 to 127."""
@@ -503,11 +489,6 @@ class GroupedWeight(BlockedWeight):
             self.rank,
             *strides_and_gaps,
         ]
-
-
-def join_columns(products: list[Tensor]) -> Tensor:
-    """Return products (..., N) side by side; a single one is not copied."""
-    return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 
 def pack_extras(coded: Coded) -> dict[str, Tensor]:

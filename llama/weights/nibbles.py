@@ -12,8 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from llama.ops.cpu import native
-from llama.ops.cpu.constants import N_BLOCK, ElementFormat, num_blocks
+from llama.kernels.cpu import native
+from llama.ops.formats import N_BLOCK, ElementFormat, num_blocks
 from llama.weights.blocks import Layout
 from llama.weights.bytes import BytesWeight
 from llama.weights.coded import Coded

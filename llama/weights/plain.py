@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llama.ops.adapters import ProductUpdates
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
-from llama.ops.cpu.constants import N_BLOCK, num_blocks
+from llama.ops.formats import N_BLOCK, num_blocks
 from llama.ops.linear import linear
 from llama.weights.weight import Weight
 

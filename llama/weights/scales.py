@@ -10,8 +10,9 @@ Shapes: N outputs, K inputs, G groups of K / G columns.
 import torch
 from torch import Tensor
 
-from llama.ops.cpu import native
-from llama.ops.cpu.constants import N_BLOCK, ScaleFormat
+from llama.kernels.cpu import native
+from llama.kernels.cpu.constants import ScaleFormat
+from llama.ops.formats import N_BLOCK
 from llama.weights.blocks import in_whole_blocks
 from llama.weights.coded import Coded
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from llama.ops.adapters import ProductUpdates
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
-from llama.ops.cpu.constants import ElementFormat
+from llama.ops.formats import ElementFormat
 
 
 class Weight(nn.Module):

@@ -19,10 +19,10 @@ from bench.shapes import SHAPES
 from llama import ModelArgs, Transformer
 from llama.engine.core import PAGE_SIZE
 from llama.engine.runner import LastIds
+from llama.kernels.cuda import table as cuda
 from llama.model.cost import DEVICES, decode_bytes, step_roofline, weight_shapes
 from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import FORMATS
-from llama.ops.triton.kernels import NAMES, KernelSet
 from llama.options.graphs.decode_graphs import DecodeGraphs
 
 _SMALL_S = 2.5e-6  # seconds of a kernel that is neither a product nor attention
@@ -53,7 +53,7 @@ class _NoKernel:
 @contextlib.contextmanager
 def _noted() -> Iterator[list[str]]:
     """Yield the names of Triton's kernels that are launched; the kernels do nothing."""
-    from llama.ops.triton import attention, elementwise, sample
+    from llama.kernels.cuda import attention, elementwise, sample
 
     launched: list[str] = []
     with contextlib.ExitStack() as patches:
@@ -89,7 +89,7 @@ def launches(rows: int, layers: int) -> int:
         max_seq_len=64, max_batch_size=rows,
     )  # fmt: skip
     model = Transformer(args, dtype=torch.bfloat16)
-    model.use_kernels(KernelSet(frozenset(NAMES)))
+    model.use_kernels(cuda.table(cuda.NAMES))
     graphs = DecodeGraphs(
         model, model.new_kv_cache(2, PAGE_SIZE), _NoRecorder(),
         LastIds(rows, torch.device("cpu")),

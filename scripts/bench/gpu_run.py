@@ -23,7 +23,7 @@ from llama import Tokenizer, Transformer
 from llama.assembly import assemble
 from llama.engine.core import PAGE_SIZE
 from llama.gpu import selection
-from llama.ops.triton.kernels import KernelSet
+from llama.kernels.cuda.table import table
 from llama.options.graphs.recorder import CudaRecorder, Outputs, Recorder
 from llama.requests.llm_engine import LLMEngine
 
@@ -110,7 +110,7 @@ class Section:
         has_kernels = "kernels" in mode
         if self.dry:
             names = frozenset(DRY_KERNELS if has_kernels else ())
-            model.use_kernels(KernelSet(names, frozenset({self.dtype})))
+            model.use_kernels(table(names, frozenset({self.dtype})))
         else:
             allowed = selection.allowed_kernels() if has_kernels else frozenset()
             at = model.params, model.parallel, self.device, self.dtype

@@ -32,9 +32,9 @@ from bench.shapes import random_lengths, write_checkpoint
 from llama import Llama, ModelArgs, SamplingParams
 from llama.engine.core import PAGE_SIZE
 from llama.gpu import graph_check, selection, selfcheck_cache
+from llama.kernels.cuda.table import GRAPH
 from llama.model.cost import attention_flop, prefill_flop
 from llama.ops.batch import Batch
-from llama.ops.triton.kernels import GRAPH
 
 LIMITS = {  # seconds of each section, in the order in which they run: 9.5 minutes in all
     "facts": 35, "checks": 150, "decode": 110, "profile": 45, "throughput": 110, "load": 40,
@@ -159,7 +159,7 @@ def sweeps(at: Section) -> None:
     if not has_triton():
         at.say("sweeps", NO_TRITON)
         return
-    from llama.ops.triton import attention
+    from llama.kernels.cuda import attention
 
     args = ModelArgs(**at.params("8b"))
     heads, kv_heads, d = args.n_heads, args.kv_heads, args.head_dim

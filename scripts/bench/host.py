@@ -26,7 +26,7 @@ from bench.shapes import write_tokenizer
 from llama import ModelArgs, SamplingParams, Tokenizer, Transformer
 from llama.assembly import assemble
 from llama.engine.core import PAGE_SIZE
-from llama.ops.triton.kernels import KernelSet
+from llama.kernels.cuda.table import table
 from llama.options.graphs.recorder import Outputs
 from llama.requests.llm_engine import LLMEngine
 
@@ -166,10 +166,10 @@ def _engine(batch: int, longest: int) -> LLMEngine:
         max_seq_len=longest, max_batch_size=batch,
     )  # fmt: skip
     model = Transformer(args)
-    from llama.ops.triton import sample as gpu_sample  # imports Triton
+    from llama.kernels.cuda import sample as gpu_sample  # imports Triton
 
     # A GPU's path: attention in torch, and launches of the sampling kernels that do nothing.
-    model.use_kernels(KernelSet(frozenset({"attention", "sample"}), frozenset()))
+    model.use_kernels(table(frozenset({"attention", "sample"}), frozenset()))
     ids = torch.zeros(batch, dtype=torch.int64)
     gpu_sample.choose = lambda logits, *_, **__: ids[: len(logits)]
     gpu_sample.top_tokens = lambda logits, **_: (ids[: len(logits)], ids[: len(logits)])

@@ -32,8 +32,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from llama.common.device import available_cores
-from llama.ops.triton import linear, quantized
-from llama.ops.triton.kernels import Blocks, Tile
+from llama.kernels.cuda import linear, quantized
+from llama.kernels.cuda.launch import Blocks, Tile
 
 _SHAPES = {"wqkv": (6144, 4096), "wo": (4096, 4096), "w13": (28672, 4096), "w2": (4096, 14336)}
 _DRY_SHAPES = {"wqkv": (96, 1024), "w2": (64, 2048)}

@@ -25,7 +25,7 @@ from llama import Llama
 from llama.checkpoint.find import find
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.write.convert import convert, pack
-from llama.ops.cpu import native
+from llama.kernels.cpu import native
 from llama.prompts import encode_chat
 from llama.tokenizer import ChatFormat, Tokenizer
 

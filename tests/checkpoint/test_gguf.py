@@ -34,9 +34,9 @@ from llama.checkpoint.quantized_matrix import PackTarget
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.verify import verify
 from llama.checkpoint.write.convert import convert, reshard
+from llama.kernels.cpu import native
 from llama.model import Transformer
 from llama.model.layers import Matrix
-from llama.ops.cpu import native
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.storage.gguf import (

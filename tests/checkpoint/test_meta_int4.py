@@ -37,8 +37,8 @@ from llama.checkpoint.packing import pack_model
 from llama.checkpoint.verify import verify
 from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.cli import main
+from llama.kernels.cpu.layers import NativeLayers
 from llama.model import Transformer
-from llama.model.execution import NativeLayers
 from llama.model.layers import Matrix
 from llama.ops.batch import Batch
 from llama.ranks.parallel import Parallel

@@ -29,10 +29,10 @@ from llama.checkpoint.packing import pack_model
 from llama.checkpoint.verify import LoadCheck, verify
 from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.cli import main
+from llama.kernels.cpu import native
+from llama.kernels.cpu.adapters import product_segments
 from llama.loading import loaded
 from llama.model.layers import Linear, Matrix, RMSNorm
-from llama.ops.adapters import native_updates
-from llama.ops.cpu import native
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.blocks import BlockedWeight, workspace
@@ -130,7 +130,9 @@ def check_products(model: Transformer, file: Path, is_mapped: bool) -> None:
         x = torch.randn(3, k, generator=torch.Generator().manual_seed(k)).bfloat16()
         out, room = torch.empty(3, n), workspace("linear_workspace", 3, k, 2)
         matrix = torch.tensor(weight.native_matrix())
-        native.call("linear_packed", x, matrix, out, room, *native_updates(None), 0, 3, n, k, True)
+        native.call(
+            "linear_packed", x, matrix, out, room, *product_segments(None), 0, 3, n, k, True
+        )
         ids, copy = torch.arange(n), BlockedWeight.pack(weight.plain().clone())
         if isinstance(weight, GroupedWeight):
             blocks = weight.stored_ids(ids[::32]) // 32

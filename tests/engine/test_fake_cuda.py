@@ -26,14 +26,15 @@ from llama.checkpoint.packing import pack_model
 from llama.engine import runner, tables
 from llama.engine.rows import Tokens
 from llama.engine.runner import LastIds
+from llama.kernels.cuda.table import table
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.model.layers import Matrix
 from llama.ops import sample
 from llama.ops.batch import Batch
+from llama.ops.kernels import Kernels
 from llama.ops.kv_cache import FORMATS
 from llama.ops.sample import choose_ids
-from llama.ops.triton.kernels import KernelSet
 from llama.options.graphs import decode_inputs
 from llama.options.graphs.decode_graphs import DecodeGraphs
 from llama.options.graphs.decode_inputs import DecodeInputs
@@ -217,7 +218,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def kernels_of_a_gpu(monkeypatch) -> KernelSet:
+def kernels_of_a_gpu(monkeypatch) -> Kernels:
     """Replace the GPU kernels for sampling and quantized products by ones that compute nothing."""
 
     def product(x: Tensor, weight: Any, tile: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -230,14 +231,14 @@ def kernels_of_a_gpu(monkeypatch) -> KernelSet:
         assert rules.device == logits.device == GPU
         return logits.new_empty(len(logits), dtype=torch.int64)
 
-    monkeypatch.setattr("llama.ops.triton.quantized.run", product)
-    monkeypatch.setattr("llama.ops.triton.quantized.plain", plain)
-    monkeypatch.setattr("llama.ops.triton.sample.choose", choose)
+    monkeypatch.setattr("llama.kernels.cuda.quantized.run", product)
+    monkeypatch.setattr("llama.kernels.cuda.quantized.plain", plain)
+    monkeypatch.setattr("llama.kernels.cuda.sample.choose", choose)
     monkeypatch.setattr(
-        "llama.ops.triton.sample.top_tokens",
+        "llama.kernels.cuda.sample.top_tokens",
         lambda logits: (logits.new_empty(len(logits)), choose(logits, logits, is_filtered=False)),
     )
-    return KernelSet(frozenset({"sample", "linear"}), frozenset({torch.bfloat16}))
+    return table(frozenset({"sample", "linear"}), frozenset({torch.bfloat16}))
 
 
 def on_gpu(weight: GroupedWeight) -> GroupedWeight:

@@ -32,13 +32,14 @@ from llama.gpu import graph_check
 from llama.gpu.graph_check import compare
 from llama.gpu.job import JOB, Job
 from llama.gpu.program import run
+from llama.kernels.cuda.launch import Tile
+from llama.kernels.cuda.table import NAMES, table
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.model.layers import Linear
 from llama.ops.batch import Batch
+from llama.ops.kernels import NO_KERNELS
 from llama.ops.kv_cache import FORMATS
-from llama.ops.triton import kernels
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.options.graphs import decode_graphs as graphs_module
 from llama.options.graphs import decode_inputs
 from llama.options.graphs.decode_graphs import DecodeGraphs, bucket_of
@@ -264,9 +265,9 @@ def test_a_row_of_nan_ends_alone_though_the_next_step_has_begun(model, monkeypat
 @pytest.fixture
 def with_kernel(model):
     """Pretend that the GPU's attention kernel passed its check; PyTorch does the work."""
-    model.use_kernels(KernelSet(frozenset({"attention"}), frozenset()))
+    model.use_kernels(table(frozenset({"attention"}), frozenset()))
     yield model
-    model.use_kernels(TORCH_ONLY)
+    model.use_kernels(NO_KERNELS)
 
 
 class Counting(TapeRecorder):
@@ -514,9 +515,9 @@ def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, name, gr
     while wanted.has_unfinished():
         wanted.step()
     for kernel in ("decode_kernel", "prefill_kernel"):
-        monkeypatch.setattr(f"llama.ops.triton.attention.{kernel}", FailingKernel(error))
-    monkeypatch.setattr("llama.ops.attention.suits_gpu", lambda *_: True)
-    model.use_kernels(KernelSet(frozenset({"attention"}), frozenset({torch.float32})))
+        monkeypatch.setattr(f"llama.kernels.cuda.attention.{kernel}", FailingKernel(error))
+    monkeypatch.setattr("llama.kernels.cuda.table.suits_tiles", lambda *_: True)
+    model.use_kernels(table(frozenset({"attention"}), frozenset({torch.float32})))
     try:
         with pytest.warns(UserWarning, match="torch runs in place of the GPU's kernels: .*shared"):
             core = core_of(model, 20, graphs=graphs, ahead=True)
@@ -525,7 +526,7 @@ def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, name, gr
                 core.step()
         assert seq.tokens == alone.tokens and not core.runner.replayer
     finally:
-        model.use_kernels(TORCH_ONLY)
+        model.use_kernels(NO_KERNELS)
 
 
 def test_a_batch_is_filled_up_with_rows_that_touch_nobodys_pages(model):
@@ -754,7 +755,7 @@ def test_a_format_is_recorded_and_replayed(monkeypatch, name):
     the GPU kernels can be captured, with tiles and without.
     """
     pytest.importorskip("triton")
-    from llama.ops.triton import attention, elementwise, linear, quantized
+    from llama.kernels.cuda import attention, elementwise, linear, quantized
 
     made = in_format(name)
     compare(made, TapeRecorder.of_model(made), PAGE)
@@ -766,14 +767,14 @@ def test_a_format_is_recorded_and_replayed(monkeypatch, name):
         for kernel in [x for x in vars(module) if x.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, NotLaunched(kernel, launched))
     weights = [x.weight for x in made.modules() if isinstance(x, Linear)]
-    tile, rows = kernels.Tile(32, 128, 4, 2), (2, 4, 8)
+    tile, rows = Tile(32, 128, 4, 2), (2, 4, 8)
     tiles = {(x.kind, *x.shape, m): tile for x in weights for m in rows}
     alone = tile._replace(uses_dot=False)
     tiles |= {(kind, n, k, 1): alone for kind, n, k, _ in tiles}
-    names = frozenset(kernels.NAMES) - {"sample"}
+    names = frozenset(NAMES) - {"sample"}
     for held in (tiles, {}):
         launched.clear()
-        made.use_kernels(KernelSet(names, frozenset({torch.float32}), held))
+        made.use_kernels(table(names, frozenset({torch.float32}), held))
         core_of(made, 16, graphs=True, ahead=True)  # records all shapes
         assert launched >= {"norm_kernel", "rope_kernel", "decode_kernel", "silu_mul_kernel"}
         products = launched & {"product_kernel", "few_rows_kernel", "many_rows_kernel"}
@@ -841,7 +842,7 @@ def test_the_way_of_a_model_changes_with_its_hooks_and_weights(model):
     A compiled stack of ops, as on a GPU, is looked up at each step; it is None while a module is
     hooked.
     """
-    model.use_kernels(KernelSet(frozenset({"sample"}), frozenset()))
+    model.use_kernels(table(frozenset({"sample"}), frozenset()))
     try:
         way = model.execution_path()
         assert way is not None and model.execution_path() is way
@@ -855,4 +856,4 @@ def test_the_way_of_a_model_changes_with_its_hooks_and_weights(model):
         assert model.execution_path() is not way
         model.layers[0].attention.wo.weight = weight
     finally:
-        model.use_kernels(TORCH_ONLY)
+        model.use_kernels(NO_KERNELS)

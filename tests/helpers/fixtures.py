@@ -19,8 +19,8 @@ from llama import Llama
 from llama.engine.core import EngineCore
 from llama.engine.sampler import sample
 from llama.engine.sequence import SequenceState
+from llama.kernels.cpu import native
 from llama.ops import sample as sample_op
-from llama.ops.cpu import native
 from llama.options.speculation.drafter import Drafter, DraftState
 from llama.options.speculation.hook import speculate
 from llama.options.speculation.lookup import Lookup

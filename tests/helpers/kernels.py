@@ -8,19 +8,31 @@ import ctypes
 import functools
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from llama.ops.cpu import build, native
-from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
-from llama.ops.triton.kernels import NAMES, ROUND_ROWS, KernelSet
+from llama.kernels.cpu import build, native
+from llama.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet
+from llama.kernels.cuda.launch import Sizes, Tile
+from llama.kernels.cuda.table import NAMES, ROUND_ROWS, table
+from llama.ops.kernels import Kernels
 
 SUPPORTED = [x for x in build.INSTRUCTION_SETS if native.cpu_flags() >= x.needs]
-INTERPRETED = KernelSet(frozenset({*NAMES, ROUND_ROWS}), frozenset({torch.float16, torch.float32}))
+
+
+def interpreted(
+    tiles: Mapping[Sizes, Tile] | None = None,
+    dtypes: Iterable[torch.dtype] = (torch.float16, torch.float32),
+) -> Kernels:
+    """Return all kernels of a GPU, which Triton's interpreter runs on the CPU."""
+    return table({*NAMES, ROUND_ROWS}, dtypes, tiles or {})
+
+
+INTERPRETED = interpreted()
 
 HAS_KERNELS = bool(SUPPORTED) and build.find_compiler() is not None
 # the environment does not disable them

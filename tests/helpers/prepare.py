@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from helpers.kernels import HAS_KERNELS, INTEGER_BODIES, can_run, library, path_of
 from helpers.launch import PROGRAMS, REPO
-from llama.ops.cpu import build
+from llama.kernels.cpu import build
 
 
 def say(text: str) -> None:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llama.kernels.cpu import native
 from llama.model.transformer import Transformer
-from llama.ops.cpu import native
 from llama.options.graphs.recorder import Outputs
 
 _READS_VALUES = {  # on a GPU the host would wait for these results, which a capture does not allow

@@ -9,13 +9,21 @@ from torch import Tensor
 
 from helpers.batches import batch_of, in_8_bits
 from llama.gpu.cases import read_cache
+from llama.kernels.cpu import native
+from llama.kernels.cpu.table import KERNELS
 from llama.ops import attention
-from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
-from llama.ops.cpu import native
 
 CPU = torch.device("cpu")
 _rng = random.Random(3)
+
+
+def paged_attention(
+    queries: Tensor, kv_cache: Tensor, batch: Batch, *, is_causal: bool = True
+) -> Tensor:
+    """Run the operator with the kernels of the CPU, where they are in use."""
+    batch = batch.with_kernels(KERNELS)
+    return attention.paged_attention(queries, kv_cache, batch, is_causal=is_causal)
 
 
 class Case:

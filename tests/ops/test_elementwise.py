@@ -1,18 +1,24 @@
 """RMSNorm, rotary embedding with store, and SwiGLU: each kernel against PyTorch."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from helpers.batches import batch_of, in_8_bits
+from llama.kernels.cpu import native
+from llama.kernels.cpu.table import KERNELS
+from llama.ops import norm, swiglu
+from llama.ops import rope as rotary
 from llama.ops.attention import paged_attention
-from llama.ops.cpu import native
 from llama.ops.kv_cache import quantize
-from llama.ops.norm import rms_norm
-from llama.ops.rope import precompute_freqs_cis, rope_and_store
-from llama.ops.swiglu import silu_mul
+from llama.ops.rope import precompute_freqs_cis
 
 CPU = torch.device("cpu")
+rms_norm = partial(norm.rms_norm, kernels=KERNELS)
+rope_and_store = partial(rotary.rope_and_store, kernels=KERNELS)
+silu_mul = partial(swiglu.silu_mul, kernels=KERNELS)
 # (T, elements): the last is large enough for threads
 SHAPES = [(1, 32), (1, 2048), (3, 96), (40, 2048)]
 
@@ -227,6 +233,7 @@ def test_what_fits_goes_to_the_kernels(kernels, monkeypatch):
     rms_norm(x, x[0], 1e-5)
     silu_mul(x)
     queries, pages = rope.run()
-    paged_attention(queries[:1], pages, batch_of(torch.tensor([[0]]), [0, 1], [1], [1], [1]))
+    batch = batch_of(torch.tensor([[0]]), [0, 1], [1], [1], [1])
+    paged_attention(queries[:1], pages, batch.with_kernels(KERNELS))
     names = ["rms_norm_bf16", "silu_mul_bf16", "rope_and_store_bf16"]
     assert called == [*names, "attention_workspace", "paged_attention_bf16"]

@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama import ModelArgs, Transformer
+from llama.kernels.cuda.table import NAMES, table
 from llama.ops.batch import Batch
+from llama.ops.kernels import NO_KERNELS, Kernels
 from llama.ops.linear import linear
-from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.cuda.is_built(), reason="this torch is not built for CUDA"
@@ -67,7 +68,7 @@ def run_step(
     dtype: torch.dtype,
     query_lens: list[int],
     seq_lens: list[int],
-    kernels: KernelSet = TORCH_ONLY,
+    kernels: Kernels = NO_KERNELS,
 ) -> list[str]:
     """Return the operators of a step of two layers, up to the logits, on fake tensors."""
     sizes: dict[str, Any] = {
@@ -129,15 +130,15 @@ def test_a_step_of_kernels_sends_nothing_and_waits_for_nothing(monkeypatch, quer
     Each layer is four products and its kernels, which decide nothing on the host.
     """
     pytest.importorskip("triton")
-    from llama.ops.triton import attention as gpu_attention
-    from llama.ops.triton import elementwise
+    from llama.kernels.cuda import attention as gpu_attention
+    from llama.kernels.cuda import elementwise
 
     launched: list[str] = []
     for module in (gpu_attention, elementwise):
         for name in [x for x in vars(module) if x.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Launches(name, launched))
     monkeypatch.setattr(gpu_attention, "has_wide_tiles", lambda _: True)
-    kernels = KernelSet(frozenset(NAMES))
+    kernels = table(frozenset(NAMES))
     names = run_step(torch.bfloat16, query_lens, seq_lens, kernels)
     mixed = ["prefill_kernel"] if query_lens[-1] > 1 else []
     layer = ["rope_kernel", "decode_kernel", "merge_kernel", *mixed, "norm_kernel"]

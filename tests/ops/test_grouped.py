@@ -9,7 +9,7 @@ from torch import Tensor
 
 from helpers.coded import TABLES, coded
 from helpers.weights import sylvester
-from llama.ops.cpu import native
+from llama.kernels.cpu import native
 from llama.weights.bytes import BytesWeight, Fp8Weight
 from llama.weights.choice import check_quantize, packed
 from llama.weights.coded import Coded, hadamard

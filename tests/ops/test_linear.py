@@ -13,8 +13,8 @@ from torch import Tensor
 from helpers.kernels import HAS_KERNELS, library
 from helpers.rounding import product_bound
 from llama.checkpoint.packing import pack_matrix
+from llama.kernels.cpu import build, native
 from llama.model.layers import Linear
-from llama.ops.cpu import build, native
 from llama.ops.linear import linear
 from llama.weights.blocks import BlockedWeight, can_pack
 from llama.weights.bytes import BytesWeight

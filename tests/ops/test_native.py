@@ -18,7 +18,7 @@ import torch
 
 from helpers.kernels import HAS_KERNELS, KERNELS_RUN, SUPPORTED
 from llama.common import allocation
-from llama.ops.cpu import build, constants, native
+from llama.kernels.cpu import build, constants, native
 from llama.weights.blocks import BlockedWeight
 from llama.weights.choice import packed
 from llama.weights.plain import PlainWeight

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from helpers.coded import TABLES, coded
+from llama.kernels.cpu import native
 from llama.ops import rounded
-from llama.ops.cpu import native
 from llama.weights.choice import packed
 from llama.weights.coded import Coded, hadamard
 from llama.weights.groups import GroupedWeight

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from helpers.kernels import KERNELS_RUN
 from helpers.race import exponential, split_mix, winners
+from llama.kernels.cpu import native
+from llama.kernels.cpu.table import KERNELS
 from llama.ops import sample as op
-from llama.ops.cpu import native
-from llama.ops.sample import FIXED_ONE, SamplingRow, choose_ids, sample_ids
+from llama.ops.sample import FIXED_ONE, SamplingRow
 
+choose_ids = functools.partial(op.choose_ids, kernels=KERNELS)
+sample_ids = functools.partial(op.sample_ids, kernels=KERNELS)
 # Sizes around the kernel's blocks of 256 tokens, and one with more blocks than most top_k.
 SIZES = (1, 2, 40, 255, 256, 257, 700, 5000)
 SPREADS = (0.0, 0.3, 2.0, 8.0)
@@ -64,7 +67,7 @@ def random_case(
 def check(logits: Tensor, rules: list[SamplingRow], uniforms: list[int]) -> None:
     peaks = logits.amax(-1)
     ids = sample_ids(logits, peaks, rules, torch.tensor(uniforms)).tolist()
-    probs = op._probs(logits, peaks, rules).cpu().numpy().tobytes()
+    probs = op.relative_probs(logits, peaks, rules).cpu().numpy().tobytes()
     allowed = allowed_ids(probs, tuple(rules), tuple(uniforms))
     for row in zip(ids, allowed, rules, uniforms, strict=True):
         assert row[0] in row[1], row
@@ -258,7 +261,7 @@ def test_the_top_token_is_the_first_of_the_largest(kernels):
     for size in SIZES:
         rows = torch.tensor([rng.choices([-inf, -2.5, -0.0, 0.0, 1.25], k=size) for _ in range(7)])
         rows[1], rows[2, -1], rows[3, size // 2] = -inf, inf, nan
-        row_max, ids = op.top_tokens(rows)
+        row_max, ids = op.top_tokens(rows, KERNELS)
         wanted = [max(row) if not any(map(math.isnan, row)) else nan for row in rows.tolist()]
         torch.testing.assert_close(row_max, torch.tensor(wanted), rtol=0, atol=0, equal_nan=True)
         tops = zip(rows.tolist(), wanted, strict=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from helpers.kernels import HAS_KERNELS
-from llama.ops.cpu import build
+from llama.kernels.cpu import build
 
 PROGRAM = Path(__file__).resolve().parent.parent / "helpers" / "team_program.cpp"
 

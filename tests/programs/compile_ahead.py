@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from llama.gpu import selfcheck
 from llama.gpu.cases import Cases
 from llama.gpu.job import JOB
-from llama.ops.triton.kernels import KernelSet
+from llama.kernels.cuda.table import table
 
 driver.set_active(
     SimpleNamespace(
@@ -53,7 +53,7 @@ def not_launched(kernel: Any, *args: Any, **options: Any) -> Any:
 
 JITFunction.run = not_launched
 cases = Cases(job)
-kernels = KernelSet(frozenset(job.names), frozenset({cases.dtype}))
+kernels = table(frozenset(job.names), frozenset({cases.dtype}))
 for name in job.names:
     for case in getattr(cases, name)():
         case.op(*case.inputs, kernels=kernels)

@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
-from llama.ops.triton import attention, elementwise, linear, quantized, scaled
+from llama.kernels.cuda import attention, elementwise, linear, quantized, scaled
 
 _AMD = "gfx942"
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -26,7 +26,7 @@ from helpers import warm
 from helpers.launch import REPO, environment
 from llama.gpu import program, selection, selfcheck_cache
 from llama.gpu.job import CheckResult, Job
-from llama.ops.cpu import native
+from llama.kernels.cpu import native
 
 
 @pytest.fixture(scope="module")

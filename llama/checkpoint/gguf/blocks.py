@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from llama.checkpoint.quantized_matrix import PackTarget, QuantizedMatrix
-from llama.ops.cpu import native
-from llama.ops.cpu.constants import PackState, num_blocks
+from llama.kernels.cpu import native
+from llama.kernels.cpu.constants import PackState
+from llama.ops.formats import num_blocks
 from llama.storage.downloads import broken
 from llama.storage.gguf import TensorInfo, TensorType
 from llama.weights.coded import Coded

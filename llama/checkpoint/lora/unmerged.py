@@ -17,12 +17,13 @@ from llama.checkpoint.lora.adapters import open_adapters
 from llama.checkpoint.lora.merging import LowRank, Update
 from llama.checkpoint.table import ROTATED, share
 from llama.common.checks import errors_in
+from llama.kernels.cpu import native
+from llama.kernels.cpu.adapters import PackedAdapter
+from llama.kernels.cpu.constants import MAX_RANK
 from llama.model.kinds import HalfLayer
 from llama.model.layers import Linear
 from llama.model.transformer import Transformer, TransformerBlock
-from llama.ops.adapters import AdapterWeights, Delta, DeltaPart, packed_deltas
-from llama.ops.cpu import native
-from llama.ops.cpu.constants import MAX_RANK
+from llama.ops.adapters import AdapterWeights, Delta, DeltaPart
 
 _MERGE = "merge it: build with lora=, or use `llama convert --lora`"
 
@@ -65,10 +66,11 @@ def load(path: str | os.PathLike[str], model: Transformer) -> LoadedAdapter:
         parts = list(_parts(linear, low_ranks, model))
         if parts:
             parts_of[linear.names[0]] = parts
-    weights = AdapterWeights(
-        packed_deltas(parts_of) if _is_packed(model) else _plain_deltas(parts_of, model),
-        [linear.names[0] for linear in products],
-    )
+    weights: AdapterWeights
+    if _is_packed(model):
+        weights = PackedAdapter(parts_of, [linear.names[0] for linear in products])
+    else:
+        weights = AdapterWeights(_plain_deltas(parts_of, model))
     rank = max(len(low_rank.down) for low_rank in low_ranks.values())
     return LoadedAdapter(digest, weights, adapter.config.base_model, rank)
 

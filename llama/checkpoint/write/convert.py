@@ -39,8 +39,8 @@ from llama.checkpoint.write.settings_files import (
     settings_files,
 )
 from llama.common.checks import FieldError, brief, whole_number
+from llama.kernels.cpu import native
 from llama.model.args import HARMLESS_PARAMS, ModelArgs
-from llama.ops.cpu import native
 from llama.ranks.placement import WHOLE
 from llama.tokenizer import Tokenizer
 from llama.weights.choice import QUANTIZED, check_quantize

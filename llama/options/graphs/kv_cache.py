@@ -11,7 +11,7 @@ from torch import Tensor
 from llama.common.device import current, peak_bytes
 from llama.engine.runner import LastIds, give_up_kernels
 from llama.model.transformer import Transformer
-from llama.ops.triton.kernels import kernel_errors
+from llama.ops.kernels import KernelError
 from llama.options.graphs.decode_graphs import DecodeGraphs, warn_of_no_graphs
 from llama.options.graphs.recorder import CaptureError, Recorder
 from llama.options.largest_step import largest_step
@@ -77,7 +77,7 @@ def _measure_step(model: Transformer, num_tokens: int, page_size: int) -> int:
     run = largest_step(model, num_tokens, page_size)
     try:
         return peak_bytes(device, run)
-    except kernel_errors() as error:
+    except KernelError as error:
         give_up_kernels(model, error)
         return peak_bytes(device, run)
 

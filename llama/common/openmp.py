@@ -5,8 +5,8 @@ GNU's runtime, which torch brings along on Linux, spins there 300,000 times (14 
 GHz). On a quiet machine that is fastest: a step of torch's ops has hundreds of regions, and a
 thread that sleeps takes 50 microseconds to wake. Beside other busy processes the system suspends a
 thread now and then, and those that spin take the core that it waits for. The CPU kernels have few
-regions, with a short wait of their own inside (ops/cpu/team.h). Between regions the time matters to
-them too, above all for small models. scripts/bench/README.md has the measurements.
+regions, with a short wait of their own inside (kernels/cpu/team.h). Between regions the time
+matters to them too, above all for small models. scripts/bench/README.md has the measurements.
 
 In: what the user has set in the environment, and how long tasks wait for a core (Linux's pressure
 stall information, Documentation/accounting/psi.rst). Out: nothing; results do not change.

@@ -7,11 +7,11 @@ from torch import Tensor
 from helpers.batches import batch_of
 from helpers.kernels import INTERPRETED
 from helpers.rounding import HALF, SINGLE, sum_bound
+from llama.kernels.cuda import attention
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
+from llama.ops.kernels import NO_KERNELS, Kernels
 from llama.ops.kv_cache import pick_kv_format
-from llama.ops.triton import attention
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 CPU = torch.device("cpu")
 SHAPES = [  # (H, K, D), S, splits of a sequence's keys in decode
@@ -63,7 +63,7 @@ class Case:
             kv_format.store(plane, slots[is_there], x[is_there])
             x.copy_(kv_format.load(plane, slots, x.dtype))
 
-    def run(self, kernels: KernelSet = INTERPRETED) -> Tensor:
+    def run(self, kernels: Kernels = INTERPRETED) -> Tensor:
         return paged_attention(self.queries, self.kv_cache, self.batch.with_kernels(kernels))
 
     def exact(self) -> tuple[Tensor, Tensor]:
@@ -195,7 +195,7 @@ def test_a_cache_in_8_bits(monkeypatch, poisoned, launches):
     check(case, poisoned)
     assert launches == ["decode_kernel", "merge_kernel", "prefill_kernel"]
     want, bound = case.exact()
-    assert ((case.run(TORCH_ONLY) - want).abs() <= bound).all()
+    assert ((case.run(NO_KERNELS) - want).abs() <= bound).all()
     case = Case([37, 9], [1, 9], torch.float16, in_8_bits=True)
     check(case, poisoned)
 
@@ -204,7 +204,7 @@ def test_the_torch_body_agrees(monkeypatch, dtype):
     monkeypatch.setattr(attention, "num_splits", lambda *_: 2)
     case = Case([1, 40, 255, 16, 70], [1, 1, 1, 16, 33], dtype, (2, 2, 16))
     want, bound = case.exact()
-    for got in (case.run(), case.run(TORCH_ONLY)):
+    for got in (case.run(), case.run(NO_KERNELS)):
         assert ((got - want).abs() <= bound).all()
 
 

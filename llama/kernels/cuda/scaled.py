@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama.ops.triton.kernels import launcher
-from llama.ops.triton.pdl import launch_dependents, pdl_options, wait_for_dependency
+from llama.kernels.cuda.launch import launcher
+from llama.kernels.cuda.pdl import launch_dependents, pdl_options, wait_for_dependency
 
 _E4M3 = torch.float8_e4m3fn
 _MAX = tl.constexpr(torch.finfo(_E4M3).max)

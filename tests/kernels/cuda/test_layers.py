@@ -1,18 +1,18 @@
 """Steps of a whole model through the interpreted Triton kernels."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.kernels import INTERPRETED, KERNELS_RUN
+from helpers.kernels import INTERPRETED, KERNELS_RUN, interpreted
 from llama import Llama, ModelArgs, Transformer
+from llama.kernels.cuda import attention
+from llama.kernels.cuda.launch import Tile
 from llama.model.layers import Linear
 from llama.ops.batch import Batch
-from llama.ops.triton import attention
-from llama.ops.triton.kernels import TORCH_ONLY, Tile
+from llama.ops.kernels import NO_KERNELS
 from llama.weights.choice import QUANTIZED, on_gpu
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_the_stack_gives_the_bytes_of_the_modules(monkeypatch, launches, dtype):
         launches.clear()
         through_modules = run(model, step)
         assert launches.count("norm_kernel") == 5 and launches.count("rope_kernel") == 2
-        model.use_kernels(TORCH_ONLY)
+        model.use_kernels(NO_KERNELS)
         plain = run(model, step)
         model.use_kernels(INTERPRETED)
         handle.remove()
@@ -94,11 +94,11 @@ def test_a_step_with_quantized_weights(monkeypatch, launches):
     kind, step = QUANTIZED["int4"].kind, [(30, 1), (3, 1), (0, 1)]
     shapes = [x.weight.shape for x in model.layers.modules() if isinstance(x, Linear)]
     tiles = {(kind, *shape, 4): Tile(32, 128, 4, 2, True) for shape in shapes}
-    model.use_kernels(TORCH_ONLY)
+    model.use_kernels(NO_KERNELS)
     wanted = run(model, step)
     for held, kernel in ((tiles, "few_rows_kernel"), ({}, "plain_kernel")):
         launches.clear()
-        model.use_kernels(replace(INTERPRETED, tiles=held))
+        model.use_kernels(interpreted(held))
         found = run(model, step)
         assert launches.count(kernel) == 4 and "norm_kernel" in launches
         for got, near in zip(found, wanted, strict=True):
@@ -117,6 +117,6 @@ def test_an_engine_gives_the_same_tokens(monkeypatch, launches, checkpoint_dir):
     got, _ = model.generate(prompts, max_gen_len=4, temperature=0.0)
     assert launches.count("decode_kernel") and launches.count("prefill_kernel")
     launches.clear()
-    model.model.use_kernels(TORCH_ONLY)
+    model.model.use_kernels(NO_KERNELS)
     want, _ = model.generate(prompts, max_gen_len=4, temperature=0.0)
     assert got == want and not launches

@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama.ops.triton.kernels import launcher
-from llama.ops.triton.sample_rows import (
+from llama.kernels.cuda.launch import launcher
+from llama.kernels.cuda.sample_rows import (
     FIRST_BIN,
     NUM_PARAMS,
     block_sums,

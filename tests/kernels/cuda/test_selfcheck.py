@@ -33,12 +33,14 @@ from llama.gpu.cases import Case, Cases, LargeCache
 from llama.gpu.job import JOB, Job
 from llama.gpu.program import PARENT, run
 from llama.gpu.selfcheck import check_kernel
+from llama.kernels.cpu import native
+from llama.kernels.cuda import attention, quantized
+from llama.kernels.cuda import linear as products
+from llama.kernels.cuda.launch import Tile, launcher
+from llama.kernels.cuda.table import NAMES, table
 from llama.ops import scaled
-from llama.ops.cpu import native
+from llama.ops.kernels import NO_KERNELS, Kernels
 from llama.ops.sample import choose_ids
-from llama.ops.triton import attention, quantized
-from llama.ops.triton import linear as products
-from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet, Tile, launcher
 from llama.weights import choice
 from llama.weights.groups import GroupedWeight, QuantKey
 from llama.weights.plain import PlainWeight
@@ -260,7 +262,7 @@ def test_a_rank_s_share_of_the_vocabulary_is_sampled_in_the_check(monkeypatch):
     """The top tokens of a rank's share are checked: its blocks are another kernel to a compiler."""
     asked = set()
 
-    def top_tokens(logits: Tensor, kernels: KernelSet) -> tuple[Tensor, Tensor]:
+    def top_tokens(logits: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
         asked.add((logits.shape[1], bool(kernels.names)))
         return op_top_tokens(logits)
 
@@ -367,7 +369,7 @@ def test_a_tile_that_does_not_fit_the_gpu_is_left_out(monkeypatch):
             raise OutOfResources(73_728, 65_536, "shared memory")
         return (x @ weight.T).to(dtype)
 
-    monkeypatch.setattr(products, "run", run)
+    monkeypatch.setattr(products, "run", launcher(run))
     monkeypatch.setattr(products, "candidates", lambda n, k, m: tiles)
     assert check_kernel(job("linear"), "linear") == []
     monkeypatch.setattr(selfcheck, "_COLD_BYTES", 0)
@@ -400,7 +402,7 @@ def test_a_wrong_kernel_is_told_from_a_right_one(fault):
     A kernel doubles its values, in one case wrongly; or it leaves out a row, or raises an error.
     """
 
-    def double(x: Tensor, kernels: KernelSet = TORCH_ONLY) -> Tensor:
+    def double(x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
         if not kernels.names:
             return 2 * x
         if fault == "raises":
@@ -411,7 +413,7 @@ def test_a_wrong_kernel_is_told_from_a_right_one(fault):
         return out
 
     case = Case("three rows", double, (torch.randn(3, 8, dtype=torch.float16),))
-    found = partial(selfcheck._check_case, case, KernelSet(frozenset({"silu_mul"})), torch.float16)
+    found = partial(selfcheck._check_case, case, table(frozenset({"silu_mul"})), torch.float16)
     if fault is None:
         return found()
     said = {"wrong": "result 0 is off by 0.", "unwritten": "result 0 is off by nan"}
@@ -590,9 +592,9 @@ def test_what_is_wrong_dies_or_hangs_is_out_and_the_rest_in(tmp_path, monkeypatc
         "rope_and_store": "the check was ended by SIGABRT",
         "silu_mul": "the check did not end within 4 s",
     }
-    assert result.kernels("fp16", names) == KernelSet(
-        frozenset({"attention", "linear", "sample"}), frozenset({torch.float16})
-    )
+    kernels = result.kernels("fp16", names)
+    assert kernels.names == {"attention", "linear", "sample"}
+    assert kernels.functions.keys() == table(kernels.names).functions.keys()
 
 
 def test_a_check_ends_before_those_who_wait_for_it_give_up(tmp_path, cache, monkeypatch):
@@ -690,7 +692,7 @@ def test_changed_sources_or_sizes_are_measured_again(quick, tmp_path, monkeypatc
     monkeypatch.setattr(cached, "_PACKAGE", tmp_path)
     for name in (
         "common/device.py",
-        "ops/triton/sample.py",
+        "kernels/cuda/sample.py",
         "ops/sample.py",
         "options/graphs/decode_graphs.py",
     ):

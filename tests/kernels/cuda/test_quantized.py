@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from helpers.gpu_weights import FILES, coded_bound
-from helpers.kernels import INTERPRETED, KERNELS_RUN
+from helpers.kernels import INTERPRETED, KERNELS_RUN, interpreted
+from llama.kernels.cuda import quantized as gpu
+from llama.kernels.cuda.launch import Tile
 from llama.loading.weights import warn_of_plain
 from llama.model.layers import Linear
 from llama.ops.batch import ForwardContext
-from llama.ops.triton import quantized as gpu
-from llama.ops.triton.kernels import Tile
 from llama.weights.choice import on_gpu, random_weight
 from llama.weights.coded import Coded
 from llama.weights.groups import GroupedWeight
@@ -87,7 +87,7 @@ def test_rows_are_read_from_fragments(name):
 @pytest.mark.parametrize("name", ["a byte", "Q4_K"])
 def test_rows_that_do_not_fill_a_block(poisoned, name, monkeypatch):
     """The rows are multiplied by tiles and by the library, and the padding has no columns."""
-    monkeypatch.setattr("llama.weights.groups._CHUNK_ELEMENTS", 32 * 512)
+    monkeypatch.setattr("llama.kernels.cuda.table._CHUNK_ELEMENTS", 32 * 512)
     file = FILES[name]
     offset = None if file.offset is None else file.offset[:50]
     part = replace(file, codes=file.codes[:50], scale=file.scale[:50], offset=offset)
@@ -100,7 +100,7 @@ def test_rows_that_do_not_fill_a_block(poisoned, name, monkeypatch):
         (17, {(weight.kind, n, k, 32): many}),
         (7, {}),
     ):
-        context = ForwardContext(kernels=replace(INTERPRETED, tiles=tiles))
+        context = ForwardContext(kernels=interpreted(tiles))
         x = rows(m, k, torch.float32)
         with poisoned():
             got = weight.linear(x, context=context)
@@ -130,20 +130,20 @@ def test_what_runs_for_how_many_rows(launches, monkeypatch):
 
     It is the tile for the kind and sizes; otherwise the weight is dequantized in parts.
     """
-    monkeypatch.setattr("llama.weights.groups._CHUNK_ELEMENTS", 32 * 512)
+    monkeypatch.setattr("llama.kernels.cuda.table._CHUNK_ELEMENTS", 32 * 512)
     weight = held("four bits")
     n, k = weight.shape
     tiles = {(3, n, k, 4): TILES[3], (1, n, k, 8): TILES[3]}
     for m, expected in ((3, ["few_rows_kernel"]), (7, ["plain_kernel"] * 2)):
         launches.clear()
         x = rows(m, k, torch.float32)
-        got = weight.linear(x, context=ForwardContext(kernels=replace(INTERPRETED, tiles=tiles)))
+        got = weight.linear(x, context=ForwardContext(kernels=interpreted(tiles)))
         exact = x.double() @ weight.exact().double().T
         few_rows = m <= gpu.MAX_FEW_ROWS and launches == ["few_rows_kernel"]
         assert ((got - exact).abs() <= coded_bound(x, FILES["four bits"], few_rows=few_rows)).all()
         assert launches == expected
         assert torch.equal(weight.linear(x), x @ weight.exact().T)  # the PyTorch implementation
-    monkeypatch.setattr("llama.weights.groups._CHUNK_ELEMENTS", n * k)
+    monkeypatch.setattr("llama.kernels.cuda.table._CHUNK_ELEMENTS", n * k)
     monkeypatch.setattr(torch, "cat", None)  # the product of a single part is not copied
     weight.linear(x, context=ForwardContext(kernels=INTERPRETED))
     assert launches == ["plain_kernel"] * 3

@@ -25,10 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama.kernels.cuda.launch import Tile, launcher, views_of
+from llama.kernels.cuda.pdl import launch_dependents, pdl_options, wait_for_dependency
 from llama.ops.batch import Batch
-from llama.ops.kv_cache import views_of
-from llama.ops.triton.kernels import Tile, launcher
-from llama.ops.triton.pdl import launch_dependents, pdl_options, wait_for_dependency
 
 _PROGRAMS = 1024  # approximate programs of a decode launch: eight per processor of an H200's 132
 _MAX_SPLITS = 64

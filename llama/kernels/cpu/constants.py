@@ -6,15 +6,7 @@ native.py compares `ALL` with the values of each library that it loads.
 
 from enum import IntEnum
 
-
-class ElementFormat(IntEnum):
-    """How the elements of a packed weight are stored, on a CPU and on a GPU."""
-
-    BF16 = 0
-    INT8 = 1
-    FP8 = 2
-    NIBBLES = 3
-    SIX_BITS = 4
+from llama.ops.formats import N_BLOCK, ElementFormat
 
 
 class ScaleFormat(IntEnum):
@@ -66,7 +58,6 @@ class SumType(IntEnum):
     NONE = 3  # bytes, which are copied
 
 
-N_BLOCK = 32  # rows of a weight that are packed together
 MIN_GROUP = 16  # neighbouring columns that share a scale; other groups are multiples of it
 MAX_RANK = 256  # columns of an adapter
 MAX_HEAD_DIM = 256  # elements of a head
@@ -93,8 +84,3 @@ ALL: dict[str, int] = {
     "SEGMENT_FIELDS": SEGMENT_FIELDS,
     "HALF_FIELDS": HALF_FIELDS,
 }
-
-
-def num_blocks(n: int) -> int:
-    """Return the number of blocks of a weight of n rows, the last of which may be padded."""
-    return -(-n // N_BLOCK)

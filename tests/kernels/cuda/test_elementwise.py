@@ -9,12 +9,12 @@ from torch import Tensor
 
 from helpers.kernels import INTERPRETED
 from helpers.rounding import SINGLE
+from llama.kernels.cuda import elementwise
+from llama.ops.kernels import NO_KERNELS, Kernels
 from llama.ops.kv_cache import FORMATS
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
-from llama.ops.triton import elementwise
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 OPS = ("add_norm", "rope_and_store", "silu_mul")
 
@@ -24,16 +24,16 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 @pytest.fixture
-def both(monkeypatch, poisoned) -> Callable[[Callable[[KernelSet], Any]], tuple[Any, Any]]:
+def both(monkeypatch, poisoned) -> Callable[[Callable[[Kernels], Any]], tuple[Any, Any]]:
     """A function both(run) that returns the results of `run` with the kernels and with PyTorch."""
 
-    def run_both(run: Callable[[KernelSet], Any]) -> tuple[Any, Any]:
+    def run_both(run: Callable[[Kernels], Any]) -> tuple[Any, Any]:
         with poisoned():
             got = run(INTERPRETED)
         with monkeypatch.context() as patch:
             for name in OPS:
                 patch.setattr(elementwise, name, None)  # a call of the PyTorch function would fail
-            return got, run(TORCH_ONLY)
+            return got, run(NO_KERNELS)
 
     return run_both
 
@@ -86,7 +86,7 @@ def test_rope_and_store(both, dtype, count, heads, head_dim):
     slots = torch.randperm(24, generator=torch.Generator().manual_seed(2))[:count]
     before = numbers(2, 6, 4, n_kv_heads, head_dim, dtype=dtype, seed=1)
 
-    def run(kernels: KernelSet) -> tuple[Tensor, Tensor]:
+    def run(kernels: Kernels) -> tuple[Tensor, Tensor]:
         kv_cache = before.clone()
         return rope_and_store(qkv, freqs_cis, kv_cache, slots, kernels), kv_cache
 
@@ -100,7 +100,7 @@ def test_a_store_in_8_bits_hides_no_nan(both):
     qkv[0, 2, 5] = float("nan")
     freqs_cis, slots = precompute_freqs_cis(16, 2, 5e5, None), torch.tensor([3, 1])
 
-    def run(kernels: KernelSet) -> Tensor:
+    def run(kernels: Kernels) -> Tensor:
         kv_cache = torch.zeros(2, 1, 4, 1, 18, dtype=torch.int8)
         rope_and_store(qkv, freqs_cis, kv_cache, slots, kernels)
         return FORMATS["int8"].load(kv_cache[1], slots, torch.float32).isnan().flatten(1)
@@ -122,7 +122,7 @@ def test_a_store_in_8_bits(both, dtype, n_kv_heads, head_dim):
     slots = torch.randperm(24, generator=torch.Generator().manual_seed(2))[:7]
     before = torch.arange(2 * 24 * n_kv_heads * (head_dim + 2)) % 251
 
-    def run(kernels: KernelSet) -> tuple[Tensor, Tensor]:
+    def run(kernels: Kernels) -> tuple[Tensor, Tensor]:
         kv_cache = before.char().view(2, 6, 4, n_kv_heads, head_dim + 2)
         return rope_and_store(qkv, freqs_cis, kv_cache, slots, kernels), kv_cache
 

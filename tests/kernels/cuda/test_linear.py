@@ -1,17 +1,17 @@
 """Products of a few rows and a weight: the interpreted Triton kernels, and when each is chosen."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.kernels import INTERPRETED
+from helpers.kernels import INTERPRETED, interpreted
 from helpers.rounding import product_bound
+from llama.kernels.cuda import linear as gpu
+from llama.kernels.cuda.launch import Tile
+from llama.kernels.cuda.table import table
 from llama.ops.linear import linear
-from llama.ops.triton import linear as gpu
-from llama.ops.triton.kernels import Tile
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -53,7 +53,7 @@ def test_the_op_runs_what_was_chosen_for_its_sizes(monkeypatch):
     monkeypatch.setattr(gpu, "run", noted)
     weight = numbers(40, 256, dtype=torch.float32)
     tile = gpu.candidates(40, 256, 3)[0]
-    kernels = replace(INTERPRETED, tiles={(0, 40, 256, 4): tile, (0, 40, 256, 16): tile})
+    kernels = interpreted({(0, 40, 256, 4): tile, (0, 40, 256, 16): tile})
     for m in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17):
         x = numbers(m, 256, dtype=torch.float32)
         exact = x.double() @ weight.T.double()
@@ -62,7 +62,7 @@ def test_the_op_runs_what_was_chosen_for_its_sizes(monkeypatch):
     linear(numbers(3, 256, dtype=torch.bfloat16), weight.bfloat16(), kernels=kernels)
     linear(numbers(3, 256, dtype=torch.float32), weight[:39], kernels=kernels)
     assert ran == [(3, tile), (4, tile), (9, tile), (16, tile)]
-    without = replace(kernels, names=frozenset({"attention"}))
+    without = table({"attention"}, {torch.float32})
     for other in (without, INTERPRETED):
         linear(numbers(3, 256, dtype=torch.float32), weight, kernels=other)
     assert len(ran) == 4

@@ -108,7 +108,7 @@ def poisoned(monkeypatch) -> Callable[[], AbstractContextManager[None]]:
 @pytest.fixture
 def launches(monkeypatch) -> list[str]:
     """A list of the launched kernels, in order."""
-    from llama.ops.triton import attention, elementwise, linear, quantized, scaled
+    from llama.kernels.cuda import attention, elementwise, linear, quantized, scaled
 
     names: list[str] = []
 

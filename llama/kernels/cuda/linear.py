@@ -3,7 +3,7 @@
 In: x (..., K) of at most 16 rows, and a plain weight (N, K). Out: (..., N). Each program streams
 its rows of the weight past the few rows of x. Which tile is fastest, and whether the library is
 faster, depends on the GPU, N, K and M. The self-check times the `candidates`, and a model's
-`KernelSet` holds the fastest. Where it has none, torch multiplies. quantized.py has the kernels for
+table holds the fastest. Where it has none, torch multiplies. quantized.py has the kernels for
 quantized weights.
 
 Shapes: M rows, in any leading dimensions; N outputs, K inputs.
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama.ops.triton.kernels import Tile, launcher
-from llama.ops.triton.pdl import launch_dependents, pdl_options, prefetch, wait_for_dependency
+from llama.kernels.cuda.launch import Tile, launcher
+from llama.kernels.cuda.pdl import launch_dependents, pdl_options, prefetch, wait_for_dependency
 
 BUCKETS = (1, 2, 4, 8, 16)  # numbers of rows M, each with a tile of its own
 _MIN_DOT_ROWS = 16  # the fewest rows that a matrix unit multiplies at once

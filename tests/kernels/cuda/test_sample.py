@@ -18,12 +18,12 @@ pytest.importorskip("triton", reason="Triton's kernels need Triton")
 from helpers.sequences import state_of
 from llama.engine.sampler import sample as sample_sequences
 from llama.engine.sampler import top_of_share
+from llama.kernels.cuda import sample as gpu
+from llama.kernels.cuda.table import table
 from llama.ops import sample as op
 from llama.ops.sample import SamplingRow
-from llama.ops.triton import sample as gpu
-from llama.ops.triton.kernels import KernelSet
 
-SAMPLING = KernelSet(frozenset({"sample"}))
+SAMPLING = table(frozenset({"sample"}))
 INF, NAN = math.inf, math.nan
 
 
@@ -35,7 +35,7 @@ def torch_body(no_kernels, monkeypatch) -> None:
         rates = torch.tensor([math.log2(math.e) / row.temperature for row in rows])
         return torch.from_numpy(np.exp2(((logits - row_max[:, None]) * rates[:, None]).numpy()))
 
-    monkeypatch.setattr(op, "_probs", probs)
+    monkeypatch.setattr(op, "relative_probs", probs)
 
 
 def random_rows(rng: random.Random, vocab: int, count: int) -> list[SamplingRow | None]:
@@ -212,7 +212,7 @@ def test_the_sampler_runs_the_kernels_that_are_in_use(monkeypatch):
 
 
 def test_a_vocabulary_too_large_for_the_kernels_is_sampled_by_torch(monkeypatch):
-    monkeypatch.setattr(op, "MAX_KERNEL_VOCAB", 20)
+    monkeypatch.setattr("llama.kernels.cuda.table.MAX_VOCAB", 20)
     monkeypatch.setattr(gpu, "choose", None)
     logits = torch.arange(21.0)[None]
     assert op.choose_ids(logits, [None], [0], [0], SAMPLING).tolist() == [20]

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama.ops.kv_cache import MIN_SCALE, views_of
-from llama.ops.triton.kernels import launcher
-from llama.ops.triton.pdl import launch_dependents, pdl_options, wait_for_dependency
+from llama.kernels.cuda.launch import launcher, views_of
+from llama.kernels.cuda.pdl import launch_dependents, pdl_options, wait_for_dependency
+from llama.ops.kv_cache import MIN_SCALE
 
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _ROUND = tl.constexpr(1.5 * 2**23)  # added to a float32 below 2**22, it leaves a whole number

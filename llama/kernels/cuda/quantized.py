@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama.ops.cpu.constants import N_BLOCK, ElementFormat, num_blocks
-from llama.ops.triton.kernels import Blocks, Tile, launcher
-from llama.ops.triton.pdl import launch_dependents, pdl_options, prefetch, wait_for_dependency
+from llama.kernels.cuda.launch import Blocks, Tile, launcher
+from llama.kernels.cuda.pdl import launch_dependents, pdl_options, prefetch, wait_for_dependency
+from llama.ops.formats import N_BLOCK, ElementFormat, num_blocks
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of rows M, each with a tile of its own
 MAX_FEW_ROWS = 16  # the largest M of `few_rows_kernel`

@@ -1,22 +1,22 @@
 """Rounding to e4m3, and products of rounded rows: Triton kernels against PyTorch."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.kernels import INTERPRETED, KERNELS_RUN
+from helpers.kernels import KERNELS_RUN, interpreted
+from llama.kernels.cuda import quantized
+from llama.kernels.cuda.table import table
 from llama.ops import scaled
 from llama.ops.batch import ForwardContext
-from llama.ops.triton import quantized
-from llama.ops.triton.kernels import TORCH_ONLY
+from llama.ops.kernels import NO_KERNELS
 from llama.weights import bytes as byte_weights
 from llama.weights.bytes import Fp8Weight
 from llama.weights.choice import on_gpu
 
-KERNELS = replace(INTERPRETED, dtypes=INTERPRETED.dtypes | {torch.bfloat16})
+KERNELS = interpreted(dtypes={torch.float16, torch.float32, torch.bfloat16})
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -72,7 +72,7 @@ def test_rows_that_are_not_in_one_piece(launches):
     assert none.codes.shape == (0, 64) and none.scales.shape == (0, 1)
     assert launches == ["round_rows_kernel"]
     # Where the kernel is not in use, PyTorch rounds.
-    scaled.round_rows(x, replace(KERNELS, names=frozenset({"linear"})))
+    scaled.round_rows(x, table({"linear"}, {x.dtype}))
     assert launches == ["round_rows_kernel"]
 
 
@@ -93,15 +93,15 @@ def test_products_of_rounded_rows(launches, monkeypatch, chunk):
     assert found.round_to_e4m3() and right.round_to_e4m3()
     monkeypatch.setattr(byte_weights, "MAX_EXACT_ROWS", 4)
     x = numbers(5, 128)
-    want = right.linear(x, context=ForwardContext(kernels=TORCH_ONLY))
+    want = right.linear(x, context=ForwardContext(kernels=NO_KERNELS))
     launches.clear()
-    context = ForwardContext(kernels=replace(INTERPRETED, tiles={}))
+    context = ForwardContext(kernels=interpreted({}))
     with monkeypatch.context() as patch:
         if chunk is None:
             patch.setattr(torch, "cat", None)
             patch.setattr(byte_weights, "unpack_scales", None)
         else:
-            patch.setattr(byte_weights, "_CHUNK_ELEMENTS", chunk)
+            patch.setattr("llama.kernels.cuda.table._CHUNK_ELEMENTS", chunk)
         got = found.linear(x, context=context)
     torch.testing.assert_close(got, want)
     assert launches == ["round_rows_kernel", *["codes_kernel"] * (1 if chunk is None else 3)]

@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from llama.ops.cpu import build, constants
-from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
+from llama.kernels.cpu import build, constants
+from llama.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet
 
 VARIABLE = "LLAMA_CPU_KERNELS"
 _LOGGER = logging.getLogger(__name__)

@@ -1,0 +1,153 @@
+"""The CPU's kernels for attention and for what stands between products, in bf16.
+
+In: the arguments of the operators of `llama.ops`, which define what these compute. Out: the
+result; None where a kernel does not take the tensors or the library does not run.
+
+attention.cpp reads the pages of the KV cache in place. It is batch-invariant: a query gives the
+same bytes alone as in any batch, in a prefill as in a decode step, on any number of threads. The
+others are in elementwise.cpp.
+
+Shapes: as in the operators' files.
+"""
+
+import torch
+from torch import Tensor
+
+from llama.kernels.cpu import native
+from llama.kernels.cpu.constants import MAX_HEAD_DIM, KvFormat
+from llama.ops.batch import Batch
+from llama.ops.kv_cache import SCALED_DTYPE
+
+CACHE_FORMATS = {
+    torch.bfloat16: KvFormat.BF16.value,
+    SCALED_DTYPE: KvFormat.INT8.value,
+}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    """Return normalized rows; see `llama.ops.norm.rms_norm`."""
+    if not native.has_kernel(x, weight):
+        return None
+    x = x.contiguous()
+    weight = weight.contiguous()
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    out = torch.empty_like(x)
+    native.call("rms_norm_bf16", x, weight, out, num_rows, width, float(eps))
+    return out
+
+
+def silu_mul(x: Tensor) -> Tensor | None:
+    """Return silu(gate) * up; see `llama.ops.swiglu.silu_mul`."""
+    if not native.has_kernel(x) or x.shape[-1] % 64:
+        return None
+    x = x.contiguous()
+    width = x.shape[-1] // 2
+    leading = x.shape[:-1]
+    out = x.new_empty(*leading, width)
+    num_rows = out.numel() // width
+    native.call("silu_mul_bf16", x, out, num_rows, width)
+    return out
+
+
+def rope_and_store(
+    qkv: Tensor, freqs_cis: Tensor, kv_cache: Tensor, slots: Tensor
+) -> Tensor | None:
+    """Rotate, store and return the queries; see `llama.ops.rope.rope_and_store`."""
+    kv_format = _format_of(qkv, kv_cache)
+    if kv_format is None:
+        return None
+    num_rows, n, head_dim = qkv.shape
+    _, num_pages, page_size, n_kv_heads, _ = kv_cache.shape
+    n_heads = n - 2 * n_kv_heads
+    queries = qkv.new_empty(num_rows, n_heads, head_dim)
+    native.call(
+        "rope_and_store_bf16",
+        qkv.contiguous(),
+        freqs_cis.contiguous(),
+        kv_cache,
+        slots.contiguous(),
+        queries,
+        num_rows,
+        n_heads,
+        n_kv_heads,
+        head_dim,
+        num_pages,
+        page_size,
+        kv_format,
+    )
+    return queries
+
+
+def paged_attention(
+    queries: Tensor, kv_cache: Tensor, batch: Batch, is_causal: bool
+) -> Tensor | None:
+    """Return what each query attends to; see `llama.ops.attention.paged_attention`."""
+    kv_format = _format_of(queries, kv_cache)
+    if kv_format is None:
+        return None
+    queries = queries.contiguous()
+    _, n_heads, head_dim = queries.shape
+    _, num_pages, page_size, n_kv_heads, _ = kv_cache.shape
+    page_table = batch.page_table.contiguous()
+    n, width = page_table.shape
+    assert max(batch.seq_lens_cpu) <= width * page_size, (
+        batch.seq_lens_cpu,
+        page_table.shape,
+        kv_cache.shape,
+    )
+    query_starts = batch.query_starts.contiguous()
+    seq_lens = batch.seq_lens.contiguous()
+    num_bytes = native.call(
+        "attention_workspace",
+        query_starts,
+        seq_lens,
+        n,
+        n_heads,
+        n_kv_heads,
+        head_dim,
+    )
+    out = torch.empty_like(queries)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    native.call(
+        "paged_attention_bf16",
+        queries,
+        kv_cache,
+        page_table,
+        query_starts,
+        seq_lens,
+        out,
+        workspace,
+        n,
+        n_heads,
+        n_kv_heads,
+        head_dim,
+        num_pages,
+        page_size,
+        width,
+        kv_format,
+        int(not is_causal),
+        head_dim**-0.5,
+    )
+    return out
+
+
+def _format_of(heads: Tensor, kv_cache: Tensor) -> int | None:
+    """Return the number of a cache's format in the CPU kernels.
+
+    Args:
+        heads: Heads (T, H, D).
+        kv_cache: The cache.
+
+    Returns:
+        The number; None where the kernels do not take the cache or the heads.
+    """
+    if not native.has_kernel(heads):
+        return None
+    if heads.shape[-1] > MAX_HEAD_DIM:
+        return None
+    if kv_cache.device.type != "cpu":
+        return None
+    if not kv_cache.is_contiguous():
+        return None
+    return CACHE_FORMATS.get(kv_cache.dtype)
