@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llama.common.device import current, free_unused
-from llama.engine import tables
+from llama.engine import sampler
 from llama.engine.constraints import TokenMasks
 from llama.engine.hooks import Decoded, Replayer, StepHook
 from llama.engine.processors import LogitsProcessors
@@ -298,8 +298,8 @@ class RunningStep:
         columns = self._columns(sampled)
         if self._runner.async_scheduling:
             self._runner.last_ids.keep(columns[:, 0], self._sequences)
-        read = tables.to_host(columns)
-        return lambda: tables.tokens_of(self._publish(read()))
+        read = sampler.to_host(columns)
+        return lambda: sampler.tokens_of(self._publish(read()))
 
     def _sampled(self, logits: Tensor) -> Sampled:
         runner = self._runner
@@ -319,8 +319,8 @@ class RunningStep:
             targets = on_device_of(hidden, ids[chunk])
             logits = self._model.logits(hidden[chunk])
             scored = Sampled(targets, *score(logits, targets, num_top))
-            parts.append(tables.to_host(self._columns(scored))())
-        return lambda: tables.tokens_of(self._publish(torch.cat(parts)))
+            parts.append(sampler.to_host(self._columns(scored))())
+        return lambda: sampler.tokens_of(self._publish(torch.cat(parts)))
 
     def add_up(self, hidden: HiddenStates, counts: list[int]) -> Reader[np.ndarray]:
         """Add up groups of neighbouring rows: (R, E) -> (groups, E) float64, alike on all ranks."""
@@ -331,7 +331,7 @@ class RunningStep:
             sums = hidden.to(dtype)
         else:
             sums = torch.stack([part.sum(0, dtype=dtype) for part in hidden.split(counts)])
-        read = tables.to_host(self._model.parallel.broadcast(sums))
+        read = sampler.to_host(self._model.parallel.broadcast(sums))
         return lambda: self._publish(read()).double().numpy()
 
     def captured(self, rows: Rows) -> Reader[CapturedStates]:
@@ -344,7 +344,7 @@ class RunningStep:
         end = first + rows.num_rows
         layers = sorted(self._watched.layers)
         states = torch.stack([self._watched.states[layer][first:end] for layer in layers])
-        read = tables.to_host(self._model.parallel.broadcast(states))
+        read = sampler.to_host(self._model.parallel.broadcast(states))
         return lambda: dict(zip(layers, self._publish(read()), strict=True))
 
     def _columns(self, sampled: Sampled) -> Tensor:
@@ -357,10 +357,10 @@ class RunningStep:
         constraints can be rank 0's alone.
 
         Returns:
-            What `tables.make_table` makes.
+            What `sampler.make_table` makes.
         """
         parallel = self._model.parallel
-        table = tables.make_table(sampled)
+        table = sampler.make_table(sampled)
         if sampled.logprobs is None:
             is_constrained = any(seq.spec.is_constrained for seq in self._sequences)
             is_alike = parallel.shares_memory_of(table) and not is_constrained

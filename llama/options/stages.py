@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from llama.common.device import current
-from llama.engine import tables
+from llama.engine import sampler
 from llama.engine.constraints import find_failure
 from llama.engine.hooks import Inform, Loop, StepHook, Stepper
 from llama.engine.processors import LogitsProcessors
@@ -289,7 +289,7 @@ class _EarlierStep:
 
     def sample(self, hidden: HiddenStates) -> Reader[Tokens]:
         """Receive a token behind each row of `Step.sampled`."""
-        return self._expect(len(self._sequences), tables.max_top(self._sequences))
+        return self._expect(len(self._sequences), sampler.max_top(self._sequences))
 
     def score(self, hidden: HiddenStates, ids: list[int], num_top: int) -> Reader[Tokens]:
         """Receive the scores of known tokens, one per row."""
@@ -310,9 +310,9 @@ class _EarlierStep:
         return lambda: dict(zip(layers, arrived(), strict=True))
 
     def _expect(self, num_rows: int, num_top: int | None) -> Reader[Tokens]:
-        width = tables.num_columns(num_top, self._runner.model.vocab_size)
-        arrived = self._pass.messages.expect_results((num_rows, width), tables.DTYPE)
-        return lambda: tables.tokens_of(arrived())
+        width = sampler.num_columns(num_top, self._runner.model.vocab_size)
+        arrived = self._pass.messages.expect_results((num_rows, width), sampler.TABLE_DTYPE)
+        return lambda: sampler.tokens_of(arrived())
 
 
 class _LastStep(RunningStep):

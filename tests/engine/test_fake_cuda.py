@@ -23,7 +23,7 @@ from helpers.sequences import state_of
 from helpers.tape import TapeRecorder
 from llama.assembly import Speculate, assemble
 from llama.checkpoint.packing import pack_model
-from llama.engine import runner, tables
+from llama.engine import runner, sampler
 from llama.engine.rows import Tokens
 from llama.engine.runner import LastIds
 from llama.kernels.cuda.table import table
@@ -159,8 +159,8 @@ def driver(monkeypatch):
     monkeypatch.setattr(Batch, "pack", pack)
     monkeypatch.setattr(runner, "current", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(runner, "peak_bytes", lambda device, work: work() or 0)
-    monkeypatch.setattr(tables, "to_host", to_host)
-    monkeypatch.setattr(tables, "tokens_of", tokens)
+    monkeypatch.setattr(sampler, "to_host", to_host)
+    monkeypatch.setattr(sampler, "tokens_of", tokens)
     for module in (sample, decode_inputs):
         monkeypatch.setattr(module, "pinned", pinned)
 
