@@ -28,9 +28,60 @@ sys.dont_write_bytecode = False  # in this process, which has already read the v
 gc.disable()  # until collection has ended, see below
 
 
+# The quick tier: folders and files whose tests compile nothing and start no process.
+QUICK = (
+    "engine/test_hooks.py", "engine/test_sampler.py", "engine/test_scheduler.py",
+    "engine/test_speculative.py", "prompts/test_call_format.py", "prompts/test_dialog_format.py",
+    "prompts/test_grammar.py", "prompts/test_parser.py", "prompts/test_template.py",
+    "prompts/test_tools.py", "requests/test_calls.py", "requests/test_leader.py",
+    "requests/test_reasoning_text.py", "test_checks.py",
+    "test_core.py", "test_docs.py", "test_layout.py", "test_model.py", "test_readmes.py",
+    "test_sampling_params.py", "test_style.py", "test_tokenizer.py",
+)  # fmt: skip
+_STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec")  # events of sys.audit
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="the quick tier, see QUICK in conftest.py"
+    )
     help = "every engine uses drafts, some of them wrong: -n 0 tests/test_generation.py"
     parser.addoption("--guess", action="store_true", help=help)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --quick, keep the tests of the quick tier, without those that are marked otherwise."""
+    if not config.option.quick:
+        return
+    folder = config.rootpath / "tests"
+    places = [folder / name for name in QUICK]
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        is_placed = any(item.path == place or place in item.path.parents for place in places)
+        is_marked = any(
+            item.get_closest_marker(name) for name in ("dist", "process", "slow", "hosts", "gpu")
+        )
+        (kept if is_placed and not is_marked else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def _quick_tests_start_no_process(pytestconfig: pytest.Config) -> Iterator[None]:
+    """With --quick, fail a test that starts a process."""
+    _started.clear()
+    yield
+    if pytestconfig.option.quick and _started:
+        pytest.fail(f"a test of the quick tier started a process: {_started[0]}")
+
+
+_started: list[str] = []  # what started processes in this test
+
+
+def _note_start(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in _STARTS:
+        _started.append(f"{event}{arguments!r}"[:200])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,6 +90,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     The process that distributes tests to workers does not import torch.
     """
+    if config.option.quick:
+        os.environ["LLAMA_CPU_KERNELS"] = "none"  # else the kernels would be compiled
+        sys.addaudithook(_note_start)
     if config.option.markexpr == "gpu":
         del os.environ["TRITON_INTERPRET"]
     if config.getoption("dist", "no") == "no":

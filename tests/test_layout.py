@@ -286,6 +286,7 @@ def test_the_core_has_one_face():
     assert len(api.__all__) <= 42
 
 
+@pytest.mark.process
 def test_importing_is_quiet_and_light():
     """Importing is quiet and light.
 
