@@ -21,7 +21,7 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticOmit
+from pydantic_core import ErrorDetails, PydanticOmit
 
 from llama.common.checks import FieldError, brief
 from llama.common.validation import field_error, join_path
@@ -32,7 +32,7 @@ _Ignored = list[tuple[Any, str | None]]  # objects, each with the name of a fiel
 _MAX_NAMED = 8  # number of fields that one error names
 # The types that the APIs give a part of a message that is an image.
 _IMAGE_TYPES = ("image", "image_url", "input_image")
-_OTHER_TYPE = {"union_tag_invalid", "literal_error", "custom", "custom_type"}
+_OTHER_TYPE = ("union_tag_invalid", "literal_error")
 
 
 class Fields(BaseModel):
@@ -106,13 +106,19 @@ def _without(fields: dict[str, Any], names: Collection[Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in names}
 
 
+def _is_of_type(error: ErrorDetails) -> bool:
+    """Return whether an error says that an object is of another type."""
+    cause = error.get("ctx", {}).get("error")
+    return error["type"] in _OTHER_TYPE or (isinstance(cause, FieldError) and cause.is_relative)
+
+
 def _unless_other_type(value: Any, read: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
     try:
         return read(value)
     except ValidationError as e:
         ignored: _Ignored | None = info.context
-        errors = {error["type"] for error in e.errors() if error["loc"] in ((), ("type",))}
-        if ignored is None or not errors & _OTHER_TYPE:
+        errors = [error for error in e.errors() if error["loc"] in ((), ("type",))]
+        if ignored is None or not any(map(_is_of_type, errors)):
             raise
         ignored.append((value, None))
         raise PydanticOmit from None
