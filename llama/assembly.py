@@ -106,15 +106,7 @@ def assemble(
     if speculation is not None and speculation.draft_model is not None:
         draft_runner = _runner(speculation.draft_model, allocated(speculation.draft_model), [])
     runner = _runner(model, allocated(model), hooks, async_scheduling)
-    is_on_cpu = model.norm.weight.is_cpu
-    scheduler = Scheduler(
-        PagePool(runner.num_pages, page_size),
-        max_batch_size=params.max_batch_size,
-        token_budget=budget,
-        num_stages=placement.stages,
-        min_prompt_tokens=_MIN_PROMPT_TOKENS_CPU if is_on_cpu else _MIN_PROMPT_TOKENS,
-        has_whole_prompts=not params.is_causal,
-    )
+    scheduler = _scheduler(model, runner.num_pages, page_size, budget)
     spin = SpinController.for_this_process()
     if spin is not None:
         hooks.append(ShortSpins(spin))
@@ -128,6 +120,19 @@ def assemble(
     if speculation is not None:
         speculate(core, _drafter(speculation, core, draft_runner))
     return Assembled(core, adapters)
+
+
+def _scheduler(model: Transformer, num_pages: int, page_size: int, token_budget: int) -> Scheduler:
+    """Return the scheduler of a model whose KV cache has so many pages."""
+    is_on_cpu = model.norm.weight.is_cpu
+    return Scheduler(
+        PagePool(num_pages, page_size),
+        max_batch_size=model.params.max_batch_size,
+        token_budget=token_budget,
+        num_stages=model.parallel.placement.stages,
+        min_prompt_tokens=_MIN_PROMPT_TOKENS_CPU if is_on_cpu else _MIN_PROMPT_TOKENS,
+        has_whole_prompts=not model.params.is_causal,
+    )
 
 
 def _runner(
