@@ -9,6 +9,8 @@ the ranks compare what they have.
 
 import zlib
 
+import torch
+
 from llama.build_args import BuildArgs
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.common.checks import number
@@ -25,21 +27,14 @@ from llama.loading.shares import check_shares, resolve_shares
 from llama.loading.weights import load_head, load_weights
 from llama.ops.kv_cache import pick_kv_format
 from llama.ranks.groups import connect
+from llama.ranks.parallel import Parallel
 
 
 def load_model(args: BuildArgs) -> Loaded:
     """Load what the arguments ask for. The sizes that are chosen are in the model's params."""
     device = pick_device(args.device)
     free_unused(device)
-    number("timeout_s", args.timeout_s, 0, 10**6, above=True)
-    number("silence_s", args.silence_s, 1, 10**6)
-    parallel = connect(
-        args.model_parallel_size,
-        device,
-        args.timeout_s,
-        args.pipeline_parallel_size,
-        args.silence_s,
-    )
+    parallel = _connect(args, device)
     with parallel.agree("the arguments of Llama.build", world=True) as must_match:
         args = args.checked()
         check_drafter(args)
@@ -88,6 +83,19 @@ def load_model(args: BuildArgs) -> Loaded:
         dialog_format,
         draft_model=draft[0] if draft else None,
         head=head,
+    )
+
+
+def _connect(args: BuildArgs, device: torch.device) -> Parallel:
+    """Meet the other ranks; the limits of this wait are checked before it begins."""
+    number("timeout_s", args.timeout_s, 0, 10**6, above=True)
+    number("silence_s", args.silence_s, 1, 10**6)
+    return connect(
+        args.model_parallel_size,
+        device,
+        args.timeout_s,
+        args.pipeline_parallel_size,
+        args.silence_s,
     )
 
 
