@@ -184,11 +184,11 @@ def _load_stored(path: Path) -> ctypes.CDLL | None:
     except OSError as e:
         warnings.warn(f"stored CPU kernels are not used, but compiled again: {e}", stacklevel=2)
         return None
-    if not build.ends_in_digest(file.read()):
-        file.close()
-        return None
-    # The linker takes files of one name for one library, so the descriptor is never closed.
-    library = ctypes.CDLL(f"/proc/self/fd/{os.dup(file.fileno())}")
+    with file:
+        if not build.ends_in_digest(file.read()):
+            return None
+        # The linker takes files of one name for one library, so this descriptor is never closed.
+        library = ctypes.CDLL(f"/proc/self/fd/{os.dup(file.fileno())}")
     library._name = str(path)  # the name that messages show
     return library
 
