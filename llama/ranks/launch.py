@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 from llama.ranks.errors import say
-from llama.ranks.processes import describe_end, is_suspended
+from llama.ranks.processes import child_status, describe_end, is_suspended
 
 LAUNCHER = "LLAMA_LAUNCHER"  # variable of the ranks: id of the process that started them here
 STORE_FD = "LLAMA_STORE_FD"  # variable of rank 0: the open port for torch's store
@@ -77,14 +77,15 @@ class _Ranks:
     def wait(self) -> int:
         """Wait for all ranks; return the exit code of the job."""
         while self._running:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                time.sleep(_TICK_S)
-                self._look_for_stopped()
-            # Other children than ranks are those of the program that this process was before.
-            rank = self._running.pop(pid, None)
-            if rank is not None and status:
-                self._note_failure(rank, status)
+            time.sleep(_TICK_S)
+            for pid, rank in list(self._running.items()):
+                status = child_status(pid)
+                if status is None:
+                    continue
+                del self._running[pid]
+                if status:
+                    self._note_failure(rank, status)
+            self._look_for_stopped()
         signal.alarm(0)
         return self._code
 

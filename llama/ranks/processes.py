@@ -109,6 +109,20 @@ def wait_status(pid: int) -> int | None:
     return int(fields[-1]) if fields[:1] == ["Z"] else None
 
 
+def child_status(pid: int) -> int | None:
+    """Return the wait status of a child that has ended, or None if it is running.
+
+    The child stays a zombie until its parent ends, so that its siblings can read `wait_status`.
+    """
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        return status if ended else None
+    result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if result is None:
+        return None
+    return result.si_status << 8 if result.si_code == os.CLD_EXITED else result.si_status
+
+
 def was_killed(status: int | None) -> bool:
     """Return whether a signal ended the process, so that it could not report anything."""
     return status is not None and status & 0x7F != 0
