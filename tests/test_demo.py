@@ -93,16 +93,17 @@ def test_it_looks_back_in_a_dialog(device):
     assert answer["generation"]["content"] == "The opposite of hot is cold."
 
 
-def test_metas_own_model_says_the_same(demo):
-    """Meta's own model gives the same answers.
+@pytest.mark.parametrize("written", oracle.MODELS)
+def test_metas_own_model_says_the_same(written, demo):
+    """Meta's own model, and the reference, give the same answers.
 
-    The bundled files in Meta's Transformer, float32, greedy, give the ids of this runtime.
+    The bundled files in that Transformer, float32, greedy, give the ids of this runtime.
     """
     oracle.join_a_world_of_one()
     try:
         state = torch.load(DEMO / "consolidated.00.pth", weights_only=True)
         params = json.loads((DEMO / "params.json").read_text())
-        theirs = oracle.model(state, params, max_seq_len=128)
+        theirs = oracle.MODELS[written](state, params, max_seq_len=128)
         for text in ("Once upon a time", "The capital of France is"):
             prompt = demo.tokenizer.encode(text, bos=True, eos=False)
             wanted = oracle.greedy(theirs, prompt, 60, demo.tokenizer.stop_tokens)

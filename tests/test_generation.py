@@ -68,9 +68,10 @@ def meta():
     oracle.leave_the_world()
 
 
+@pytest.mark.parametrize("written", oracle.MODELS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda name: name.replace(" ", "-"))
-def test_greedy_and_logprobs_equal_metas_model(shape, make_checkpoint, meta):
-    """Greedy ids and logprobs equal Meta's model.
+def test_greedy_and_logprobs_equal_metas_model(shape, written, make_checkpoint, meta):
+    """Greedy ids and logprobs equal Meta's model, and the reference.
 
     Prompts of mixed lengths in one batch give the ids that Meta's model gives each prompt alone,
     and its log probabilities of prompt and answer within 1e-4.
@@ -78,7 +79,7 @@ def test_greedy_and_logprobs_equal_metas_model(shape, make_checkpoint, meta):
     changes = SHAPES[shape]
     folder, state, params = make_checkpoint(seed=3, **changes)
     llama = build(folder)
-    theirs = meta.model(state, params)
+    theirs = meta.MODELS[written](state, params)
     stops = llama.tokenizer.stop_tokens
     prompts = prompts_of([3, 17, 1, 40, 9, 16])
     tokens, _ = llama.generate(prompts, 24, temperature=0)

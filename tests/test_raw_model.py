@@ -39,13 +39,14 @@ def ours(checkpoint_dir) -> Transformer:
     return model
 
 
-def test_the_raw_transformer_keeps_metas_forward(ours, checkpoint_dir, meta):
+@pytest.mark.parametrize("written", oracle.MODELS)
+def test_the_raw_transformer_keeps_metas_forward(ours, written, checkpoint_dir, meta):
     """The raw transformer keeps Meta's forward.
 
     forward(tokens, start_pos) takes a batch, a prompt in two parts, and single tokens.
     """
     _, state, params = checkpoint_dir
-    theirs = meta.model(state, params, max_seq_len=32)
+    theirs = meta.MODELS[written](state, params, max_seq_len=32)
     for start, end in ((0, 5), (5, 10), (10, 11), (11, 12)):
         wanted = theirs.forward(TOKENS[:, start:end], start)
         torch.testing.assert_close(ours(TOKENS[:, start:end], start), wanted, atol=1e-4, rtol=1e-4)
@@ -90,13 +91,14 @@ def activations(model: Any, names: list[str]) -> dict[str, Tensor]:
     return seen
 
 
-def test_hooks_see_what_metas_see(ours, checkpoint_dir, meta):
+@pytest.mark.parametrize("written", oracle.MODELS)
+def test_hooks_see_what_metas_see(ours, written, checkpoint_dir, meta):
     """Hooks see what Meta's see.
 
     That is the residual stream after each layer, and the parts within one, as (B, S, E).
     """
     _, state, params = checkpoint_dir
-    theirs = meta.model(state, params, max_seq_len=32)
+    theirs = meta.MODELS[written](state, params, max_seq_len=32)
     names = [f"layers.{i}" for i in range(params["n_layers"])] + ["norm", "tok_embeddings"]
     names += ["layers.1.attention", "layers.1.feed_forward", "layers.1.ffn_norm"]
     names += ["layers.1.attention.wo", "layers.1.feed_forward.w2"]
@@ -144,10 +146,11 @@ def test_freqs_cis_are_metas(ours, checkpoint_dir, meta):
     assert (ours.vocab_size, ours.n_layers) == (params["vocab_size"], params["n_layers"])
 
 
-def test_a_state_dict_has_metas_names_and_weights(ours, checkpoint_dir, meta):
+@pytest.mark.parametrize("written", oracle.MODELS)
+def test_a_state_dict_has_metas_names_and_weights(ours, written, checkpoint_dir, meta):
     """A state dict has Meta's names and weights, bit for bit, since they are copied."""
     _, state, params = checkpoint_dir
-    theirs = meta.model(state, params, max_seq_len=32)
+    theirs = meta.MODELS[written](state, params, max_seq_len=32)
     found = ours.state_dict()
     assert found.keys() == theirs.state_dict().keys() == state.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in theirs.state_dict().items())
