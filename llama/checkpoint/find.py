@@ -8,7 +8,6 @@ class `Checkpoint`, the search and its errors.
 """
 
 import hashlib
-import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -24,15 +23,19 @@ from llama.checkpoint.hf import quantized as hf_quantized
 from llama.checkpoint.lora.adapters import TIED, Adapter, open_adapters
 from llama.checkpoint.pooling import GENERATES, PoolingSettings, is_causal, settings_of
 from llama.checkpoint.vision import VisionParts, split_config, split_params
+from llama.checkpoint.weight_files import (
+    EXECUTORCH,
+    FETCH,
+    PACKED_PREFIX,
+    describe_choice,
+    weight_files,
+)
 from llama.common.checks import brief
 from llama.model.args import ModelArgs
 from llama.storage import gguf
 from llama.storage.downloads import check_utf8, read_json, shown
 from llama.storage.hub import model_folder
 
-# The 11B vision model on Hugging Face has a file without a number, consolidated.pth.
-_META_FILES = "consolidated.*pth"
-_MAX_NAME_BYTES = 255  # limit of file systems for the name of a file
 # Llama Guard is recognised by the name of its folder; or, in a file beside the weights, by the name
 # of the model that was saved or by the task in a chat template of Llama Guard 1 to 3.
 _GUARD_FOLDER = re.compile(r"llama[-_ ]?guard", re.IGNORECASE)
@@ -49,11 +52,8 @@ _GUARD_FILE_NAMES = (
 _MAX_GUARD_BYTES = 4 << 20  # bytes of one of these files that are searched
 _NUM_SAMPLES = 16
 _SAMPLE_BYTES = 4096
-_PACKED_PREFIX = "llama-packed/"
-PACKED_FORMAT = f"{_PACKED_PREFIX}2"  # the number changes when packed_weight.h changes the layout
+PACKED_FORMAT = f"{PACKED_PREFIX}2"  # the number changes when packed_weight.h changes the layout
 _PACKED_KEYS = {"quantize", "is_guard", "source"}
-_FETCH = "fetch a model: llama download NAME"
-_EXECUTORCH = "is a program of ExecuTorch, which holds no weights to load: take Meta's .pth files"
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Checkpoint:
         is_untied: Whether the adapters separate embedding and lm_head, which are one matrix in the
             files.
         pooling: What the files say about embeddings and scores of whole prompts.
+        left: Other files of weights in the folder that was given, which are not used.
     """
 
     folder: Path
@@ -88,6 +89,7 @@ class Checkpoint:
     adapters: tuple[Adapter, ...] = ()
     is_untied: bool = False
     pooling: PoolingSettings = GENERATES
+    left: tuple[Path, ...] = ()
 
     def merged_with(
         self, lora: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
@@ -131,6 +133,18 @@ class Checkpoint:
         return "; ".join(part for part in parts if part)
 
     @property
+    def choice(self) -> str:
+        """The line that says which weights of the folder were taken; empty if it holds no others."""
+        if not self.left:
+            return ""
+        folder = self.folder.parent if self._is_in_original else self.folder
+        return describe_choice(folder, self.shards, self.left)
+
+    @property
+    def _is_in_original(self) -> bool:
+        return self.layout == "meta" and self.folder.absolute().name == "original"
+
+    @property
     def params_of_files(self) -> ModelArgs:
         """The sizes of the model in the files, before adapters are merged."""
         return replace(self.params, tied_output=True) if self.is_untied else self.params
@@ -144,8 +158,7 @@ class Checkpoint:
     def model_folder(self) -> Path:
         """The folder of the model, which in Meta's releases may hold the weights in original/."""
         folder = self.folder.absolute()
-        is_within = self.layout == "meta" and folder.name == "original"
-        return folder.parent if is_within else folder
+        return folder.parent if self._is_in_original else folder
 
     @property
     def source_layout(self) -> str:
@@ -238,9 +251,8 @@ class Checkpoint:
 def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
     """Find the checkpoint in a folder or a GGUF file.
 
-    A folder holds Meta's files, there or in `original/`, else packed weights, else Hugging Face's
-    files, else one GGUF model. The name of a model that `llama download` has fetched stands for its
-    folder.
+    Which files of a folder are its weights, `weight_files` says. The name of a model that `llama
+    download` has fetched stands for its folder.
 
     Raises:
         OSError: The path does not exist, is no folder, or a file is missing.
@@ -250,42 +262,31 @@ def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
     check_utf8(path)
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} does not exist: give the folder that holds the weights, or {_FETCH}"
+            f"{path} does not exist: give the folder that holds the weights, or {FETCH}"
         )
     if path.is_dir():
         return _find_in_folder(path)
     if gguf.is_gguf(path) or path.suffix == ".gguf":  # the suffix alone: an unfinished download
         return _find_gguf(path)
     if path.suffix == ".pte":
-        raise ValueError(f"{path} {_EXECUTORCH}")
+        raise ValueError(f"{path} {EXECUTORCH}")
     raise NotADirectoryError(
         f"{path} is a file: give the folder that holds the weights, or a GGUF file"
     )
 
 
 def _find_in_folder(folder: Path) -> Checkpoint:
-    for candidate in (folder, folder / "original"):
-        if any(candidate.glob(_META_FILES)):
-            return _find_meta(candidate)
-    packed = sorted(folder.glob("packed*.safetensors"))
-    if packed:
-        metadata = read_metadata(packed[0])
-        if metadata.get("format", "").startswith(_PACKED_PREFIX):
-            return _find_packed(folder, packed, metadata)
-    if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
-        return _find_hf(folder)
-    models = sorted({gguf.first_part(path) for path in folder.glob("*.gguf")})
-    if len(models) > 1:
-        names = ", ".join(path.name for path in models[:8])
-        raise ValueError(f"{folder} holds {len(models)} models: give the path of one: {names}")
-    if models:
-        return _find_gguf(models[0])
-    for program in folder.glob("*.pte"):
-        raise ValueError(f"{program} {_EXECUTORCH}")
-    raise FileNotFoundError(
-        f"{folder} holds no weights: neither consolidated.00.pth (nor does original/) nor "
-        f"*.safetensors nor *.gguf is there; {_FETCH}"
-    )
+    weights = weight_files(folder)
+    match weights.layout:
+        case "hf":
+            checkpoint = _find_hf(folder, weights.files)
+        case "meta":
+            checkpoint = _find_meta(weights.folder, weights.files)
+        case "packed":
+            checkpoint = _find_packed(folder, weights.files)
+        case _:
+            checkpoint = _find_gguf(weights.files[0])
+    return replace(checkpoint, left=weights.left)
 
 
 def is_tied(shard: dict[str, MappedTensor]) -> bool:
@@ -305,8 +306,7 @@ def is_tied(shard: dict[str, MappedTensor]) -> bool:
     )
 
 
-def _find_meta(folder: Path) -> Checkpoint:
-    shards = _meta_shards(folder)
+def _find_meta(folder: Path, shards: list[Path]) -> Checkpoint:
     path = folder / "params.json"
     content, vision_parts = split_params(read_json(path), str(path))
     quantization = meta_quantized.config_of(content, str(path), len(shards))
@@ -321,7 +321,7 @@ def _find_meta(folder: Path) -> Checkpoint:
     )
 
 
-def _find_hf(folder: Path) -> Checkpoint:
+def _find_hf(folder: Path, shards: list[Path]) -> Checkpoint:
     path = folder / "config.json"
     config = read_json(path)
     text_config, vision_parts = split_config(config, str(path))
@@ -341,7 +341,7 @@ def _find_hf(folder: Path) -> Checkpoint:
     return Checkpoint(
         folder,
         replace(args, is_causal=is_causal(config)),
-        _hf_shards(folder),
+        shards,
         "hf",
         quantization=quantization,
         vision=vision_parts,
@@ -349,7 +349,8 @@ def _find_hf(folder: Path) -> Checkpoint:
     )
 
 
-def _find_packed(folder: Path, files: list[Path], metadata: dict[str, str]) -> Checkpoint:
+def _find_packed(folder: Path, files: list[Path]) -> Checkpoint:
+    metadata = read_metadata(files[0])
     is_known = metadata["format"] == PACKED_FORMAT and metadata.keys() >= _PACKED_KEYS
     if not is_known or len(files) > 1:
         source = brief(metadata.get("source", "IN"))[1:-1]
@@ -367,54 +368,6 @@ def _find_gguf(path: Path) -> Checkpoint:
     headers = gguf.read_headers(path)
     files = [header.file for header in headers]
     return Checkpoint(path.parent, gguf_args.args_of(headers), files, "gguf", headers[0])
-
-
-def _meta_shards(folder: Path) -> list[Path]:
-    """Return the shards of Meta's layout in order; an error names those that are missing."""
-    shards: dict[int, Path] = {}
-    for path in sorted(folder.glob(_META_FILES)):
-        match = re.fullmatch(r"consolidated(?:\.([0-9]{1,18}))?\.pth", path.name)
-        if match is None:
-            raise ValueError(
-                f"{shown(path)}: there is no shard number in the name: rename it or move it away"
-            )
-        other = shards.setdefault(int(match[1] or 0), path)
-        if other != path:
-            raise ValueError(f"{path} and {other.name} are the same shard: move one away")
-    absent = (i for i in range(max(shards)) if i not in shards)
-    missing = [f"consolidated.{i:02d}.pth" for i in itertools.islice(absent, 16)]
-    if missing:
-        raise FileNotFoundError(
-            f"{folder} has shards up to {max(shards)}, but {', '.join(missing)} "
-            f"{'are' if missing[1:] else 'is'} missing: download the rest, or {_FETCH}"
-        )
-    return [shards[i] for i in sorted(shards)]
-
-
-def _hf_shards(folder: Path) -> list[Path]:
-    """Return the .safetensors files of a folder: all, or those that its index names."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return sorted(folder.glob("*.safetensors"))
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(map(is_plain, names.values())):
-        raise ValueError(f"{index}: weight_map must name a file for each tensor: fetch it again")
-    shards = [folder / name for name in sorted(set(names.values()))]
-    missing = [path.name for path in shards if not path.exists()]
-    if missing:
-        more = f" and {len(missing) - 8} more" if missing[8:] else ""
-        raise FileNotFoundError(
-            f"{index} names {', '.join(missing[:8])}{more}, which {'are' if missing[1:] else 'is'} "
-            f"missing: download the rest, or {_FETCH}"
-        )
-    return shards
-
-
-def is_plain(name: object) -> bool:
-    """Return whether a name is that of a file in the folder itself, not of a path elsewhere."""
-    if not isinstance(name, str) or name in ("", "..") or not name.isprintable():
-        return False
-    return Path(name).name == name and len(name.encode()) <= _MAX_NAME_BYTES
 
 
 def _sample(path: Path) -> str:

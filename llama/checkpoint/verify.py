@@ -26,9 +26,10 @@ from tqdm import tqdm
 
 from llama.checkpoint import packed
 from llama.checkpoint.files import MappedTensor, first_line
-from llama.checkpoint.find import Checkpoint, find, is_plain
+from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.table import whole_shapes
+from llama.checkpoint.weight_files import is_plain
 from llama.common.checks import brief, torchrun_number
 from llama.model.transformer import Transformer
 from llama.storage.downloads import (
@@ -94,6 +95,8 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
     lines.append(
         f"{checkpoint.weights_path}: complete, {num_params:,} parameters in {count} file(s)"
     )
+    if checkpoint.choice:
+        lines.append(checkpoint.choice)
     if checkpoint.vision is not None:
         lines.append(f"{checkpoint.weights_path}: this is {checkpoint.vision.describe()}")
     return lines

@@ -260,6 +260,8 @@ def _checkpoint(
         f"dim {args.dim}, {args.n_layers} layers, {args.n_heads} heads over {args.kv_heads} "
         f"key-value heads, vocabulary {args.vocab_size}, context {args.longest_context}",
     )
+    if checkpoint.choice:
+        yield Fact("choice", checkpoint.choice)
     if checkpoint.vision is not None:
         yield Fact("vision", checkpoint.vision.describe())
     if checkpoint.purpose:

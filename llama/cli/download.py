@@ -29,6 +29,7 @@ _TEMPLATES = r"chat_template\.\w+|additional_chat_templates/[^/]+\.jinja"
 _HUGGING_FACE = rf"model[^/]*\.safetensors(\.index\.json)?|{_TEMPLATES}|{_CONFIG}"
 _META_WEIGHTS = r"consolidated(\.\d+)?\.pth|fp8_scales_\d+\.pt|params\.json|checklist\.chk"
 _META = rf"original/({_META_WEIGHTS})|{_CONFIG}"
+_OTHER_WEIGHTS = "*.safetensors"  # these would be loaded before Meta's
 _PART = re.compile(r"\d{5}(?=\\-of\\-\d{5}\\.gguf$)")  # the number of a part, in an escaped name
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = (".pth", ".safetensors", ".gguf")
@@ -136,7 +137,7 @@ def _fetch(repo: str, hub: str, file: str | None) -> str:
     """Fetch a GGUF file, or one layout of a model, and return its path.
 
     The layout is Hugging Face's. It is Meta's if the repository has no other, or if its weights
-    are in the cache already.
+    alone are in the cache already.
     """
     import huggingface_hub
 
@@ -217,7 +218,7 @@ def _wanted(sizes: dict[str, int], folder: Path, file: str | None) -> list[str]:
         folder: The model's folder in the cache.
         file: A GGUF file, which stands for all of its parts.
     """
-    has_meta_weights = any(folder.glob("original/*.pth"))
+    has_meta_weights = any(folder.glob("original/*.pth")) and not any(folder.glob(_OTHER_WEIGHTS))
     pattern = _META if has_meta_weights or "config.json" not in sizes else _HUGGING_FACE
     if file is not None:
         pattern = _PART.sub(r"\\d{5}", re.escape(file))

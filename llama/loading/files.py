@@ -13,6 +13,7 @@ import torch
 from llama.build_args import BuildArgs, read_counts
 from llama.checkpoint import memory, packed
 from llama.checkpoint.find import Checkpoint, find
+from llama.checkpoint.weight_files import log_choice
 from llama.common.checks import FieldError, path_like
 from llama.common.device import pick_dtype
 from llama.gpu import selfcheck_cache
@@ -93,6 +94,7 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
     chosen_dtype = pick_dtype(dtype, device)
     choice.check_quantize(quantize, chosen_dtype, device)
     checkpoint = find(path_like("ckpt_dir", args.ckpt_dir))
+    log_choice(checkpoint.choice)
     checkpoint.params.check_ranks(placement.size)
     check_stages(checkpoint.params, placement.stages)
     longest = checkpoint.params.longest_context

@@ -21,10 +21,12 @@ from llama.tokenizer import Tokenizer
 def test_the_layout_follows_from_the_files(meta, hugging):
     """The layout follows from the files, whatever their names.
 
-    Meta's files in `original/`, where Hugging Face puts them, take precedence.
+    Meta's files in `original/`, where Hugging Face puts them, are those of a folder without others.
     """
     assert find(str(hugging)).layout == "hf"
     shutil.move(meta, hugging / "original")
+    assert (find(hugging).layout, find(hugging).folder) == ("hf", hugging)
+    (hugging / "model.safetensors").unlink()
     found = find(hugging)
     assert (found.layout, found.folder) == ("meta", hugging / "original")
 
@@ -150,6 +152,8 @@ def test_a_small_file_that_is_huge_is_not_read(meta, hugging, name):
     over the limit.
     """
     folder = hugging if name in ("config.json", "model.safetensors.index.json") else meta
+    if name == "model.safetensors.index.json":  # which is not read where there is a single file
+        (hugging / "model.safetensors").rename(hugging / "model-00001-of-00001.safetensors")
     with (folder / name).open("wb") as file:
         file.write(b"7" * 512)
         file.truncate(65 << 20)

@@ -127,9 +127,10 @@ def test_a_tied_config_with_an_output_of_its_own_is_refused(hugging):
          r"model\.safetensors \(9,000 bytes\) is cut short.*download it again"),
         (lambda d: (d / "model.safetensors").write_bytes(b"<!DOCTYPE html>" * 30), ValueError,
          "is a web page"),
-        (lambda d: shutil.copy(d / "model.safetensors", d / "more.safetensors"), ValueError,
-         r"more\.safetensors and model\.safetensors both hold"),
-        (lambda d: (d / "model.safetensors.index.json").write_text(
+        (lambda d: shutil.copy((d / "model.safetensors").rename(d / "a.safetensors"),
+                               d / "b.safetensors"),
+         ValueError, r"b\.safetensors and a\.safetensors both hold"),
+        (lambda d: (d / "model.safetensors").rename(d / "model.safetensors.index.json").write_text(
             '{"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}'),
          FileNotFoundError, r"names model-00002-of-00002\.safetensors, which is missing"),
         (lambda d: change_safetensors(d, "model.norm.weight", None), ValueError,

@@ -23,6 +23,7 @@ from llama.checkpoint.hf.tokenizer import special_ids, tokenizer_config, tokeniz
 from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.tokenizer_files import load_tokenizer, tokenizer_for_meta
+from llama.checkpoint.weight_files import log_choice
 from llama.checkpoint.write import atomic as writing
 from llama.checkpoint.write.folder import (
     ConversionReader,
@@ -78,6 +79,7 @@ def reshard(
     """
     size = whole_number("model_parallel_size", model_parallel_size, 1, _MAX_SHARDS)
     checkpoint = find(ckpt_dir)
+    log_choice(checkpoint.choice)
     reader = ConversionReader(checkpoint)
     if checkpoint.layout != "meta":
         raise ValueError(f"{checkpoint.weights_path} is not in Meta's layout: convert it first")
@@ -350,6 +352,7 @@ def _lora_file(checkpoint: Checkpoint) -> dict[str, FileContent]:
 def _find_generating(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
     """Find a checkpoint, and raise a ValueError if no other layout has a place for what it is."""
     checkpoint = find(ckpt_dir)
+    log_choice(checkpoint.choice)
     if checkpoint.why_silent:
         raise ValueError(
             f"{checkpoint.folder} cannot be converted: {checkpoint.why_silent}, and this runtime "

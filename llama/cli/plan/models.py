@@ -58,7 +58,7 @@ class Model:
         try:
             checkpoint = find(path)
         except FileNotFoundError:
-            for file in (path / "params.json", path / "config.json"):
+            for file in (path / "config.json", path / "params.json"):
                 if file.is_file():
                     return cls(name, _args_of_file(file))
             raise

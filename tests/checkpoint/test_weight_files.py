@@ -1,0 +1,149 @@
+"""Folders with the weights of several models: those that transformers loads are taken."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from helpers.checkpoints import random_state, write_meta
+from helpers.gguf_files import PARAMS as GGUF_PARAMS
+from helpers.gguf_files import write_gguf
+from helpers.weights import (
+    PARAMS,
+    STATE,
+    change_safetensors,
+    expect_shards,
+    from_hf,
+    hf_logits,
+    hf_model,
+    loaded,
+    tokens_of,
+)
+from llama.build_args import BuildArgs
+from llama.checkpoint.find import find
+from llama.checkpoint.verify import verify
+from llama.loading.files import find_files
+from llama.ranks.placement import WHOLE
+
+OTHER_STATE = random_state(PARAMS, seed=9)
+
+
+def write_others(folder: Path, name: str) -> None:
+    """Write a file of weights of another model, in the form that its name says."""
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    other = {key: tensor * 2 for key, tensor in hf_model().state_dict().items()}
+    if path.suffix == ".pth":
+        write_meta(path.parent, PARAMS, OTHER_STATE)
+    elif path.suffix == ".gguf":
+        write_gguf(path, GGUF_PARAMS)
+    elif path.suffix == ".bin":
+        torch.save(other, path)
+    elif name == "packed.safetensors":
+        write_meta(folder, PARAMS, {})
+        (folder / "consolidated.00.pth").unlink()
+        save_file(other, path, metadata={"format": "llama-packed/2"})
+    elif name == "consolidated.safetensors":
+        (folder / "params.json").write_text(json.dumps(PARAMS))
+        save_file(OTHER_STATE, path)
+    else:
+        save_file(other, path, metadata={"format": "pt"})
+
+
+OTHERS = [
+    "original/consolidated.00.pth",
+    "consolidated.00.pth",
+    "packed.safetensors",
+    "model-Q8_0.gguf",
+    "consolidated.safetensors",
+    "adapter_model.safetensors",
+    "model.fp16.safetensors",
+    "model.ema.safetensors",
+    "model-00001-of-00002.safetensors",
+    "more.safetensors",
+    "pytorch_model.bin",
+]
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "60KB"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_weights_that_transformers_loads_are_taken(tmp_path, name, max_shard_size):
+    write_others(tmp_path, name)
+    hf_model().save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    found = find(tmp_path)
+    logits = loaded(found)(tokens_of(), 0)
+    expected = hf_logits(from_hf(tmp_path), tokens_of())
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    if (tmp_path / name).exists():  # transformers has removed what looks like its own shards
+        assert found.left == (tmp_path / name,)
+        assert found.choice.endswith(f"taken, and {name} is left")
+        assert found.choice in verify(tmp_path)
+
+
+def test_a_single_file_comes_before_an_index_of_earlier_shards(tmp_path):
+    hf_model(tie_word_embeddings=False).save_pretrained(tmp_path, max_shard_size="60KB")
+    earlier = {path: path.read_bytes() for path in tmp_path.glob("model*")}
+    hf_model(initializer_range=0.3).save_pretrained(tmp_path)
+    for path, content in earlier.items():
+        path.write_bytes(content)
+    expected = hf_logits(from_hf(tmp_path), tokens_of())
+    found = find(tmp_path)
+    logits = loaded(found)(tokens_of(), 0)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert f"model.safetensors is taken, and model-00001-of-{len(found.left):05d}" in found.choice
+
+
+@pytest.mark.parametrize(
+    ("write", "layout"),
+    [
+        (lambda folder: write_meta(folder, PARAMS, STATE, 2), "meta"),
+        (lambda folder: write_gguf(folder / "model.gguf", GGUF_PARAMS), "gguf"),
+    ],
+)
+def test_own_files_of_any_layout_come_before_those_of_original(tmp_path, write: Callable, layout):
+    write_meta(tmp_path / "original", PARAMS, OTHER_STATE, 2)
+    alone = find(tmp_path)
+    assert (alone.folder, alone.left, alone.choice) == (tmp_path / "original", (), "")
+    write(tmp_path)
+    found = find(tmp_path)
+    assert (found.layout, found.folder) == (layout, tmp_path)
+    assert "original/consolidated.00.pth with 1 more are left" in found.choice
+    if layout == "meta":
+        expect_shards(loaded(found), STATE, PARAMS)
+
+
+def test_weights_without_their_sizes_come_after_those_that_are_whole(tmp_path):
+    hf_model().save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    write_meta(tmp_path, PARAMS, STATE)
+    found = find(tmp_path)
+    assert (found.layout, found.left) == ("meta", (tmp_path / "model.safetensors",))
+    (tmp_path / "params.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        find(tmp_path)
+
+
+def test_part_of_a_download_is_not_passed_over_for_original(tmp_path):
+    hf_model().save_pretrained(tmp_path, max_shard_size="60KB")
+    write_meta(tmp_path / "original", PARAMS, STATE)
+    last = sorted(tmp_path.glob("model-*"))[-1]
+    last.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"names {last.name}, which is .*, or give .*orig"):
+        find(tmp_path)
+
+
+def test_loading_logs_which_weights_are_taken(tmp_path, caplog):
+    hf_model().save_pretrained(tmp_path)
+    args = BuildArgs(str(tmp_path), max_seq_len=128)
+    find_files(args, WHOLE, torch.device("cpu"))
+    assert not caplog.messages
+    write_others(tmp_path, "original/consolidated.00.pth")
+    change_safetensors(tmp_path, "model.norm.weight", torch.ones(64))
+    find_files(args, WHOLE, torch.device("cpu"))
+    assert caplog.messages == [
+        f"llama: {tmp_path} holds several weights: model.safetensors is taken, and "
+        "original/consolidated.00.pth is left"
+    ]
