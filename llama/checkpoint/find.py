@@ -3,8 +3,7 @@
 In: a folder with Meta's consolidated.NN.pth and params.json, in any number of shards, or with
 Hugging Face's *.safetensors and config.json, or with packed weights; or a GGUF file, in any number
 of parts. Out: a `Checkpoint`. The JSON files are read, the header of a GGUF file, and the names of
-the tensors in Meta's files; no tensor is. The file has over 400 lines because all layouts share the
-class `Checkpoint`, the search and its errors.
+the tensors in Meta's files; no tensor is.
 """
 
 import hashlib
@@ -134,7 +133,7 @@ class Checkpoint:
 
     @property
     def choice(self) -> str:
-        """The line that says which weights of the folder were taken; empty if it holds no others."""
+        """The line about which weights were taken; empty if the folder holds no others."""
         if not self.left:
             return ""
         folder = self.folder.parent if self._is_in_original else self.folder
