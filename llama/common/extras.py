@@ -11,7 +11,12 @@ from importlib import metadata
 from pathlib import Path
 
 # A module of each extra that the extra `all` includes. The extra is missing where it is.
-_MODULES = {"serve": "fastapi", "client": "httpx2", "download": "huggingface_hub"}
+_MODULES = {
+    "serve": "fastapi",
+    "client": "httpx2",
+    "download": "huggingface_hub",
+    "gguf": "gguf",
+}
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
 

@@ -20,7 +20,6 @@ from llama.common.checks import brief
 from llama.storage.downloads import broken, check_download
 
 MAGIC = b"GGUF"
-VERSION = 3  # the version that is written
 _READ_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32  # tensors begin at multiples of this many bytes
 _MAX_HEADER_BYTES = 32 << 20  # Llama 3's header has 8 MB, most of them merges of the tokenizer

@@ -1,6 +1,7 @@
 """Quantized checkpoints: what the files contain, checked by independent rules."""
 
 import json
+import sys
 from pathlib import Path
 
 import gguf
@@ -170,6 +171,16 @@ def test_what_cannot_be_written_is_named_and_nothing_is_left(tmp_path, out, name
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         convert(folder, tmp_path / out, quantize=name)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_gguf_file_without_its_package_names_the_extra(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.delitem(sys.modules, "llama.checkpoint.gguf.writing", raising=False)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"out\.gguf: .* needs gguf, .* pip install .*\[gguf\]"):
+        convert(folder, tmp_path / "out.gguf", quantize="q8_0")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert convert(folder, tmp_path / "out")
 
 
 @pytest.fixture(scope="module")

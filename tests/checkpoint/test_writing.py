@@ -53,6 +53,8 @@ def test_permissions_are_those_of_new_files(umask, tmp_path):
         (lambda out: convert(DEMO, out), 8_002_000, "model.safetensors"),
         (lambda out: reshard(DEMO, out, 1), 8_002_000, "consolidated.00.pth"),
         (lambda out: convert(DEMO, out), 500_000, "scratch"),
+        (lambda out: convert(DEMO, out.with_suffix(".gguf")), 8_000_000, "out.gguf"),
+        (lambda out: convert(DEMO, out.with_suffix(".gguf")), 20_000, "out.gguf"),  # in its header
         pytest.param(
             lambda out: pack(DEMO, out),
             2_555_914,

@@ -126,7 +126,7 @@ def test_the_offered_values_are_those_that_are_taken():
     assert build["dtype"] == DTYPES.keys()
     assert build["quantize"] == QUANTIZED.keys()
     convert = COMMANDS["convert"].flags["quantize"]
-    assert set(convert.choices) == QUANTIZED.keys() | GGUF_FORMATS.keys()
+    assert set(convert.choices) == {*QUANTIZED, *GGUF_FORMATS}
     assert set(FLAGS["tool_format"].choices) == {each.value for each in ToolFormat}
 
 

@@ -65,12 +65,12 @@ def new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def save_bytes(
+def append_bytes(
     path: Path, total: int, pieces: Iterable[bytes], report: Callable[[int], object]
 ) -> None:
-    """Write a file of `total` bytes piece by piece; `report` is called with the bytes of each."""
+    """Add `total` bytes to a file piece by piece; `report` is called with the bytes of each."""
     check_free_space(path.parent, total)
-    with _disk_errors(path), path.open("wb") as file:
+    with disk_errors(path), path.open("ab") as file:
         for piece in pieces:
             file.write(piece)
             report(len(piece))
@@ -89,7 +89,7 @@ def check_free_space(folder: Path, needed: int) -> None:
 def scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor in a file that is unlinked already: it uses disk, not memory."""
     path = folder / "scratch"
-    with _disk_errors(path), path.open("wb") as file:
+    with disk_errors(path), path.open("wb") as file:
         if hasattr(os, "posix_fallocate"):  # not on macOS
             # A write to a mapping that the disk has no space for would kill the process.
             os.posix_fallocate(file.fileno(), 0, shape.numel() * dtype.itemsize)
@@ -100,7 +100,7 @@ def scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 def save(path: Path, tensors: dict[str, Tensor], report: Callable[[int], None]) -> None:
     """Write a .pth or a .safetensors file; `report` is called with the bytes of each write."""
-    with _disk_errors(path), path.open("wb") as file:
+    with disk_errors(path), path.open("wb") as file:
         if path.suffix == ".pth":
             torch.save(tensors, CallbackIOWrapper(report, file, "write"))
             return
@@ -168,7 +168,7 @@ class _TensorFile:
         self._write(memoryview(size.to_bytes(8, "little") + header))
 
     def _write(self, data: memoryview) -> None:
-        with _disk_errors(self.path):
+        with disk_errors(self.path):
             while len(data):
                 data = data[self.file.write(data) :]
 
@@ -181,7 +181,7 @@ def _type_name(dtype: torch.dtype) -> str:
 
 
 @contextlib.contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
     """Turn what torch and safetensors raise for a full or broken disk into OSError."""
     try:
         yield
@@ -201,27 +201,27 @@ def write_checksums(folder: Path) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             lines.append(f"{hashlib.file_digest(file, 'md5').hexdigest()}  {path.name}\n")
-    with _disk_errors(folder):
+    with disk_errors(folder):
         (folder / "checklist.chk").write_text("".join(lines))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object."""
-    with _disk_errors(path):
+    with disk_errors(path):
         text = json.dumps(content, indent=2, ensure_ascii=False)
         path.write_text(text + "\n", encoding="utf-8")
 
 
 def write_text(path: Path, content: str) -> None:
     """Write a text as UTF-8, with its own line ends."""
-    with _disk_errors(path):
+    with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content.encode())
 
 
 def copy_file(source: Path, path: Path) -> None:
     """Copy the content of a file; its permissions are those of a new file."""
-    with _disk_errors(path):
+    with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
         shutil.copyfile(source, path)
 

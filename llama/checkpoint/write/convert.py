@@ -17,7 +17,6 @@ import torch
 from llama.checkpoint import packed
 from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.find import Checkpoint, find
-from llama.checkpoint.gguf.writing import gguf_content
 from llama.checkpoint.hf import config as hf
 from llama.checkpoint.hf.tokenizer import special_ids, tokenizer_config, tokenizer_json
 from llama.checkpoint.memory import bytes_of
@@ -40,6 +39,7 @@ from llama.checkpoint.write.settings_files import (
     settings_files,
 )
 from llama.common.checks import FieldError, brief, whole_number
+from llama.common.extras import install_hint
 from llama.kernels.cpu import native
 from llama.model.args import HARMLESS_PARAMS, ModelArgs
 from llama.ranks.placement import WHOLE
@@ -268,12 +268,22 @@ def _notes(checkpoint: Checkpoint, target: str) -> list[str]:
 def _write_gguf(
     checkpoint: Checkpoint, reader: ConversionReader, out: Path, progress: bool
 ) -> list[str]:
+    try:
+        from llama.checkpoint.gguf.writing import gguf_content
+    except ModuleNotFoundError as e:
+        hint = install_hint("gguf")
+        raise ValueError(
+            f"{out}: a GGUF file needs {e.name}, which is not installed: {hint}"
+        ) from None
     content = gguf_content(checkpoint, reader, _names(reader), reader.quantize)
     with (
         writing.new_folder(out) as folder,
         progress_bar(content.num_bytes, progress) as bar,
     ):
-        writing.save_bytes(folder / out.name, content.num_bytes, content.pieces(), bar.update)
+        path = folder / out.name
+        with writing.disk_errors(path):
+            content.write_header(path)
+        writing.append_bytes(path, content.num_bytes, content.pieces(), bar.update)
     return _notes(checkpoint, "gguf") + writing.describe(out)
 
 

@@ -1,12 +1,12 @@
-"""Matrices in bf16, quantized as files store them: tensors of compressed-tensors, blocks of GGUF.
+"""Matrices in bf16, quantized as compressed-tensors stores them.
 
-In: a matrix. Out: its tensors by name, or bytes. A format of `llama.weights` says itself how
-compressed-tensors stores it. No file is written here.
+In: a matrix. Out: its tensors by name. A format of `llama.weights` says itself how it is stored.
+No file is written here. The blocks of GGUF are made by the package `gguf`.
 
 Shapes: N outputs (rows), K inputs (columns).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from llama.common.checks import FieldError
 from llama.weights.choice import QUANTIZED, ROUNDED_ACTIVATIONS
 
 GROUP = 32  # neighbours along K that share a scale, in int4 and in the blocks of GGUF
+GGUF_FORMATS = ("q8_0", "q4_0")  # the formats of GGUF files that are written
 _CHUNK_ELEMENTS = 1 << 22  # elements quantized at a time
-
 
 # The activations that a folder can ask for, and their description.
 ACTIVATIONS = {
@@ -124,41 +124,3 @@ def finite_rows(name: str, plain: Tensor) -> Iterator[Tensor]:
         if not rows.isfinite().all():
             raise ValueError(f"{name} has a number that is not finite: download the weights again")
         yield rows
-
-
-def _quantize_q8_0(rows: Tensor) -> Tensor:
-    """Quantize to 8 bits: the largest magnitude becomes 127, and halves round away from 0."""
-    x = rows.float().view(-1, GROUP)
-    scale = x.abs().amax(1, keepdim=True) / 127
-    scaled = x * _inverse(scale)
-    half = torch.copysign(torch.tensor(0.5), scaled)
-    codes = (scaled + half).short()  # truncates
-    return _with_scales(rows, scale, codes.byte())  # two's complement
-
-
-def _quantize_q4_0(rows: Tensor) -> Tensor:
-    """Quantize to 4 bits: the element of the largest magnitude of a block becomes -8."""
-    x = rows.float().view(-1, GROUP)
-    scale = x.gather(1, x.abs().argmax(1, keepdim=True)) / -8
-    codes = (x * _inverse(scale) + 8.5).clamp(0, 15).byte()
-    first, second = codes.chunk(2, 1)
-    return _with_scales(rows, scale, first | second << 4)
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    """Return 1 / scale, and 0 for a block of zeros."""
-    return torch.where(scale == 0, 0, 1 / scale)
-
-
-def _with_scales(rows: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
-    """Return the bytes of blocks, each with its scale in float16 first: (N, bytes of a row)."""
-    scale_bytes = scale.half().view(torch.uint8)
-    blocks = torch.cat([scale_bytes, codes], 1)
-    return blocks.view(len(rows), -1)
-
-
-# The formats of GGUF files that are written: functions of rows (n, K) to (n, bytes of a row) uint8.
-GGUF_FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
-    "q8_0": _quantize_q8_0,
-    "q4_0": _quantize_q4_0,
-}
