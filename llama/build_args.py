@@ -199,7 +199,7 @@ class BuildArgs:
         Flag(
             "N",
             "Maximum number of tokens of a prompt and its answer",
-            "the model's context, at most 8192, as far as it fits the memory",
+            "the model's context, as far as it fits the memory",
             group=_MEMORY,
         ),
     ] = None

@@ -137,7 +137,7 @@ class Llama:
             tokenizer_path: a tokenizer.model, a tokenizer.json or a GGUF file. Default: the
                 tokenizer in the folder of the weights, or inside their file.
             max_seq_len: the maximum number of tokens of a prompt and its answer together. Default:
-                the model's own limit, but no more than 8,192 and no more than fits the memory.
+                the model's own limit, or as much of it as fits the memory.
             max_batch_size: the number of sequences that run at once; further sequences wait.
                 Default: 32, and 256 on CUDA.
             model_parallel_size: the number of ranks that share each layer. Default: all processes,

@@ -40,7 +40,7 @@ def test_the_kv_cache_is_what_is_free_beside_the_weights():
     For an 8B on a GPU of 139 GiB, 256 sequences of 8,192 would need 256 GiB, and are allowed.
     """
     found = sizes()
-    assert found.max_seq_len == 8192
+    assert found.max_seq_len == 131072, "the model's own"
     assert found.num_pages == (int(139 * GIB * 0.9) - 15 * GIB) // (16 * LLAMA_8B)
     # the length of one sequence does not limit the pool
     assert sizes(131072).num_pages == found.num_pages
@@ -64,7 +64,11 @@ def test_pages_count_in_whole():
 
 
 def test_the_length_shrinks_only_where_nobody_asked_for_one():
-    assert sizes(free=int(16.6 * GIB), weights=14 * GIB).max_seq_len == 4096
+    for free in (16.2, 16.6, 20.3, 30):
+        found = sizes(free=int(free * GIB), weights=14 * GIB - GIB // 2)
+        assert found.max_seq_len == min(131072, found.num_pages * 16 // 256 * 256), "what fits"
+    assert sizes(batch=2, free=139 * GIB).num_pages == 131072 // 16, "one sequence of full length"
+    assert sizes(batch=32, weights=0, free=1000 * GIB).num_pages == 32 * 8192 // 16
     with pytest.raises(ValueError, match=r"max_seq_len=8192 takes 1.00 GiB.*max_seq_len=\d+ would"):
         sizes(8192, free=int(16.6 * GIB), weights=14 * GIB)
     with pytest.raises(ValueError, match="use more ranks, a smaller dtype"):

@@ -19,7 +19,7 @@ from llama.common.device import pick_dtype
 from llama.gpu import selfcheck_cache
 from llama.kernels.cpu import native
 from llama.loading.shares import column_step
-from llama.loading.sizes import DEFAULT_SEQ_LEN, default_batch_size
+from llama.loading.sizes import USUAL_SEQ_LEN, default_batch_size
 from llama.model.args import ModelArgs
 from llama.model.cost import Storage
 from llama.model.stage_layers import stage_layers
@@ -117,7 +117,7 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
     checkpoint = checkpoint.merged_with(args.lora)
     if args.bidirectional or not checkpoint.params.is_causal:
         # The largest step has a whole prompt, so that its memory follows from the context.
-        seq_len = args.max_seq_len or min(longest, DEFAULT_SEQ_LEN)
+        seq_len = args.max_seq_len or min(longest, USUAL_SEQ_LEN)
         params = replace(checkpoint.params, is_causal=False, max_seq_len=seq_len)
         checkpoint = replace(checkpoint, params=params)
     if args.pooling is not None:

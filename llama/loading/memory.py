@@ -14,7 +14,7 @@ from llama.loading.files import Files
 from llama.loading.shares import ColumnSpace, fill_columns, tightest_memory
 from llama.loading.sizes import (
     CUDA_RESERVE,
-    DEFAULT_SEQ_LEN,
+    USUAL_SEQ_LEN,
     Memory,
     choose_sizes,
     default_batch_size,
@@ -121,7 +121,7 @@ def _measured_ffn_shares(
         space = ColumnSpace.between(memory_with(1), memory_with(even), even)
     spaces = [ColumnSpace(*row) for row in parallel.gather_integers(space)]
     longest = min(files.checkpoint.params.longest_context for files in models)
-    num_pages = batch_size * pages_for(args.max_seq_len or min(longest, DEFAULT_SEQ_LEN))
+    num_pages = batch_size * pages_for(args.max_seq_len or min(longest, USUAL_SEQ_LEN))
     max_tokens = num_pages * PAGE_SIZE
     if args.kv_cache_memory_bytes is not None:
         max_tokens = min(

@@ -14,9 +14,9 @@ from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 
 MEMORY_FRACTION = 0.9  # the share of free memory that is used; the allocator's slack is the rest
-DEFAULT_SEQ_LEN = 8192  # max_seq_len if the user gives none and the memory allows it
+USUAL_SEQ_LEN = 8192  # the KV cache is sized for sequences of this length if the user gives none
 CUDA_RESERVE = 3 << 29  # bytes: modules of cuBLAS, buffers of nccl, graphs
-_MIN_SEQ_LEN = 256  # below this, max_seq_len is not reduced further
+_MIN_SEQ_LEN = 256  # below this, max_seq_len is not reduced further; it is a multiple of this
 _SCORED_ROWS = 256  # rows of logits that a step can hold, whatever the batch size
 _LOGITS_COPIES = 4  # logits as computed, counted, adjusted and sampled
 _LOGITS_BYTES = 4  # float32
@@ -136,7 +136,8 @@ def choose_sizes(
 
     Args:
         memory: What the rank needs.
-        seq_len: max_seq_len as the user asked for it; None: as much as fits, up to a default.
+        seq_len: max_seq_len as the user asked for it; None: the model's context, or as much of it
+            as fits. The cache then holds that once, or `batch_size` times USUAL_SEQ_LEN.
         batch_size: max_batch_size.
         kv_bytes: The bytes of the KV cache as the user asked for them; None: as many as fit.
         longest: The limit of the model.
@@ -150,12 +151,16 @@ def choose_sizes(
             f"free beside the weights{_on_rank(memory)}: ask for that or less"
         )
     num_pages = (kv_bytes or memory.kv_bytes) // (memory.per_token * PAGE_SIZE)
-    chosen = seq_len or min(longest, DEFAULT_SEQ_LEN)
-    while seq_len is None and chosen > _MIN_SEQ_LEN and pages_for(chosen) > num_pages:
-        chosen //= 2
+    if seq_len is None:
+        fitting = num_pages * PAGE_SIZE // _MIN_SEQ_LEN * _MIN_SEQ_LEN
+        chosen = min(longest, max(fitting, _MIN_SEQ_LEN))
+        wanted = max(batch_size * pages_for(min(chosen, USUAL_SEQ_LEN)), pages_for(chosen))
+    else:
+        chosen = seq_len
+        wanted = batch_size * pages_for(chosen)
     if pages_for(chosen) > num_pages:
         raise ValueError(_does_not_fit(memory, chosen, num_pages, kv_bytes))
-    return chosen, min(num_pages, batch_size * pages_for(chosen))
+    return chosen, min(num_pages, wanted)
 
 
 def _does_not_fit(memory: Memory, seq_len: int, num_pages: int, kv_bytes: int | None) -> str:

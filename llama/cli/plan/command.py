@@ -16,7 +16,7 @@ from llama.cli.plan.report import as_json, as_text
 from llama.cli.ranks import global_rank
 from llama.common.checks import FieldError
 from llama.common.device import dtype_name, pick_dtype
-from llama.loading.sizes import DEFAULT_SEQ_LEN
+from llama.loading.sizes import USUAL_SEQ_LEN
 from llama.model.cost import DEVICES
 from llama.ops.kv_cache import pick_kv_format
 from llama.weights.choice import QUANTIZED
@@ -67,7 +67,7 @@ def read_options(options: argparse.Namespace) -> Plan:
         is_gpu=is_gpu,
         machines=options.machines,
         per_machine=options.gpus,
-        context=options.context or min(longest, DEFAULT_SEQ_LEN),
+        context=options.context or min(longest, USUAL_SEQ_LEN),
         batch=options.batch,
         dtype=dtype,
         quantize=quantize,

@@ -20,7 +20,7 @@ from llama.cli.plan.layouts import (
 )
 from llama.cli.plan.models import Model
 from llama.common.device import dtype_name
-from llama.loading.sizes import DEFAULT_SEQ_LEN
+from llama.loading.sizes import USUAL_SEQ_LEN
 from llama.model.cost import DEVICES, Layout
 from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import pick_kv_format
@@ -223,7 +223,7 @@ def summary(checkpoint: Checkpoint, device: torch.device, free: int, num_ranks: 
         is_gpu=is_gpu,
         machines=1,
         per_machine=per_machine,
-        context=min(args.longest_context, DEFAULT_SEQ_LEN),
+        context=min(args.longest_context, USUAL_SEQ_LEN),
         batch=None,
         dtype=torch.bfloat16,
         quantize=None,
