@@ -15,6 +15,7 @@ from typing import Any
 
 _MODULES = {  # module -> the names that it defines
     "checkpoint.find": ["find"],
+    "checkpoint.generation_config": ["sampling_defaults"],
     "checkpoint.lora.config": ["CONFIG_FILE"],
     "checkpoint.table": ["part_of"],
     "checkpoint.verify": ["verify"],

@@ -1,4 +1,5 @@
 from llama.checkpoint.find import find
+from llama.checkpoint.generation_config import sampling_defaults
 from llama.checkpoint.lora.config import CONFIG_FILE
 from llama.checkpoint.table import part_of
 from llama.checkpoint.verify import verify
@@ -61,6 +62,7 @@ __all__ = [
     "part_of",
     "ranked",
     "reshard",
+    "sampling_defaults",
     "stop_requested",
     "verify",
 ]

@@ -120,6 +120,7 @@ COMMANDS = {
             "max_answer_mb": 512,
             "max_connections": 4096,
             "drain_s": 20.0,
+            "generation_config": "auto",
             "tool_format": None,
             "reasoning_field": "reasoning_content",
             "lenient": False,

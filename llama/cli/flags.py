@@ -235,6 +235,13 @@ _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a
         "served_model_name": Flag(
             str, "NAME", "Name of the model in requests and answers", "the name of the folder"
         ),
+        "generation_config": Flag(
+            click.Choice(("auto", "none")),
+            "NAME",
+            "Sampling defaults of requests: auto takes those of the model's generation_config.json "
+            "or GGUF file, none those of each API",
+            choices=("auto", "none"),
+        ),
         "tool_format": Flag(
             str,
             "NAME",

@@ -23,6 +23,7 @@ from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.replicas.command import serve_replicas
 from llama.cli.replicas.supervisor import LISTENING, READY
 from llama.cli.resident import LISTENER_FD, InheritedSocket, resident_server
+from llama.sampling_params import SamplingParams
 
 _INTERVAL_VARIABLE = "FASTCHAT_WORKER_HEART_BEAT_INTERVAL"  # FastChat's variable
 _INTERVAL_S = "45"  # FastChat's default
@@ -41,9 +42,9 @@ def serve(options: argparse.Namespace) -> int:
         inherited = InheritedSocket(options.idle_minutes)
     with SIGNALS.taken_alone(signal.SIGTERM, is_server=True):
         name = options.served_model_name or Path(options.ckpt_dir or demo_dir()).resolve().name
-        _check_checkpoint(options)
+        defaults = _sampling_defaults(options)
         adapters = _adapters(options, name)
-        server = None if global_rank() else _listen(options, name, inherited)
+        server = None if global_rank() else _listen(options, name, defaults, inherited)
         signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
         if os.environ.get("WORLD_SIZE", "1") != "1":
             finish_on_signal(options.drain_s)
@@ -75,13 +76,30 @@ def serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_checkpoint(options: argparse.Namespace) -> None:
-    """Look for the weights and the tokenizer, so that every rank reports what is wrong alike."""
+def _sampling_defaults(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling parameters that the model's files give for requests that give none.
+
+    This looks for the weights and the tokenizer, so that every rank reports what is wrong alike.
+
+    Raises:
+        ValueError: The weights or the tokenizer are missing, or a parameter is out of range.
+    """
     with quick_imports():
-        from llama.api import find
+        from llama.api import find, sampling_defaults
     checkpoint = find(options.ckpt_dir or demo_dir())
     if not options.tokenizer_path:
         checkpoint.tokenizer_path()
+    if options.generation_config == "none":
+        return {}
+    try:
+        defaults = sampling_defaults(checkpoint)
+        SamplingParams(**defaults)
+    except ValueError as error:
+        remedy = "correct it, or give --generation_config none"
+        raise ValueError(
+            f"the sampling defaults of {checkpoint.weights_path}: {error}: {remedy}"
+        ) from None
+    return defaults
 
 
 def _adapters(options: argparse.Namespace, model_name: str) -> dict[str, str]:
@@ -130,7 +148,12 @@ def _start_in_background(options: argparse.Namespace) -> int:
     return 0
 
 
-def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket | None) -> Any:
+def _listen(
+    options: argparse.Namespace,
+    name: str,
+    defaults: dict[str, Any],
+    inherited: InheritedSocket | None,
+) -> Any:
     """Return a server that has a socket but does not accept connections yet."""
     with extra("serve", "the server"), quick_imports():
         from llama.prompts import ToolFormat
@@ -150,6 +173,7 @@ def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket |
         name,
         given_format=tool_format,
         reasoning_field=options.reasoning_field,
+        sampling_defaults=defaults,
         lora_folder=_lora_folder(options),
     )
     return Server(

@@ -5,6 +5,7 @@ their events. What a body may contain is known to the models alone.
 """
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,8 @@ from llama.server.respond import respond
 from llama.server.responses.answers import ResponseAnswer
 from llama.server.responses.models import RESPONSES_URL, ResponsesBody
 
-# A completion has OpenAI's own default; the answer of a chat may be as long as the context.
+# Without defaults of the model. A completion has OpenAI's own limit; the answer of a chat may be
+# as long as the context.
 _TEXT_DEFAULTS = SamplingParams(max_tokens=16, skip_special_tokens=True)
 _CHAT_DEFAULTS = SamplingParams(max_tokens=None, skip_special_tokens=True)
 
@@ -41,7 +43,8 @@ def routes() -> APIRouter:
     async def answer(
         body: ChatBody | ResponsesBody | MessagesBody, http: Exchange, make_answer: Any
     ) -> Response:
-        chat = await beside_if_large(http, body.request, _CHAT_DEFAULTS)
+        defaults = replace(_CHAT_DEFAULTS, **http.serving.sampling_defaults)
+        chat = await beside_if_large(http, body.request, defaults)
         # Agents ask for 32,000 tokens of any model. In the APIs that they use, an answer may
         # therefore end with the context, before its limit.
         must_fit = isinstance(body, ChatBody)
@@ -51,7 +54,8 @@ def routes() -> APIRouter:
     @router.post(TEXT_URL)
     async def completions(body: CompletionBody, http: Exchange) -> Response:
         """Continue each prompt (https://platform.openai.com/docs/api-reference/completions)."""
-        request = await beside_if_large(http, body.request, _TEXT_DEFAULTS)
+        defaults = replace(_TEXT_DEFAULTS, **http.serving.sampling_defaults)
+        request = await beside_if_large(http, body.request, defaults)
         prepared = await _prepare_prompts(http, request)
         return await respond(http, request, prepared, Completion)
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +57,8 @@ class Serving:
         metrics: the metrics of the server.
         given_format: format of tool calls; None stands for that of the checkpoint's generation.
         reasoning_field: name of the field of OpenAI's chats that has the reasoning.
+        sampling_defaults: sampling parameters of requests that give none, as the model's files have
+            them. Ollama's API has its own.
         lora_folder: folder from which clients can load LoRA adapters; None if they cannot.
         state: whether requests are answered.
         created: time of the start, in seconds since 1970.
@@ -69,6 +71,7 @@ class Serving:
     metrics: Metrics
     given_format: ToolFormat | None = None
     reasoning_field: str = REASONING_FIELDS[0]
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     lora_folder: Path | None = None
     state: State = State.LOADING
     created: int = field(default_factory=lambda: int(time.time()))
@@ -91,6 +94,8 @@ class Serving:
         self.metrics.registry.register(EngineMetrics(llama, self.num_unfinished))
         self.state = State.READY
         log.info("%s: %s", self.name, self.dialog_format.describe())
+        defaults = ", ".join(f"{name}={x:g}" for name, x in self.sampling_defaults.items())
+        log.info("%s: defaults of requests: %s", self.name, defaults or "those of each API")
 
     def drain(self) -> None:
         """Reject new requests from now on."""

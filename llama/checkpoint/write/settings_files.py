@@ -19,24 +19,21 @@ from llama.checkpoint.chat_templates import (
     template_files,
 )
 from llama.checkpoint.find import Checkpoint
+from llama.checkpoint.generation_config import (
+    GENERATION_FILE,
+    SAMPLING_KEYS,
+    generation_content,
+    sampling_defaults,
+)
 from llama.storage.downloads import read_json, shown
 
 FileContent = Path | str | dict[str, Any]  # a file to copy, a text, or the content of a JSON file
 
-_GENERATION = "generation_config.json"
 # Files that belong to a tokenizer.json, or hold a chat template beside it.
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
 # Keys of config.json that a conversion replaces. The code that auto_map names is not copied.
 _REPLACED = {"quantization_config", "dtype", "rope_parameters", "auto_map"}
 _ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# By the key of generation_config.json: the key of a GGUF file, after "general.sampling.".
-_SAMPLING_KEYS = {
-    "temperature": "temp",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
 # Keys that only record which program wrote the file and for which class.
 _RECORDS = {
     "architectures",
@@ -81,7 +78,7 @@ def settings_files(
             files[_template_file(name)] = template
     generation = _generation_config(checkpoint, ids, has_config=has_config)
     if generation:
-        files[_GENERATION] = generation
+        files[GENERATION_FILE] = generation
     return files
 
 
@@ -98,8 +95,8 @@ def gguf_settings(checkpoint: Checkpoint) -> dict[str, Any]:
             metadata[f"{GGUF_KEY}.{names[-1]}"] = template
     if names:
         metadata[f"{GGUF_KEY}s"] = names
-    for key, value in _sampling(checkpoint).items():
-        metadata[f"general.sampling.{_SAMPLING_KEYS[key]}"] = value
+    for key, value in sampling_defaults(checkpoint).items():
+        metadata[f"general.sampling.{SAMPLING_KEYS[key]}"] = value
     return metadata
 
 
@@ -132,7 +129,7 @@ def left_out(checkpoint: Checkpoint, target: str, config: Collection[str] = ()) 
     """
     lost: dict[str, list[str]] = {}
     if checkpoint.header is not None:
-        kept = _GGUF_RECORDS | {f"general.sampling.{key}" for key in _SAMPLING_KEYS.values()}
+        kept = _GGUF_RECORDS | {f"general.sampling.{key}" for key in SAMPLING_KEYS.values()}
         general = [key for key in checkpoint.header.metadata if key.startswith("general.")]
         lost[checkpoint.header.file.name] = [key for key in general if key not in kept]
     if checkpoint.layout == "hf":
@@ -143,8 +140,8 @@ def left_out(checkpoint: Checkpoint, target: str, config: Collection[str] = ()) 
             kept |= {*config, *_ID_KEYS}
         lost["config.json"] = [x for x in read_json(checkpoint.params_path) if x not in kept]
     if target == "gguf":
-        kept = _RECORDS | {*_ID_KEYS, *_sampling(checkpoint)}
-        lost[_GENERATION] = [key for key in _generation_content(checkpoint) if key not in kept]
+        kept = _RECORDS | {*_ID_KEYS, *sampling_defaults(checkpoint)}
+        lost[GENERATION_FILE] = [key for key in generation_content(checkpoint) if key not in kept]
     lines = []
     for name, keys in lost.items():
         if keys:
@@ -180,9 +177,9 @@ def _generation_config(
 ) -> FileContent | None:
     """Return the generation_config.json of a new folder; None if there is nothing to write."""
     if checkpoint.header is not None:
-        settings = _sampling(checkpoint)
+        settings = sampling_defaults(checkpoint)
         return ids | settings | ({"do_sample": True} if settings else {})
-    settings = _generation_content(checkpoint)
+    settings = generation_content(checkpoint)
     if checkpoint.layout == "hf" and not has_config:
         config = read_json(checkpoint.params_path)
         stops = _ids(settings.get("eos_token_id"))
@@ -190,38 +187,9 @@ def _generation_config(
         if further:
             of_config = {key: config[key] for key in _ID_KEYS if config.get(key) is not None}
             return of_config | settings | {"eos_token_id": sorted(stops | further)}
-    return checkpoint.model_folder / _GENERATION if settings else None
-
-
-def _generation_content(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the content of generation_config.json; nothing where there is no such file."""
-    path = checkpoint.model_folder / _GENERATION
-    return read_json(path) if path.is_file() else {}
+    return checkpoint.model_folder / GENERATION_FILE if settings else None
 
 
 def _ids(value: object) -> set[int]:
     """Return the ids that a key holds, which may be one or a list."""
     return {x for x in (value if isinstance(value, list) else [value]) if isinstance(x, int)}
-
-
-def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return how answers are drawn by default, as generation_config.json spells it.
-
-    The result is empty where answers are not drawn, but are the most likely ones.
-    """
-    if checkpoint.header is None:
-        settings = _generation_content(checkpoint)
-        if settings.get("do_sample") is False:
-            return {}
-    else:
-        metadata = checkpoint.header.metadata
-        keys = {key: f"general.sampling.{_SAMPLING_KEYS[key]}" for key in _SAMPLING_KEYS}
-        settings = {key: metadata.get(gguf_key) for key, gguf_key in keys.items()}
-    sampling: dict[str, Any] = {}
-    for key in _SAMPLING_KEYS:
-        value = settings.get(key)
-        if key == "top_k" and isinstance(value, int):
-            sampling[key] = value
-        elif key != "top_k" and isinstance(value, int | float):
-            sampling[key] = float(f"{value:.6g}")  # GGUF has 0.6 rounded to float32.
-    return sampling
