@@ -168,8 +168,8 @@ def test_the_demo_model_has_defaults_of_its_own_which_flags_replace(script, capf
 def test_no_script_reads_its_flags_by_fire():
     """No script reads its flags by fire.
 
-    fire ignores unknown flags until the work is done, makes numbers of names, and lists
-    FIRE_METADATA among the commands.
+    fire reports an unknown flag after the work is done, makes numbers of names, and takes the `-`
+    of `--prompt_file -` for a separator. docs/guides/from-meta.md has all reasons.
     """
     files = [*(REPO / "scripts").rglob("*.py"), *(REPO / "llama").rglob("*.py")]
     assert len(files) > 50
