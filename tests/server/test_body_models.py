@@ -231,7 +231,9 @@ def test_the_page_lists_what_each_api_honours():
     for path, (model, _) in BODIES.items():
         if path != COUNT:
             own = {name for name in model.known_names if honours(model, name)}
-            listed = [names for heads, names in lists if heads == "each path" or f"`{path}`" in heads]
+            listed = [
+                names for heads, names in lists if heads == "each path" or f"`{path}`" in heads
+            ]
             named = set(re.findall("`(.*?)`", "".join(listed)))
             assert named == own - NO_STATE.get(path, set())
 
