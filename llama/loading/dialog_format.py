@@ -54,7 +54,7 @@ def _chosen_format(
     rope_factor = checkpoint.params.rope_factor
     tool_format = tool_format_of(rope_factor, is_guard=checkpoint.is_guard)
     meta = MetaFormat(tokenizer, tool_format)
-    if chat_template == _META_TEMPLATE or (chat_template is None and checkpoint.is_guard):
+    if chat_template == _META_TEMPLATE:
         return meta
     if chat_template is not None:
         templates = {DEFAULT: _given_template(chat_template)}
@@ -67,7 +67,7 @@ def _chosen_format(
 
         return choose_format(templates, meta, tool_call_parser)
     # Meta's own files hold no templates, and those of its layout that a conversion wrote do.
-    is_base = checkpoint.source_layout in ("hf", "gguf")
+    is_base = checkpoint.source_layout in ("hf", "gguf") and not checkpoint.is_guard
     return MissingFormat(tokenizer) if is_base else meta
 
 

@@ -2,7 +2,8 @@
 
 In: messages and tools in OpenAI's format. Out: the token ids that transformers' apply_chat_template
 has for them, except that no text of a message, a tool or an argument becomes a special token. What
-the template expects and what it writes is found by rendering short dialogs when it is loaded.
+the template expects and what it writes is found by rendering short dialogs when it is loaded. The
+file has over 400 lines because the class is one format, whose parts share what was found.
 """
 
 import json
@@ -36,7 +37,8 @@ from llama.prompts.messages import (
     text_of,
 )
 from llama.prompts.parser import ToolCallParser
-from llama.prompts.template_probes import PROBE_TOOL, Traits, find_traits, is_meta_format
+from llama.prompts.single_calls import has_several_calls, one_call_each
+from llama.prompts.template_probes import PROBE_TOOL, Traits, find_traits, writes_alike
 from llama.prompts.tools import ToolFormat, Tools
 from llama.tokenizer import Tokenizer
 
@@ -45,6 +47,7 @@ TOOL_USE = "tool_use"
 _ROLES = {"developer": "system", "ipython": "tool"}  # roles that templates do not know
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _THINK = ("<think>", "</think>")
+_BUILT_IN = "builtin_tools"  # the variable of Meta's templates for the names of built-in tools
 _CUT = "\ue0c5"  # a private character behind the content of a message that is left open
 _DEFAULT_OPTIONS = PromptOptions()
 
@@ -54,7 +57,8 @@ def choose_format(
 ) -> DialogFormat:
     """Return Meta's format if the templates of a model's files write it, else a `TemplateFormat`.
 
-    The tokens that the template writes behind an answer also end the answers of the model.
+    The templates of Llama 3.1 to 3.3 do not, as they add dates to each prompt. The tokens that the
+    template writes behind an answer also end the answers of the model.
 
     Args:
         templates: the sources of the templates by name.
@@ -66,9 +70,10 @@ def choose_format(
         ValueError: a template cannot be used; the message says why, and the remedy.
     """
     template_format = TemplateFormat(meta.tokenizer, templates, tool_call_parser)
-    is_meta = is_meta_format(template_format.render, template_format.has_tools, meta)
-    if is_meta and tool_call_parser == "auto":
-        return meta
+    if tool_call_parser == "auto":
+        for meta_format in (meta, MetaFormat(meta.tokenizer)) if meta.has_tools else (meta,):
+            if writes_alike(template_format, meta_format, template_format.variables):
+                return meta_format
     meta.tokenizer.add_stop_tokens(template_format.traits.stop_ids)
     return template_format
 
@@ -132,6 +137,18 @@ class TemplateFormat(DialogFormat):
         """Whether the template shows tools to the model."""
         return self.traits.shows_tools
 
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names of the variables that the template reads from a request."""
+        readable = frozenset().union(*(t.variables for t in self._templates.values()))
+        return readable - _OURS - self._constants
+
+    @property
+    def _has_meta_calls(self) -> bool:
+        """Whether the template shows calls as Llama 3.1 writes them."""
+        is_meta = self.call_format == KNOWN_FORMATS["llama3_json"]
+        return is_meta and self._tool_call_parser == "auto"
+
     def render(
         self,
         messages: list[dict[str, Any]],
@@ -154,6 +171,23 @@ class TemplateFormat(DialogFormat):
         }
         return self._templates[name].render({**variables, **ours})
 
+    def _render_calls(self, given: list[dict[str, Any]], *args: Any, **others: Any) -> MarkedText:
+        """Render messages, with one call in each where the template refuses several in one.
+
+        Raises:
+            TemplateError: the template refuses the dialog in both ways.
+        """
+        try:
+            return self.render(given, *args, **others)
+        except TemplateError as error:
+            style = self.traits.call_style
+            if style is None or not has_several_calls(given):
+                raise
+            try:
+                return self.render(one_call_each(given, style.set_no_content), *args, **others)
+            except TemplateError:
+                raise error from None
+
     def encode(
         self,
         messages: Messages,
@@ -171,19 +205,18 @@ class TemplateFormat(DialogFormat):
             text = " needs add_generation_prompt to be false"
             raise FieldError.of("continue_final_message", text)
         dialog = read_messages(messages)
-        shown_tools = self._shown(tools if isinstance(tools, Tools) else Tools.of(tools or ()))
+        given_tools = tools if isinstance(tools, Tools) else Tools.of(tools or ())
+        shown = self._shown(given_tools)
         variables = self._variables(options)
+        if given_tools.built_in:
+            variables[_BUILT_IN] = list(given_tools.built_in)
         given = [self._message(message, i) for i, message in enumerate(dialog)]
         cut = ""
         if options.continue_final_message:
             cut = _open_final_message(given)
+        prompted = options.add_generation_prompt
         try:
-            text = self.render(
-                given,
-                shown_tools,
-                add_generation_prompt=options.add_generation_prompt,
-                **variables,
-            )
+            text = self._render_calls(given, shown, add_generation_prompt=prompted, **variables)
         except TemplateError as e:
             raise FieldError("messages", str(e)) from e
         if cut:
@@ -196,13 +229,14 @@ class TemplateFormat(DialogFormat):
             return None
         if not self.has_tools:
             raise FieldError("tools", "tools: this model's chat template has no tools")
-        if tools.built_in:
+        if tools.built_in and not (self._has_meta_calls and _BUILT_IN in self.variables):
             text = f": {tools.built_in[0]} is a tool of Meta's format: describe it as a function"
             raise FieldError.of("tools", text)
-        return [
+        functions = [
             tool if "function" in tool else {"type": "function", "function": tool}
             for tool in tools.functions
         ]
+        return functions or None
 
     def _variables(self, options: PromptOptions) -> dict[str, Any]:
         """Return the variables of a request; only scalars that the template reads are allowed.
@@ -210,8 +244,7 @@ class TemplateFormat(DialogFormat):
         The switch and the effort of the reasoning are left out where the template reads neither.
         """
         field = "chat_template_kwargs"
-        readable = frozenset().union(*(t.variables for t in self._templates.values()))
-        readable -= _OURS | self._constants
+        readable = self.variables
         for name, value in options.template_kwargs.items():
             if name not in readable:
                 known = ", ".join(sorted(readable)) or "none"
@@ -314,6 +347,8 @@ class TemplateFormat(DialogFormat):
         """
         if self._tool_call_parser == "pythonic":
             return call_grammar(tools, ToolFormat.LLAMA_3_2)
+        if self._has_meta_calls:
+            return call_grammar(tools, ToolFormat.LLAMA_3_1)
         if self.call_format is None:
             raise FieldError(
                 "tools",
@@ -326,9 +361,9 @@ class TemplateFormat(DialogFormat):
     def call_parser(self, tools: Tools, *, is_tagged: bool = False) -> ToolCallParser:
         """Return a parser of calls as the template writes them.
 
-        If it shows none, the parser understands the notations of Meta's models.
+        If it shows none, or Meta's, the parser understands the notations of Meta's models.
         """
-        if self.call_format is not None:
+        if self.call_format is not None and not self._has_meta_calls:
             return CallFormatParser(tools, self.call_format)
         callable_tools = Tools() if self._tool_call_parser == "none" else tools
         return ToolCallParser(callable_tools, is_tagged=is_tagged)

@@ -4,14 +4,15 @@ In: a function that renders dialogs. Out: the `Traits` of the template, and whet
 format. The name of a model and the text of its template are not looked at.
 """
 
+import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llama.prompts.dialog_format import MetaFormat
+from llama.prompts.dialog_format import DialogFormat, PromptOptions
 from llama.prompts.jinja.chat_template import TemplateError
 from llama.prompts.jinja.marked import MarkedEncoder, MarkedText, mask_of
 from llama.tokenizer import Tokenizer
@@ -28,9 +29,23 @@ _PARAMETER = {"type": "string", "description": "a text"}
 _PARAMETERS = {"type": "object", "properties": {"key": _PARAMETER}, "required": ["key"]}
 _FUNCTION = {"name": "TOOLNAME", "description": "a tool", "parameters": _PARAMETERS}
 PROBE_TOOL: dict[str, Any] = {"type": "function", "function": _FUNCTION}
+_CALL = {"id": "call00000", "function": {"name": "TOOLNAME", "arguments": {"key": "é"}}}
+_CALLS = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+_RESULT = {"role": "tool", "tool_call_id": "call00000", "content": "RESULT"}
+# Dialogs, with and without tools, for which a template is compared with Meta's format.
+_DIALOGS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = (
+    ([_USER], None),
+    ([_SYSTEM, _USER], None),
+    ([_USER, _ASSISTANT, _NEXT], None),
+    ([{"role": "system", "content": " S\n"}, {"role": "user", "content": "\n U "}], None),
+    ([_USER, _ASSISTANT, _RESULT, _ASSISTANT, _NEXT], None),
+    ([_USER], [PROBE_TOOL]),
+    ([_SYSTEM, _USER], [PROBE_TOOL]),
+    ([_SYSTEM, _USER, _CALLS, _RESULT, _ASSISTANT, _NEXT], [PROBE_TOOL]),
+    ([_USER, _CALLS, _RESULT], None),
+)
 # A mark that is plain text, such as <|im_end|>.
 _TEXT_MARK = re.compile(r"<[^<>\s]{1,40}>")
-_DATES = r"(?:Cutting Knowledge Date: [^\n]*\nToday Date: [^\n]*\n\n)"
 _log = logging.getLogger("llama")
 
 
@@ -223,53 +238,39 @@ def _lost_names(texts: list[MarkedText], encoder: MarkedEncoder) -> Iterator[str
             yield from written - encoder.names_in(text)
 
 
-def is_meta_format(render: Render, shows_tools: bool, meta: MetaFormat) -> bool:
-    """Return whether a template writes dialogs as Meta's format does.
+def writes_alike(
+    template_format: DialogFormat, meta: DialogFormat, variables: Collection[str]
+) -> bool:
+    """Return whether a chat template writes the ids of Meta's format for every probe.
 
-    Turns and prompt must be Meta's, and the system turn the given text, with or without the lines
-    of dates. With a tool the output must be that of Llama 3.1 or of the model's generation, unless
-    the template shows no tools.
+    A dialog that the template refuses is none of its prompts, and so are the tools of a template
+    that shows none.
 
     Args:
-        render: renders dialogs with the template.
-        shows_tools: whether the template shows tools.
-        meta: Meta's format, with the tool calls of the model's generation.
+        template_format: the format of the template.
+        meta: Meta's format, with the tool calls of a generation.
+        variables: the names of the variables that the template reads.
     """
-    probe = _Probe(render)
-    system_turn = _header("system") + f"{_DATES}?" + "SYSTEM" + _turn_end()
-    dates_turn = f"(?:{_header('system')}{_DATES}{_turn_end()})?"
-    question = _header("user") + _QUESTION + _turn_end()
-    answer = _header("assistant") + _ANSWER + _turn_end()
-    follow_up = _header("user") + "NEXT" + _turn_end()
-    prompt = _header("assistant")
-    begin = re.escape("<|begin_of_text|>")
-    dialogs = [
-        ([_SYSTEM, _USER], begin + system_turn + question + prompt),
-        ([_USER, _ASSISTANT, _NEXT], begin + dates_turn + question + answer + follow_up + prompt),
-    ]
+    all_options = [PromptOptions(), PromptOptions(add_generation_prompt=False)]
+    if "date_string" in variables:
+        all_options.append(PromptOptions(template_kwargs={"date_string": "1 Feb 2031"}))
+    for (messages, tools), options in itertools.product(_DIALOGS, all_options):
+        if tools and not template_format.has_tools:
+            continue
+        ids = _ids(template_format, messages, tools, options)
+        if ids is not None and ids != _ids(meta, messages, tools, options):
+            return False
+    return True
+
+
+def _ids(
+    dialog_format: DialogFormat,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    options: PromptOptions,
+) -> list[int] | None:
+    """Return the ids of a dialog; None if the format refuses it."""
     try:
-        for messages, pattern in dialogs:
-            if not re.fullmatch(pattern, probe.text(messages, prompts=True)):
-                return False
-        if not shows_tools or not meta.has_tools:
-            return not shows_tools
-        text = probe.text([_SYSTEM, _USER], [PROBE_TOOL], prompts=True)
-    except TemplateError:
-        return False
-    for meta_format in (MetaFormat(meta.tokenizer), meta):
-        ids = meta_format.encode([_SYSTEM, _USER], [PROBE_TOOL])
-        if _without_date(meta.tokenizer.decode(ids)) == _without_date(text):
-            return True
-    return False
-
-
-def _header(role: str) -> str:
-    return re.escape(f"<|start_header_id|>{role}<|end_header_id|>\n\n")
-
-
-def _turn_end() -> str:
-    return re.escape("<|eot_id|>")
-
-
-def _without_date(text: str) -> str:
-    return re.sub(r"Today Date: [^\n]*", "Today Date:", text)
+        return dialog_format.encode(messages, tools, options)
+    except ValueError:
+        return None

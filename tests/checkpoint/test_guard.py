@@ -60,6 +60,11 @@ def test_a_guard_that_is_loaded_has_no_tools(make_checkpoint):
     sizes: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 1, "device": "cpu"}
     with Llama.build(str(folder), **sizes) as llama:
         assert llama.dialog_format.describe() == "Meta's chat format, tool calls as in llama3.1"
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with Llama.build(str(folder), **sizes) as llama:
+    guard = folder.rename(folder.with_name("Llama-Guard-3-8B"))
+    with Llama.build(str(guard), **sizes) as llama:
         assert llama.dialog_format.describe() == "Meta's chat format, no tools"
+    (guard / "chat_template.jinja").write_text(TEMPLATE)
+    with Llama.build(str(guard), **sizes) as llama:
+        assert not llama.dialog_format.has_tools
+        ids = llama.dialog_format.encode([{"role": "user", "content": "Hi"}])
+        assert "S1: Violent Crimes." in llama.tokenizer.decode(ids)

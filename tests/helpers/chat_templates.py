@@ -105,6 +105,48 @@ LLAMA = """\
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
 """
 
+# What the templates of Llama 3.1 to 3.3 write: a system turn with two dates in each prompt.
+DATED = """\
+{%- if not date_string is defined %}{%- set date_string = DEFAULT_DATE %}{%- endif %}
+{%- set rest = messages %}{%- set system = '' %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content | trim %}{%- set rest = messages[1:] %}
+{%- endif %}
+{{- bos_token + '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+{%- if builtin_tools is defined or tools %}{{- 'Environment: ipython\\n' }}{%- endif %}
+{%- if builtin_tools is defined %}
+    {{- 'Tools: ' + builtin_tools | reject('equalto', 'code_interpreter') | join(', ') + '\\n\\n' }}
+{%- endif %}
+{{- 'Cutting Knowledge Date: December 2023\\nToday Date: ' + date_string + '\\n\\n' + system + '<|eot_id|>' }}
+{%- if tools %}
+    {{- '<|start_header_id|>user<|end_header_id|>\\n\\nFunctions:\\n\\n' }}
+    {%- for tool in tools %}{{- tool | tojson(indent=4) + '\\n\\n' }}{%- endfor %}
+    {{- rest[0].content | trim + '<|eot_id|>' }}{%- set rest = rest[1:] %}
+{%- endif %}
+{%- for message in rest %}
+    {%- if message.tool_calls %}
+        {%- if message.tool_calls | length != 1 %}{{- raise_exception('one call at once') }}{%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {%- if builtin_tools is defined and call.name in builtin_tools %}
+            {{- '<|python_tag|>' + call.name + '.call(' }}
+            {%- for key, value in call.arguments | items %}{{- key + '="' + value + '"' }}{%- endfor %}
+            {{- ')' }}
+        {%- else %}
+            {{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' }}
+        {%- endif %}
+        {{- '<|eom_id|>' if builtin_tools is defined else '<|eot_id|>' }}
+    {%- elif message.role in ('tool', 'ipython') %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + message.content | tojson + '<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+LLAMA_3_1 = DATED.replace("DEFAULT_DATE", "'26 Jul 2024'")
+LLAMA_3_2 = DATED.replace("DEFAULT_DATE", "strftime_now('%d %b %Y')")
+
 TULU = """\
 {% for message in messages %}{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] + '\n' }}\
 {% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] + '\n' }}\

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from helpers.chat_templates import CHATML, HERMES, LLAMA, R1, TEMPLATES, TULU
+from helpers.chat_templates import (
+    CHATML,
+    HERMES,
+    LLAMA,
+    LLAMA_3_1,
+    LLAMA_3_2,
+    R1,
+    TEMPLATES,
+    TULU,
+)
 from helpers.fine_tunes import KINDS, make_model
 from helpers.marked_vocabularies import tokenizers_of
 from llama import Llama
@@ -253,6 +262,78 @@ def test_meta_s_format_is_not_chosen_where_tools_are_shown_otherwise():
     changed = source.replace("Given the following functions", "Given these functions")
     assert isinstance(chosen(changed), TemplateFormat)
     assert isinstance(chosen(source, ToolFormat.NONE), TemplateFormat)
+
+
+# Templates that write nearly what Meta's format is; those of 3.0 always wrote the last header.
+NO_DATES = jinja_template(ToolFormat.LLAMA_3_1)
+NEAR_META = {
+    "dates of Llama 3.1": LLAMA_3_1,
+    "today's date of Llama 3.2": LLAMA_3_2,
+    "always a header": NO_DATES.replace("{%- if add_generation_prompt %}", "{%- if true %}"),
+    "a default system turn": NO_DATES.replace(
+        "{{- bos_token }}",
+        "{{- bos_token }}{%- if messages[0].role != 'system' %}"
+        "{{- header('system') ~ 'Be brief.<|eot_id|>' }}{%- endif %}",
+    ),
+    "white space is kept": NO_DATES.replace(
+        "text_of(turn.message.content).strip()", "text_of(turn.message.content)"
+    ),
+    "results under another name": NO_DATES.replace('header("ipython")', 'header("tool")'),
+    "llama 3.0": LLAMA,
+}
+
+
+@pytest.mark.parametrize("name", NEAR_META)
+@pytest.mark.parametrize("tool_format", ToolFormat)
+def test_a_template_near_meta_s_format_decides(name, tool_format):
+    """Whichever format is chosen, its ids are those of transformers, dates included."""
+    theirs, _ = tokenizers_of("meta")
+    source = NEAR_META[name]
+    ours = chosen(source, tool_format)
+    count = 0
+    for dialog in DIALOGS[: 5 if name == "llama 3.0" else 6]:  # it shows no calls
+        for tools in (None, [TOOL]) if ours.has_tools else (None,):
+            for date in ("26 Jul 2024", "1 Mar 2025", None):
+                if date and (isinstance(ours, MetaFormat) or "date_string" not in source):
+                    continue
+                kwargs = {} if date is None else {"date_string": date}
+                wanted = theirs.apply_chat_template(
+                    dialog, tools, chat_template=source, add_generation_prompt=True, **kwargs
+                )
+                options = PromptOptions(template_kwargs=kwargs)
+                assert ours.encode(dialog, tools, options) == wanted["input_ids"], dialog
+                count += 1
+    assert count >= 5
+    assert isinstance(ours, TemplateFormat)
+
+
+@pytest.mark.parametrize("source", [LLAMA_3_1, LLAMA_3_2])
+def test_a_template_with_dates_keeps_meta_s_tools_and_calls(source):
+    """Built-in tools and several calls of one message, which are split as Meta's format does."""
+    theirs, _ = tokenizers_of("meta")
+    ours = chosen(source, ToolFormat.LLAMA_3_2)
+    search = {"function": {"name": "brave_search", "arguments": {"query": "x"}}}
+    result = {"role": "tool", "content": "1"}
+    dialog = [user("?"), assistant("", tool_calls=[search]), result]
+    wanted = theirs.apply_chat_template(
+        dialog, chat_template=source, builtin_tools=["brave_search"], add_generation_prompt=True
+    )
+    assert ours.encode(dialog, [{"name": "brave_search"}]) == wanted["input_ids"]
+    calls = [{**CALL, "id": f"call0000{i}"} for i in range(2)]
+    results = [{**result, "tool_call_id": call["id"], "content": call["id"]} for call in calls]
+    pairs = [[assistant("", tool_calls=[x]), y] for x, y in zip(calls, results, strict=True)]
+    wanted = theirs.apply_chat_template(
+        [user("?"), *pairs[0], *pairs[1]], [TOOL], chat_template=source, add_generation_prompt=True
+    )
+    together = [user("?"), assistant("", tool_calls=calls)]
+    assert ours.encode([*together, *results[::-1]], [TOOL]) == wanted["input_ids"]
+    with pytest.raises(FieldError, match=r"2 calls, and .* one call per message"):
+        ours.encode([*together, results[0]], [TOOL])
+    for answer in ('{"name": "f", "parameters": {}}', "[f()]", '{"name": "f", "arguments": {}}'):
+        parser = ours.call_parser(Tools.of([TOOL]))
+        events = [*parser.push(answer), *parser.flush()]
+        assert any(isinstance(event, CallStart) for event in events), answer
+    assert "start: f0 | TEXT" in ours.call_grammar(Tools.of([TOOL]))
 
 
 def test_a_text_of_a_dialog_is_no_special_token():
