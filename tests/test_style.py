@@ -6,11 +6,13 @@ PEP 257 (`D`), and mypy is strict on the package.
 
 import ast
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from helpers.style import density, is_packed, prose_findings, python_files
+from llama.build_args import BuildArgs
 
 REPO = Path(__file__).resolve().parent.parent
 FILES = python_files([str(REPO / "llama")])
@@ -49,6 +51,16 @@ def test_a_long_file_says_why():
 )
 def test_what_counts_as_packed(code, packed):
     assert is_packed(ast.parse(code).body[0]) is packed
+
+
+def test_an_error_about_an_argument_of_build_names_it_as_its_field():
+    """The command line tells by the field that a flag's value is wrong: exit code 2."""
+    names = {field.name for field in fields(BuildArgs)}
+    for path in FILES:
+        text = path.read_text()
+        begin = re.findall(r'raise ValueError\(\s*f?"(\w+)=', text)
+        apart = any(part in path.parts for part in ("reference", "compat", "cli"))
+        assert apart or not names & {*begin}, f"{path}: raise FieldError.of for {begin}"
 
 
 def test_the_findings_are_found(tmp_path):

@@ -29,7 +29,7 @@ from llama.checkpoint.weight_files import (
     describe_choice,
     weight_files,
 )
-from llama.common.checks import brief
+from llama.common.checks import FieldPathError, brief
 from llama.model.args import ModelArgs
 from llama.storage import gguf
 from llama.storage.downloads import check_utf8, read_json, shown
@@ -260,8 +260,8 @@ def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
     path = model_folder(ckpt_dir)
     check_utf8(path)
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist: give the folder that holds the weights, or {FETCH}"
+        raise FieldPathError(
+            "ckpt_dir", f"{path} does not exist: give the folder that holds the weights, or {FETCH}"
         )
     if path.is_dir():
         return _find_in_folder(path)

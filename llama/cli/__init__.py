@@ -27,7 +27,16 @@ from llama.cli.flags import (
     UsageError,
     usage_errors,
 )
-from llama.cli.parser import REQUIRED, WIDTH, Command, help_option, read, reported, text_option
+from llama.cli.parser import (
+    REQUIRED,
+    WIDTH,
+    Command,
+    help_option,
+    misspelt_variables,
+    read,
+    reported,
+    text_option,
+)
 
 _QUANTIZE = replace(
     FLAGS["quantize"],
@@ -367,6 +376,8 @@ def run_script(
 
 def _run_command(arguments: Sequence[str]) -> int | None:
     _check_package()
+    for text in misspelt_variables():
+        ranks.say(f"warning: {text}")
     with reported(), LLAMA.make_context("llama", list(arguments) or ["--help"]) as ctx:
         code: int | None = LLAMA.invoke(ctx)
         return code

@@ -7,10 +7,12 @@ neither models nor torch, and no flag by name.
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -33,6 +35,23 @@ WIDTH = 100  # columns of the help at most
 
 _KEPT_BYTES = re.compile(r"[\udc80-\udcff]")  # bytes that os.fsdecode could not decode
 _PATHS = ("DIR", "FILE", "IN", "OUT", "MODEL")  # metavars of flags whose value is a path
+# Flags as vLLM and llama.cpp call them, and their names here.
+_OTHER_NAMES = {
+    "tensor_parallel_size": "ranks",
+    "max_model_len": "max_seq_len",
+    "max_num_seqs": "max_batch_size",
+    "ctx_size": "max_seq_len",
+    "parallel": "max_batch_size",
+    "quantization": "quantize",
+    "tokenizer": "tokenizer_path",
+    "max_tokens": "max_gen_len",
+    "n_predict": "max_gen_len",
+}
+# Variables that are no flag of a command. Others that begin alike belong to other programs.
+_VARIABLES = (
+    "LLAMA_API_KEY", "LLAMA_CPU_KERNELS", "LLAMA_DRAIN_S", "LLAMA_GPU_KERNELS",
+    "LLAMA_LOCAL_SERVERS",
+)  # fmt: skip
 _BY_POSITION = "_by_position"  # ends the name of the argument for a flag
 
 
@@ -223,8 +242,20 @@ class Command(click.Command):
         module, _, name = self.function.partition(":")
         function = getattr(importlib.import_module(f"llama.cli.{module}"), name)
         # Some values of flags can be checked only where they are used.
-        with usage_errors(BUILD_FLAGS | NETWORK_FLAGS):
+        with usage_errors(BUILD_FLAGS | NETWORK_FLAGS), self._files_of_flags(options):
             return function(options)
+
+    @contextlib.contextmanager
+    def _files_of_flags(self, options: argparse.Namespace) -> Iterator[None]:
+        """Turn the error of a file that a flag has named into a UsageError."""
+        try:
+            yield
+        except OSError as e:
+            for name, value in vars(options).items():
+                if value and e.strerror and e.filename in (value, Path(str(value))):
+                    source = self.flags[name].metavar if name in self.positional else f"--{name}"
+                    raise UsageError(f"{source} {value}: {e.strerror.lower()}") from e
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the flags in their groups, those of the command alone first."""
@@ -243,6 +274,15 @@ class Command(click.Command):
             with formatter.section("Examples"):
                 for example in self.examples:
                     formatter.write(f"  {example}\n")
+
+
+def misspelt_variables() -> Iterator[str]:
+    """Describe each variable that is no flag's, but is spelt almost like one."""
+    known = {*_VARIABLES, *(variable(name) for name in FLAGS)}
+    for name in sorted(os.environ.keys() - known):
+        similar = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if name.startswith("LLAMA_") and similar:
+            yield f"the variable {name} has no effect: did you mean {similar[0]}?"
 
 
 def variable(name: str) -> str:
@@ -273,12 +313,21 @@ def reported() -> Iterator[None]:
         yield
     except click.ClickException as e:
         message = e.format_message()
-        if isinstance(e, click.BadParameter) and e.param is not None:
+        if isinstance(e, click.NoSuchOption) and (here := _name_here(e)):
+            message = f"no such option '{e.option_name}': it is --{here} here"
+        elif isinstance(e, click.BadParameter) and e.param is not None:
             source = e.param.get_error_hint(e.ctx).strip("'[]")
             message = f"{source}: {e.message}"
         elif message[1:2].islower():
             message = f"{message[0].lower()}{message[1:]}"
         raise UsageError(message) from None
+
+
+def _name_here(error: click.NoSuchOption) -> str | None:
+    """Return what a flag of another program is called here, if the command has it."""
+    name = _OTHER_NAMES.get(_underscored(error.option_name.lstrip("-")))
+    known = {param.name for param in error.ctx.command.params} if error.ctx else set()
+    return name if name in known else None
 
 
 def _underscored(name: str) -> str:

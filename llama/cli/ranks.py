@@ -26,7 +26,7 @@ from llama.api import (
     launch,
 )
 from llama.cli.flags import HelpWanted, UsageError, usage_errors
-from llama.common.checks import number
+from llama.common.checks import FieldError, number
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 USAGE = 2
@@ -182,8 +182,16 @@ def _fail(error: Exception, code: int) -> int:
             if rank or watch.is_ending:
                 return code
     origin = f"rank {rank}: " if rank else ""
-    print(f"{origin}error: {error}", file=sys.stderr, flush=True)
+    print(f"{origin}error: {_words(error)}", file=sys.stderr, flush=True)
     return code
+
+
+def _words(error: Exception) -> str:
+    """Return the text of an error; for one of the system, the file and what is wrong with it."""
+    if not isinstance(error, OSError) or isinstance(error, FieldError) or not error.strerror:
+        return str(error)
+    file = "" if error.filename is None else f"{error.filename}: "
+    return f"{file}{error.strerror[:1].lower()}{error.strerror[1:]}"
 
 
 def _let_rank_0_end() -> None:

@@ -60,6 +60,10 @@ class FieldTypeError(FieldError, TypeError):
     """A value whose type cannot be used."""
 
 
+class FieldPathError(FieldError, FileNotFoundError):
+    """A path that does not exist."""
+
+
 def brief(value: object) -> str:
     """Return the repr of a value for an error message, cut to about 80 characters."""
     quoter = reprlib.Repr()

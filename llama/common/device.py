@@ -61,11 +61,14 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         text = f"={device!r} is not a device: use 'cuda', 'mps' or 'cpu'"
         raise FieldError.of("device", text)
     if chosen.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"device={device!r}, but torch finds no Apple GPU: use device='cpu'")
+        raise FieldError.of(
+            "device", f"={device!r}, but torch finds no Apple GPU: use device='cpu'"
+        )
     if chosen.type == "mps" and num_ranks > 1:
-        raise ValueError(
-            f"device={device!r} works in one process only, and torchrun started {num_ranks}: "
-            "use device='cpu', or start one process"
+        raise FieldError.of(
+            "device",
+            f"={device!r} works in one process only, and torchrun started {num_ranks}: "
+            "use device='cpu', or start one process",
         )
     return _pick_gpu(chosen) if chosen.type == "cuda" else chosen
 
@@ -107,7 +110,7 @@ def _is_nvidia_gpu(device: Path) -> bool:
 def _pick_gpu(device: torch.device) -> torch.device:
     """Return the GPU of this rank with its index; the ranks of a machine must not share a GPU."""
     if not torch.cuda.is_available():
-        raise ValueError(f"device='{device}', but torch finds no CUDA GPU: use device='cpu'")
+        raise FieldError.of("device", f"='{device}', but torch finds no CUDA GPU: use device='cpu'")
     count = torch.cuda.device_count()
     rank = torchrun_number("LOCAL_RANK")
     # Slurm, for example, shows each task one GPU of its own, which has the index 0 in every task.
@@ -115,9 +118,10 @@ def _pick_gpu(device: torch.device) -> torch.device:
     one_per_task = count == 1 and is_task
     num_local = torchrun_number("LOCAL_WORLD_SIZE")
     if device.index is not None and num_local > 1 and not one_per_task:
-        raise ValueError(
-            f"device='{device}' would put the {num_local} ranks of this machine on one GPU: "
-            "use device='cuda', and each rank takes its own"
+        raise FieldError.of(
+            "device",
+            f"='{device}' would put the {num_local} ranks of this machine on one GPU: "
+            "use device='cuda', and each rank takes its own",
         )
     index = device.index
     if index is None:
@@ -146,7 +150,7 @@ def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.d
         names = ", ".join([*DTYPES, *_ALIASES, "auto"])
         raise FieldError.of("dtype", f"={dtype!r}: give one of {names}, or None")
     if chosen is torch.bfloat16 and (reason := missing_bf16(device)) is not None:
-        raise ValueError(f"dtype={dtype!r}, but {reason}: use dtype='fp16', or leave it out")
+        raise FieldError.of("dtype", f"={dtype!r}, but {reason}: use dtype='fp16', or leave it out")
     return chosen
 
 

@@ -46,9 +46,10 @@ def check_speculation(args: BuildArgs, models: list[Files]) -> None:
     for files in models if args.speculate else ():
         why_silent = files.checkpoint.why_silent
         if why_silent:
-            raise ValueError(
-                f"speculate={args.speculate!r}: {files.checkpoint.folder} cannot generate: "
-                f"{why_silent}; leave out speculate"
+            raise FieldError.of(
+                "speculate",
+                f"={args.speculate!r}: {files.checkpoint.folder} cannot generate: "
+                f"{why_silent}; leave out speculate",
             )
 
 
@@ -77,13 +78,16 @@ def find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> lis
         draft_tokenizer = load_tokenizer(files.checkpoint)
     except (OSError, ValueError) as e:
         names = ", ".join(map(repr, DRAFTERS))
-        raise ValueError(f"speculate={path!r}, neither {names} nor a draft model: {e}") from e
+        raise FieldError.of(
+            "speculate", f"={path!r}, neither {names} nor a draft model: {e}"
+        ) from e
     num_tokens = tokenizer.n_words
     num_draft_tokens = draft_tokenizer.n_words
     if num_tokens != num_draft_tokens or _probe(tokenizer) != _probe(draft_tokenizer):
-        raise ValueError(
-            f"speculate={path!r}: the draft model has another vocabulary ({num_draft_tokens} "
-            f"tokens) than the model ({num_tokens}): give one of the same family"
+        raise FieldError.of(
+            "speculate",
+            f"={path!r}: the draft model has another vocabulary ({num_draft_tokens} "
+            f"tokens) than the model ({num_tokens}): give one of the same family",
         )
     return [files]
 

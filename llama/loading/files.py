@@ -99,9 +99,10 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
     check_stages(checkpoint.params, placement.stages)
     longest = checkpoint.params.longest_context
     if args.max_seq_len is not None and args.max_seq_len > longest:
-        raise ValueError(
-            f"max_seq_len={args.max_seq_len} is beyond this model's limit of {longest} tokens: "
-            "build with that or less"
+        raise FieldError.of(
+            "max_seq_len",
+            f"={args.max_seq_len} is beyond this model's limit of {longest} tokens: "
+            "build with that or less",
         )
     if checkpoint.packed is not None:
         packed.check_use(checkpoint, device, chosen_dtype, quantize)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llama.common.checks import FieldError
 from llama.engine.core import PAGE_SIZE, step_tokens
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
@@ -146,9 +147,10 @@ def choose_sizes(
         ValueError: Not one sequence of max_seq_len fits.
     """
     if kv_bytes is not None and kv_bytes > memory.kv_bytes:
-        raise ValueError(
-            f"kv_cache_memory_bytes={kv_bytes} is more than the {memory.kv_bytes} bytes that are "
-            f"free beside the weights{_on_rank(memory)}: ask for that or less"
+        raise FieldError.of(
+            "kv_cache_memory_bytes",
+            f"={kv_bytes} is more than the {memory.kv_bytes} bytes that are "
+            f"free beside the weights{_on_rank(memory)}: ask for that or less",
         )
     num_pages = (kv_bytes or memory.kv_bytes) // (memory.per_token * PAGE_SIZE)
     if seq_len is None:

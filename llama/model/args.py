@@ -6,7 +6,7 @@ In: the contents of the file. Out: a `ModelArgs`. No file is opened, and no tens
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from llama.common.checks import Range, brief, check_ranges, errors_in
+from llama.common.checks import FieldError, Range, brief, check_ranges, errors_in
 
 # Keys that some releases of params.json carry and that change nothing here.
 HARMLESS_PARAMS = frozenset({"max_batch_size", "max_seq_len", "model_parallel_size"})
@@ -131,9 +131,10 @@ class ModelArgs:
         """
         for name, whole in self._divided().items():
             if size > whole:
-                raise ValueError(
-                    f"model_parallel_size={size} is more than {name}={whole}, and each rank holds "
-                    f"at least one: use at most {min(self._divided().values())} ranks"
+                raise FieldError.of(
+                    "model_parallel_size",
+                    f"={size} is more than {name}={whole}, and each rank holds "
+                    f"at least one: use at most {min(self._divided().values())} ranks",
                 )
 
     def check_shards(self, count: int) -> None:
@@ -145,14 +146,16 @@ class ModelArgs:
         parts = self._divided()
         for name, whole in parts.items():
             if whole % count:
-                raise ValueError(
-                    f"model_parallel_size={count} does not divide {name}={whole}: use a size that "
-                    f"divides {', '.join(f'{n}={w}' for n, w in parts.items())}"
+                raise FieldError.of(
+                    "model_parallel_size",
+                    f"={count} does not divide {name}={whole}: use a size that "
+                    f"divides {', '.join(f'{n}={w}' for n, w in parts.items())}",
                 )
         if self.kv_heads % count and count % self.kv_heads:
-            raise ValueError(
-                f"model_parallel_size={count} neither divides nor is a multiple of "
-                f"n_kv_heads={self.kv_heads}: use a size that does"
+            raise FieldError.of(
+                "model_parallel_size",
+                f"={count} neither divides nor is a multiple of "
+                f"n_kv_heads={self.kv_heads}: use a size that does",
             )
 
     def _divided(self) -> dict[str, int]:

@@ -142,7 +142,10 @@ def pick_kv_format(name: object, device: torch.device) -> KVFormat:
     if name != "int8":
         raise FieldError.of("kv_cache_dtype", f"={name!r}: give int8, auto, or None")
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"kv_cache_dtype={name!r} is not for {device.type}: leave it out there")
+        raise FieldError.of(
+            "kv_cache_dtype",
+            f"={name!r} is not for {device.type}: leave it out there",
+        )
     return FORMATS[name]
 
 

@@ -23,6 +23,7 @@ from fairscale.nn.model_parallel import initialize as fs_init
 # torch.distributed exports it without declaring it, so type checkers look here.
 from torch._C._distributed_c10d import HashStore
 
+from llama.common.checks import FieldError
 from llama.ranks import torch_private
 from llama.ranks.collectives import ModelParallel, exchange
 from llama.ranks.meeting import meet_all
@@ -327,10 +328,11 @@ def _first_sum(group: dist.ProcessGroup, device: torch.device) -> None:
 def check_carries(backends: str, device: torch.device) -> None:
     """Raise a ValueError if groups with these backends cannot exchange tensors of the device."""
     if device.type not in {part.split(":")[0] for part in backends.split(",")}:
-        raise ValueError(
-            f"device='{device}', but this process joined process groups that carry other tensors "
+        raise FieldError.of(
+            "device",
+            f"='{device}', but this process joined process groups that carry other tensors "
             f"({backends}): choose a device of theirs, or call init_process_group with "
-            f"'{'nccl' if device.type == 'cuda' else 'gloo'}'"
+            f"'{'nccl' if device.type == 'cuda' else 'gloo'}'",
         )
 
 

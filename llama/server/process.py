@@ -6,6 +6,7 @@ requests are rejected, running ones get `drain_s` seconds, and the process ends;
 ends it at once.
 """
 
+import errno
 import functools
 import gc
 import logging
@@ -62,7 +63,7 @@ class Server:
 
         Raises:
             ValueError: other machines could connect, and no key is given.
-            OSError: the address cannot be listened on.
+            FieldError: the address cannot be listened on.
         """
         loopback = is_loopback(host)
         if not loopback and not api_keys:
@@ -72,8 +73,7 @@ class Server:
                 "LLAMA_API_KEY, or leave --host out",
             )
         self.service = service
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = listener or socket.create_server((host, port), family=family, backlog=2048)
+        self._socket = listener or _listen(host, port)
         self.port: int = port if listener else self._socket.getsockname()[1]
         app_options["host_routes"] = host_routes and host_routes(service, self.port)
         limits = service.limits
@@ -166,6 +166,24 @@ class Server:
         if self._thread.is_alive():
             self._thread.join(2 * _FLUSH_S)
         sys.setswitchinterval(self._usual_switch_s)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen at an address.
+
+    Raises:
+        FieldError: The address cannot be had; the error names host or port.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            remedy = "give another port, or 0 for a free one"
+            text = f"--port {port}: another program listens there: {remedy}"
+            raise FieldError("port", text) from None
+        reason = e.strerror.partition(" (")[0].lower() if e.strerror else str(e)
+        raise FieldError("host", f"--host {host} --port {port}: {reason}") from None
 
 
 def log_to_stderr() -> None:

@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from llama.common.checks import brief
+from llama.common.checks import FieldPathError, brief
 from llama.storage.downloads import read_json, read_small, shown
 from llama.storage.gguf import Header, is_gguf, read_header
 
@@ -185,7 +185,7 @@ def parse(given: str | PathLike[str] | Header, release: str) -> Parsed:
         return _parse_gguf(read_header(path))
     if not path.exists():
         remedy = "give the path of Llama 3's tokenizer"
-        raise FileNotFoundError(f"no tokenizer at {shown(path)}: {remedy}")
+        raise FieldPathError("tokenizer_path", f"no tokenizer at {shown(path)}: {remedy}")
     data = read_small(path)
     if path.suffix == ".json" or data.startswith(b"{"):
         return _parse_tokenizer_json(path, data)

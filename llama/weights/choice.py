@@ -100,17 +100,21 @@ def check_quantize(name: object, dtype: torch.dtype, device: torch.device) -> st
         text = f"={name!r}: give one of {', '.join(QUANTIZED)}, or None"
         raise FieldError.of("quantize", text)
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"quantize={name!r} is not for {device.type}: use dtype='bf16'")
+        raise FieldError.of("quantize", f"={name!r} is not for {device.type}: use dtype='bf16'")
     if name == "int4" and native.kernels() is None:
-        raise ValueError(
-            f"quantize={name!r} needs this project's CPU kernels, which do not run here "
-            "(`llama doctor` tells why): use int8"
+        raise FieldError.of(
+            "quantize",
+            f"={name!r} needs this project's CPU kernels, which do not run here "
+            "(`llama doctor` tells why): use int8",
         )
     if dtype not in QUANTIZED[name].dtypes:
         if (reason := missing_bf16(device)) is not None:
-            raise ValueError(f"quantize={name!r} needs bf16, but {reason}: leave quantize out")
-        raise ValueError(
-            f"quantize={name!r} is for dtype='bf16', not {dtype_name(dtype)}: leave dtype out"
+            raise FieldError.of(
+                "quantize", f"={name!r} needs bf16, but {reason}: leave quantize out"
+            )
+        raise FieldError.of(
+            "quantize",
+            f"={name!r} is for dtype='bf16', not {dtype_name(dtype)}: leave dtype out",
         )
     return name
 
@@ -134,21 +138,24 @@ def check_activations(name: object, device: torch.device, *, is_plain: bool) -> 
     needed = ROUNDED_ACTIVATIONS[name].device
     if device.type != needed:
         allowed = "the CPU" if needed == "cpu" else "NVIDIA GPUs"
-        raise ValueError(
-            f"activations={name!r} is for {allowed}, not for {device.type}: leave activations out"
+        raise FieldError.of(
+            "activations",
+            f"={name!r} is for {allowed}, not for {device.type}: leave activations out",
         )
     if needed == "cuda":
         if (reason := _missing_e4m3(device)) is not None:
-            raise ValueError(
-                f"activations={name!r} needs products in e4m3, but {reason}: leave activations out"
+            raise FieldError.of(
+                "activations",
+                f"={name!r} needs products in e4m3, but {reason}: leave activations out",
             )
         if is_plain:
             raise _no_e4m3(name)
         return name
     if _has_amx() and not ROUNDED_ACTIVATIONS[name].per_token:
-        raise ValueError(
-            f"activations={name!r} is slower than bf16 on this CPU, which has AMX: leave "
-            "activations out, or give 'int8_token' for matrices in int8"
+        raise FieldError.of(
+            "activations",
+            f"={name!r} is slower than bf16 on this CPU, which has AMX: leave "
+            "activations out, or give 'int8_token' for matrices in int8",
         )
     if is_plain:
         raise _no_integers(name)
@@ -208,20 +215,23 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
         if weight.round_activations(per_token, exact_top=matrix == LM_HEAD):
             is_any = True
         elif weight.has_integers() and weight.shape[1] % rounded.PIECE:
-            raise ValueError(
-                f"activations={name!r}: {matrix} has {weight.shape[1]} columns on a rank, which is "
+            raise FieldError.of(
+                "activations",
+                f"={name!r}: {matrix} has {weight.shape[1]} columns on a rank, which is "
                 f"no multiple of {rounded.PIECE}: use another number of ranks, or give "
-                "activations='bf16'"
+                "activations='bf16'",
             )
         elif matrix == LM_HEAD:
-            raise ValueError(
-                f"activations={name!r} needs an lm_head whose elements are whole numbers: give "
-                "quantize='int8' or 'int4' too, or activations='int8'"
+            raise FieldError.of(
+                "activations",
+                f"={name!r} needs an lm_head whose elements are whole numbers: give "
+                "quantize='int8' or 'int4' too, or activations='int8'",
             )
     if not is_any and has_amx:
-        raise ValueError(
-            f"activations={name!r} is slower than bf16 on this CPU, which has AMX, unless matrices "
-            "are in int8 with one scale per row: give quantize='int8' too, or leave activations out"
+        raise FieldError.of(
+            "activations",
+            f"={name!r} is slower than bf16 on this CPU, which has AMX, unless matrices are in "
+            "int8 with one scale per row: give quantize='int8' too, or leave activations out",
         )
     if not is_any:
         raise _no_integers(name)

@@ -20,6 +20,7 @@ from llama.checkpoint.table import name_in, shard_shapes
 from llama.checkpoint.write import atomic as writing
 from llama.checkpoint.write.quantize import GROUP, quantized_tensors
 from llama.checkpoint.write.settings_files import FileContent
+from llama.common.checks import FieldError
 from llama.ranks.placement import Placement
 from llama.weights.choice import QUANTIZED
 
@@ -60,9 +61,10 @@ class ConversionReader(CheckpointReader):
         self.quantize = quantize
         self.activations = activations
         if quantize and (self.params.dim % GROUP or self.params.ffn_dim % GROUP):
-            raise ValueError(
-                f"quantize={quantize!r} needs rows whose length is a multiple of {GROUP}, and this "
-                f"model has rows of {self.params.dim} and {self.params.ffn_dim}"
+            raise FieldError.of(
+                "quantize",
+                f"={quantize!r} needs rows whose length is a multiple of {GROUP}, and this "
+                f"model has rows of {self.params.dim} and {self.params.ffn_dim}",
             )
 
     def dtype(self, name: str) -> torch.dtype:

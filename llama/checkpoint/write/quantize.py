@@ -42,9 +42,10 @@ def check_activations(name: object, quantize: str | None) -> None:
         known for known, weight_format in QUANTIZED.items() if weight_format.in_files == kind
     ]
     if quantize not in fitting:
-        raise ValueError(
-            f"activations={name!r} is for a folder OUT whose matrices have as many bits: give "
-            f"quantize={fitting[0]!r}"
+        raise FieldError.of(
+            "activations",
+            f"={name!r} is for a folder OUT whose matrices have as many bits: give "
+            f"quantize={fitting[0]!r}",
         )
 
 
