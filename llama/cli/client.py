@@ -19,6 +19,7 @@ import httpx2
 
 from llama.api import Usage
 from llama.cli.flags import UsageError
+from llama.common.checks import printable
 from llama.sampling_params import SamplingParams
 
 _CONNECT_S = 10.0
@@ -46,13 +47,11 @@ class ServerError(OSError):
         """Make an error.
 
         Args:
-            message: The message. Control characters are escaped, because the text of a server must
-                not move the cursor of a terminal or change its colours.
+            message: The message. Control characters are escaped, as a server may have sent it.
             status: The HTTP status, if the server answered.
             retry_after_s: See the attribute.
         """
-        shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-        super().__init__("".join(shown))
+        super().__init__(printable(message))
         self.is_transient = status is None or status in _TRANSIENT
         self.is_key_refused = status in (401, 403)
         self.retry_after_s = retry_after_s

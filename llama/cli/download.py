@@ -7,26 +7,27 @@ hub lists; a file that differs is removed, so that the next download fetches it 
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import re
 import shlex
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Never
 
 from llama.cli.flags import UsageError, extra
-from llama.common.checks import nearest
+from llama.common.checks import nearest, printable
 from llama.storage.downloads import Digest, broken, check_digest
-from llama.storage.hub import hub_cache, model_folder, repository
+from llama.storage.hub import downloads_of, hub_cache, model_folder, repository, snapshot_of
 
 # The files of each layout, as regular expressions.
 _CONFIG = r"(generation_|tokenizer_)?config\.json|(original/)?tokenizer\.(model|json)"
-_TEMPLATES = r"chat_template\.\w+|additional_chat_templates/[^/]+\.jinja"
-_HUGGING_FACE = rf"model[^/]*\.safetensors(\.index\.json)?|{_TEMPLATES}|{_CONFIG}"
+_TEMPLATES = r"chat_template\.\w+|additional_chat_templates/[\w.-]+\.jinja"
+_HUGGING_FACE = rf"model[\w.-]*\.safetensors(\.index\.json)?|{_TEMPLATES}|{_CONFIG}"
 _META_WEIGHTS = r"consolidated(\.\d+)?\.pth|fp8_scales_\d+\.pt|params\.json|checklist\.chk"
 _META = rf"original/({_META_WEIGHTS})|{_CONFIG}"
 _OTHER_WEIGHTS = "*.safetensors"  # these would be loaded before Meta's
@@ -64,23 +65,18 @@ def download(options: argparse.Namespace) -> int:
     repo = repository(options.name)
     if not _REPOSITORY.fullmatch(repo):
         raise UsageError(f"{options.name!r} is not the name of a model: give ORG/NAME, or NAME")
-    parts = _repository_folder(repo) / "blobs"
+    parts = downloads_of(repo) / "blobs"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, functools.partial(_stop, parts))
     try:
         path = _fetch(repo, hub, options.file)
         _remove_stale(parts)
     except (OSError, ValueError, http_error) as e:
-        reason = _reason(e, repo, hub)
+        reason = printable(_reason(e, repo, hub))
         raise OSError(f"{repo} is not downloaded: {reason}; then: llama download {repo}") from None
     print(path)
     print(f"next: llama chat {shlex.quote(path) if options.file else options.name}")
     return 0
-
-
-def _repository_folder(repo: str) -> Path:
-    """Return the folder of a repository in the cache."""
-    return hub_cache() / f"models--{repo.replace('/', '--')}"
 
 
 def _stop(folder: Path, number: int, _: object) -> Never:
@@ -129,8 +125,7 @@ def _reason(error: Exception, repo: str, hub: str) -> str:
 
 def _copy_hint(repo: str) -> str:
     """Return how to get a model without a network."""
-    folder = hub_cache() / f"models--{repo.replace('/', '--')}"
-    return f"copy {folder} from a machine that has the model"
+    return f"copy {downloads_of(repo)} from a machine that has the model"
 
 
 def _fetch(repo: str, hub: str, file: str | None) -> str:
@@ -141,12 +136,13 @@ def _fetch(repo: str, hub: str, file: str | None) -> str:
     """
     import huggingface_hub
 
-    info = huggingface_hub.HfApi(hub).model_info(repo, files_metadata=True)
+    with _answers_of(hub):
+        info = huggingface_hub.HfApi(hub).model_info(repo, files_metadata=True)
     entries: dict[str, Any] = {entry.rfilename: entry for entry in info.siblings or []}
     sizes = {name: entry.size or 0 for name, entry in entries.items()}
     names = _wanted(sizes, model_folder(repo), file)
     cache = hub_cache()
-    folder = _repository_folder(repo) / "snapshots" / str(info.sha)
+    folder = snapshot_of(repo, info.sha)
     cache.mkdir(parents=True, exist_ok=True)
     for name in names:
         path = folder / name
@@ -160,11 +156,23 @@ def _fetch(repo: str, hub: str, file: str | None) -> str:
             f"it needs {needed:,} more bytes in {cache}, where {free:,} are free: delete something "
             "there, or set HF_HUB_CACHE to a folder elsewhere"
         )
-    snapshot = huggingface_hub.snapshot_download(
-        repo, allow_patterns=names, cache_dir=cache, endpoint=hub
-    )
+    with _answers_of(hub):
+        snapshot = huggingface_hub.snapshot_download(
+            repo, allow_patterns=names, cache_dir=cache, endpoint=hub
+        )
+    if Path(snapshot) != folder:  # The library has asked the hub again.
+        raise ValueError("the hub has given two commits: start again")
     _check_all({Path(snapshot, name): entries[name] for name in missing})
     return snapshot if file is None else os.path.join(snapshot, names[0])
+
+
+@contextlib.contextmanager
+def _answers_of(hub: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises for answers of another form into a ValueError."""
+    try:
+        yield
+    except (AssertionError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{hub} answers what no hub does: {error!r:.200}") from error
 
 
 def _check_all(fetched: Mapping[Path, Any]) -> None:
@@ -203,10 +211,17 @@ def _listed_digest(entry: Any) -> Digest | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file of the cache and what it links to, so that nothing takes it for complete."""
+    """Remove a file of the cache and what it links to, so that nothing takes it for complete.
+
+    Raises:
+        ValueError: The file is not in the cache.
+    """
+    cache = hub_cache().resolve()
+    if not path.parent.resolve().is_relative_to(cache):
+        raise ValueError(f"{path} is not in {cache}: it is not removed")
     blob = path.resolve()
     path.unlink()
-    if blob.parent.name == "blobs":
+    if blob.parent.name == "blobs" and blob.is_relative_to(cache):
         blob.unlink(missing_ok=True)
 
 

@@ -78,6 +78,14 @@ def brief(value: object) -> str:
     return text[: 2 * _SHOWN_CHARS - 3] + "..."
 
 
+def printable(text: str) -> str:
+    """Return a text of elsewhere with its control characters escaped.
+
+    They could move the cursor of a terminal, change its colours, or begin a line of a log.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return ": did you mean ...?" if one of the names is similar, else an empty text."""
     similar = difflib.get_close_matches(name, list(names), 1)

@@ -4,7 +4,10 @@ In: a path, or the name of a model. Out: a repository or a folder. No network is
 """
 
 import os
+import re
 from pathlib import Path
+
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def repository(name: str | os.PathLike[str]) -> str:
@@ -22,14 +25,37 @@ def hub_cache() -> Path:
     return Path(get("HF_HUB_CACHE") or home + "/hub").expanduser()
 
 
+def downloads_of(repo: str) -> Path:
+    """Return the folder of a repository in the cache."""
+    return hub_cache() / f"models--{repo.replace('/', '--')}"
+
+
+def snapshot_of(repo: str, commit: str | None) -> Path:
+    """Return the folder of a commit of a repository in the cache.
+
+    Raises:
+        ValueError: what a hub, or a file that it wrote, calls a commit is none. It would be a path
+            to anywhere on this machine.
+    """
+    if commit is None or not _COMMIT.fullmatch(commit):
+        raise ValueError(
+            f"the hub calls {ascii(commit)[:100]} a commit of {repo}, which is not 40 hexadecimal "
+            "digits: use another hub (HF_ENDPOINT)"
+        )
+    return downloads_of(repo) / "snapshots" / commit
+
+
 def model_folder(name: str | os.PathLike[str]) -> Path:
     """Return an existing path unchanged, or the folder where `llama download` put a named model.
 
     A name that was not downloaded is returned as a path, too.
+
+    Raises:
+        ValueError: the cache names no commit for the model; see `snapshot_of`.
     """
     folder = Path(name)
-    downloads = hub_cache() / f"models--{repository(name).replace('/', '--')}"
-    commit = downloads / "refs" / "main"
+    repo = repository(name)
+    commit = downloads_of(repo) / "refs" / "main"
     if folder.exists() or not commit.is_file():
         return folder
-    return downloads / "snapshots" / commit.read_text()
+    return snapshot_of(repo, commit.read_text())

@@ -249,6 +249,54 @@ def test_no_room_no_weights_no_package(hub, monkeypatch, capfd):
     assert not hub.sent
 
 
+@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize("commit", ["relative", "absolute", "", "..", COMMIT[:39], COMMIT + "\n"])
+def test_a_lying_hub_changes_no_file_outside_of_the_cache(
+    hub, files, tmp_path_factory, capfd, commit, is_later
+):
+    """What a hub calls a commit is no path, the first time and when the library asks again."""
+    mine = tmp_path_factory.mktemp("mine")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (mine / name).write_text("mine")
+    snapshots = hub_cache() / f"models--{REPO.replace('/', '--')}" / "snapshots"
+    given = {"relative": os.path.relpath(mine, snapshots), "absolute": str(mine)}.get(
+        commit, commit
+    )
+    if is_later:
+        hub.commit_of_main = given
+    else:
+        hub.commit = given
+    assert main(["download", NAME]) == 1
+    assert "is not downloaded" in capfd.readouterr().err.splitlines()[-1]
+    assert {path.name: path.read_text() for path in mine.iterdir()} == dict.fromkeys(
+        ("config.json", "model.safetensors", "tokenizer.json"), "mine"
+    )
+    hub.commit = hub.commit_of_main = COMMIT
+    assert main(["download", NAME]) == 0
+
+
+def test_a_cache_that_names_no_commit_is_no_path(hub):
+    assert main(["download", NAME]) == 0
+    reference = hub_cache() / f"models--{REPO.replace('/', '--')}" / "refs" / "main"
+    for text in ("/etc", "../../..", COMMIT.upper()):
+        reference.write_text(text)
+        with pytest.raises(ValueError, match="not 40 hexadecimal digits"):
+            model_folder(NAME)
+
+
+@pytest.mark.parametrize("escape", ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m"])
+def test_escapes_of_a_hub_are_not_printed(hub, capfd, monkeypatch, escape):
+    hub.files = {f"m{escape}.gguf": b"GGUF"}
+    assert main(["download", NAME]) == 1
+    hub.token = "hf_a"
+    monkeypatch.setenv("HF_TOKEN", "hf_b")
+    hub.message = f"no{escape}entry"
+    assert main(["download", NAME]) == 1
+    said = capfd.readouterr().err
+    assert "give --file, one of m" in said and "entry" in said
+    assert not {"\x1b", "\x07", "\x9b"} & set(said)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_it_at_once_and_the_next_download_leaves_no_part(hub, files, number):
     """A signal ends the download at once, and the next download leaves no partial file.

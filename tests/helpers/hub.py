@@ -20,6 +20,9 @@ class Hub:
     repo: str
     files: dict[str, bytes]
     token: str | None = None  # the token that its files require
+    message: str = "Invalid credentials in Authorization header"
+    commit: str = COMMIT
+    commit_of_main: str = COMMIT
     # file -> what is sent instead of the listed content, with headers that fit it
     sent_instead: dict[str, bytes] = field(default_factory=dict)
     # file -> bytes sent before the connection is closed
@@ -43,10 +46,11 @@ class _Handler(BaseHTTPRequestHandler):
         hub, path = self.hub, self.path.partition("?")[0]
         given = self.headers.get("Authorization", "Bearer ").removeprefix("Bearer ")
         if given not in ("", hub.token):
-            self._refuse(401, "", "Invalid credentials in Authorization header")
+            self._refuse(401, "", hub.message)
         elif path in (f"/api/models/{hub.repo}", f"/api/models/{hub.repo}/revision/main"):
             listed = [_listed(name, data) for name, data in hub.files.items()]
-            self._answer(json.dumps({"id": hub.repo, "sha": COMMIT, "siblings": listed}).encode())
+            commit = hub.commit_of_main if path.endswith("/main") else hub.commit
+            self._answer(json.dumps({"id": hub.repo, "sha": commit, "siblings": listed}).encode())
         elif path == f"/api/models/{hub.repo}/tree/{COMMIT}":
             self._answer(json.dumps([
                 {"type": "file", "path": name, "size": len(data), "oid": _oid(name, data)}
