@@ -63,12 +63,15 @@ def make_app(
     app.state.service = service
     apis = [module.routes(service) for module in (tokens, ollama, adapters)]
     apis += [module.routes() for module in (routes, embeddings, scoring, markdown)]
-    for router in (*apis, _server_routes(service), host):
+    routers = [*apis, _server_routes(service), host]
+    for router in routers:
         app.include_router(router)
     for kind in (ApiError, FieldError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _error_response)
     keyless_paths = frozenset(getattr(route, "path", "") for route in host.routes)
-    checked = AuthAndLimits(app, ApiKeys(api_keys, metrics_keys), loopback, keyless_paths)
+    routes_of_all = [route for router in routers for route in router.routes]
+    keys = ApiKeys(api_keys, metrics_keys)
+    checked = AuthAndLimits(app, keys, routes_of_all, loopback, keyless_paths)
     if not allowed_origins:
         return checked
     # CORS comes before the key, because a browser's first request has none, and because pages

@@ -1,8 +1,8 @@
 """The checks that every HTTP request passes before its route: its id, its host, its key.
 
-In: an ASGI app. Out: an app that answers with the error object of the API where a check fails,
-before any work is done for the request, and that tells routes whose request it is. It knows no
-routes but the ones that need no key or another one.
+In: an ASGI app and its routes. Out: an app that answers with the error object of the API where a
+check fails, before any work is done for the request, and that tells routes whose request it is. It
+knows no routes but the ones that need no key or another one.
 """
 
 import hmac
@@ -14,16 +14,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llama.server.encoding import JsonResponse
 from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large, log_refusal
 
-# A load balancer has no key, and the page asks a person for it.
+# Paths of routes. A load balancer has no key, and the page asks a person for it.
 _OPEN_PATHS = frozenset({"/health", "/ready", "/"})
 # They show what all tenants do together.
 _OPERATOR_PATHS = frozenset({"/metrics", "/load"})
 ONE_TENANT = b""  # the prefix root of requests where there are no several keys
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -92,6 +94,8 @@ class AuthAndLimits:
         app: the app that gets the requests.
         keys: the keys of which a request must have one, as "Authorization: Bearer KEY" or as
             "x-api-key: KEY".
+        routes: the routes of the app. The one that answers decides which key is needed, as no other
+            reading of a path would always find the same one.
         loopback: whether the server listens on this machine alone. Then the Host header must name
             this machine, so that no web page reaches the server through a name of its own (DNS
             rebinding).
@@ -100,6 +104,7 @@ class AuthAndLimits:
 
     app: ASGIApp
     keys: ApiKeys
+    routes: Sequence[BaseRoute]
     loopback: bool
     open_paths: frozenset[str] = frozenset()
 
@@ -119,9 +124,7 @@ class AuthAndLimits:
 
         path = scope["path"]
         try:
-            scope["state"]["tenant"] = self._check(
-                path.removeprefix(scope.get("root_path", "")), headers
-            )
+            scope["state"]["tenant"] = self._check(scope, headers)
         except ApiError as error:
             log_refusal(request_id, scope["method"], path, error)
             body = error.body_for(path)
@@ -129,7 +132,7 @@ class AuthAndLimits:
             return await response(scope, receive, send_with_id)
         await self.app(scope, receive, send_with_id)
 
-    def _check(self, path: str, headers: Headers) -> bytes:
+    def _check(self, scope: Scope, headers: Headers) -> bytes:
         """Return the prefix root of the tenant; raise an ApiError where a request must not pass."""
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             raise headers_too_large()
@@ -137,6 +140,9 @@ class AuthAndLimits:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
             if not is_loopback(host.removeprefix("[").removesuffix("]")):
                 raise ApiError(400, "the Host header must name this machine: use localhost")
+        if _CONTROL.search(scope["path"]):
+            raise ApiError(400, "the path has a control character: leave it out")
+        path = self._path_of_route(scope)
         if path in _OPEN_PATHS | self.open_paths:
             return ONE_TENANT
         scheme, _, value = headers.get("authorization", "").partition(" ")
@@ -145,6 +151,20 @@ class AuthAndLimits:
             self.keys.check_operator(key, path)
             return ONE_TENANT
         return self.keys.tenant(key)
+
+    def _path_of_route(self, scope: Scope) -> str:
+        """Return the path of the route that will answer, empty where there is none.
+
+        As in Starlette's router, it is the first one that takes the path and the method, or else
+        the first one that takes the path.
+        """
+        paths: dict[Match, str] = {}
+        for route in self.routes:
+            match, _ = route.matches(scope)
+            paths.setdefault(match, getattr(route, "path", ""))
+            if match is Match.FULL:
+                break
+        return paths.get(Match.FULL) or paths.get(Match.PARTIAL, "")
 
 
 def is_loopback(host: str) -> bool:

@@ -86,7 +86,7 @@ GATE = [
     BadRequest("/health", None, 400, None, "the Host header", {"Host": "x"}, "GET"),
     BadRequest(TEXT, {"prompt": "x"}, 431, None, "more than 65536 bytes", {"X": "a" * 70_000}),
     BadRequest("/nowhere", {}, 404, None, "POST /nowhere: Not Found"),
-    BadRequest("/" + "%01" * 3000, None, 404, None, "Not Found", {}, "GET"),
+    BadRequest("/" + "%01" * 3000, None, 400, None, "control character", {}, "GET"),
     BadRequest(f"{MESSAGES}/batches", {}, 404, None, "Not Found"),
     BadRequest("/health", {}, 405, None, "Method Not Allowed"),
     BadRequest(CHAT, None, 405, None, "Method Not Allowed", {}, "GET"),
