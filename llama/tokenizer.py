@@ -178,6 +178,16 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
+    def encode_start(self, text: str, max_ids: int) -> list[int]:
+        """Return the leading ids of a text, at most `max_ids`; most of the rest is not encoded."""
+        ids: list[int] = []
+        # A long text is cut at the same places as in `encode`, so the ids are those of the whole.
+        for start in range(0, len(text), MAX_ENCODE_CHARS):
+            if len(ids) >= max_ids:
+                break
+            ids += self.encode(text[start : start + MAX_ENCODE_CHARS], bos=False, eos=False)
+        return ids[:max_ids]
+
     def decode(self, ids: Sequence[int] | int, *, skip_special_tokens: bool = False) -> str:
         """Decode one or more ids; bytes that are no UTF-8 become U+FFFD.
 

@@ -7,6 +7,7 @@ used is a TypeError or a ValueError that names it, before any work.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -164,7 +165,7 @@ class Pooler:
             ids = self.encode(f"{options.prompt}{item}", options.truncate)
             if options.prompt and options.pooling == "mean" and not options.include_prompt:
                 template = self._template(1)
-                skip = template.index(0) + len(self._ids(options.prompt))
+                skip = template.index(0) + len(self._ids(options.prompt, options.truncate))
         elif options.truncate is not None and isinstance(ids, list):
             ids = ids[: options.truncate]
         reads = Pooling(options.pooling, skip)
@@ -177,25 +178,35 @@ class Pooler:
             text: The text.
             max_len: The number of tokens that it is cut to, special tokens included.
         """
-        return self._joined(self._template(1), [self._ids(text)], max_len)
+        return self._joined(self._template(1), [self._ids(text, max_len)], max_len)
 
-    def encode_pair(self, query: str, document: str, max_len: int | None = None) -> list[int]:
-        """Return the ids of a query with a document, of which the document is cut first.
+    def pair_encoder(self, max_len: int | None = None) -> Callable[[str, str], list[int]]:
+        """Return a function from a query and a document to their ids together.
+
+        The ids of a query that comes again in the next pair are kept, where they do not depend on
+        the document.
 
         Args:
-            query: The query.
-            document: The document.
-            max_len: The number of tokens that they are cut to.
+            max_len: The number of tokens that a pair is cut to, the document first.
         """
         template = self.settings.pair_template
-        if template is not None:
+        encode = partial(self._ids, max_len=max_len)
+        query_ids = lru_cache(1)(encode)
+
+        def in_template(query: str, document: str) -> list[int]:
+            assert template is not None
             before, _, after = template.partition("{query}")
             middle, _, end = after.partition("{document}")
             return self.encode(f"{before}{query}{middle}{document}{end}", max_len)
-        texts = [self._ids(query), self._ids(document)]
-        return self._joined(self._template(2), texts, max_len)
 
-    def _ids(self, text: str) -> list[int]:
+        def joined(query: str, document: str) -> list[int]:
+            return self._joined(self._template(2), [query_ids(query), encode(document)], max_len)
+
+        return joined if template is None else in_template
+
+    def _ids(self, text: str, max_len: int | None = None) -> list[int]:
+        if max_len is not None:
+            return self.tokenizer.encode_start(text, max_len)
         return self.tokenizer.encode(text, bos=False, eos=False)
 
     def _template(self, num_texts: int) -> TokenTemplate:

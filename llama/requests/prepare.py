@@ -28,7 +28,7 @@ from llama.requests.reasoning_text import (
 from llama.requests.request import Request, derived_seed
 from llama.requests.thinking import ReasoningConstraint
 from llama.sampling_params import SamplingParams
-from llama.tokenizer import MAX_ENCODE_CHARS, Tokenizer
+from llama.tokenizer import Tokenizer
 
 _SPEC_FIELDS = {field.name for field in fields(SequenceSpec)}
 _PARAMS_FIELDS = {field.name for field in fields(SamplingParams)}
@@ -197,24 +197,11 @@ class Preparer:
             stop_ids=frozenset(params.stop_token_ids) | frozenset(model_stops),
             prefix_root=root,
             is_constrained=params.structured_output is not None or params.constrains_reasoning,
-            prediction=self._prediction(params.prediction),
+            # Of a prediction, as much as the context can hold.
+            prediction=tuple(self.tokenizer.encode_start(params.prediction, self.max_seq_len)),
             bad_words=tuple(banned),
             **shared,
         )
-
-    def _prediction(self, text: str) -> tuple[int, ...]:
-        """Return the leading ids of a prediction, as many as the context can hold.
-
-        The rest of the text is not even encoded. The tokenizer cuts long texts at the same places,
-        so the ids are those of the whole text.
-        """
-        ids: list[int] = []
-        for start in range(0, len(text), MAX_ENCODE_CHARS):
-            part = text[start : start + MAX_ENCODE_CHARS]
-            ids += self.tokenizer.encode(part, bos=False, eos=False)
-            if len(ids) >= self.max_seq_len:
-                break
-        return tuple(ids[: self.max_seq_len])
 
 
 def _check_types(request_id: object, params: object) -> None:

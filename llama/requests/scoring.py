@@ -7,7 +7,7 @@ embeddings (a bi-encoder).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,11 +111,10 @@ class _CrossEncoder(PairScorer):
     classifier: "Classifier"
     inputs: Sequence[tuple[str, str]]
     options: EmbeddingOptions
+    encode: Callable[[str, str], list[int]]
 
     def request(self, item: tuple[str, str], **options: Any) -> Request:
-        pooler = self.classifier.pooler
-        ids = pooler.encode_pair(*item, self.options.truncate)
-        return pooler.request(ids, self.options, **options)
+        return self.classifier.pooler.request(self.encode(*item), self.options, **options)
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[float]:
         head = self.classifier.head()
@@ -231,7 +230,9 @@ class Classifier:
         if self.known_head is not None:
             all_queries = list(queries) * (len(documents) // len(queries))
             pairs = list(zip(all_queries, documents, strict=True))
-            return _CrossEncoder(self, pairs, self._options(truncate))
+            options = self._options(truncate)
+            encode = self.pooler.pair_encoder(options.truncate)
+            return _CrossEncoder(self, pairs, options, encode)
         return self._bi_encoder(queries, documents, truncate)
 
     def _bi_encoder(

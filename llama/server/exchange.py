@@ -136,10 +136,10 @@ async def beside_if_confined(http: Exchange, work: Callable[..., _T], *args: Any
     """Call a function that encodes a dialog, where it does not hold up the event loop.
 
     Raises:
-        ApiError: it takes too long, as a chat template may; see `Serving.beside`.
+        ApiError: it takes too long, as a chat template may; see `Workers.encode_dialog`.
     """
     if http.serving.dialog_format.is_confined:
-        return await http.serving.beside(work, *args)
+        return await http.serving.workers.encode_dialog(work, *args)
     return await beside_if_large(http, work, *args)
 
 

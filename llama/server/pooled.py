@@ -23,7 +23,8 @@ from llama.server.encoding import (
 from llama.server.errors import ErrorFields
 from llama.server.exchange import Exchange
 
-_MAX_IN_LOOP = 10_000  # characters or ids of an input that are encoded in the event loop
+_MAX_IN_LOOP = 10_000  # characters and ids of a body's inputs that are encoded in the event loop
+_PER_INPUT = 100  # characters that take as long as the rest of what is done for an input
 _MAX_VALUES = 1000  # elements of vectors that are encoded as JSON in the event loop
 
 MakeRequest = Callable[..., EngineRequest]  # arguments: an input, `index=` and `tenant=`
@@ -34,6 +35,7 @@ async def pooled_outputs(
     inputs: Sequence[Any],
     make: MakeRequest,
     fields: ErrorFields,
+    num_shared: int = 0,
 ) -> list[RequestOutput]:
     """Return the output of each input, in their order.
 
@@ -44,13 +46,14 @@ async def pooled_outputs(
         inputs: texts or lists of token ids.
         make: makes the engine's request for one input.
         fields: the body's own names, which an error uses.
+        num_shared: characters that are encoded again with each input.
 
     Raises:
         ApiError: 400 names the field that is wrong; 500 and 503 are those of `Serving.outputs`.
     """
     http.serving.loaded()
     outputs: list[RequestOutput] = []
-    prepared = await _prepared(http, inputs, make, fields)
+    prepared = await _prepared(http, inputs, make, fields, num_shared)
     group_size = http.serving.limits.max_prompts
     for start in range(0, len(prepared), group_size):
         group = prepared[start : start + group_size]
@@ -64,20 +67,26 @@ async def _prepared(
     inputs: Sequence[Any],
     make: MakeRequest,
     fields: ErrorFields,
+    num_shared: int,
 ) -> list[EngineRequest]:
     """Return the engine's request for each input; all are checked before any is run."""
-    prepared = []
+    tenant = http.state.tenant
+    requests = (make(item, index=i, tenant=tenant) for i, item in enumerate(inputs))
+    cost = sum(_PER_INPUT + num_shared + _num_encoded(item) for item in inputs)
     with http.serving.refusals(fields):
-        for i, item in enumerate(inputs):
-            options = {"index": i, "tenant": http.state.tenant}
-            is_large = isinstance(item, str | list) and len(item) > _MAX_IN_LOOP
-            is_dialog = isinstance(item, list) and bool(item) and not isinstance(item[0], int)
-            if is_large or is_dialog:
-                prepared.append(await asyncio.to_thread(make, item, **options))
-            else:
-                prepared.append(make(item, **options))
-                await asyncio.sleep(0)  # Many inputs would delay the events of other requests.
-    return prepared
+        if cost <= _MAX_IN_LOOP:
+            return list(requests)
+        work = http.serving.workers.collect(requests, fields.prompt)
+        return await unless_client_leaves(work, http.receive)
+
+
+def _num_encoded(item: Any) -> int:
+    """Return how many characters or ids of an input are encoded or checked."""
+    if isinstance(item, tuple):  # a pair of texts, or a text with its options
+        return sum(len(part) for part in item if isinstance(part, str))
+    is_dialog = isinstance(item, list) and bool(item) and not isinstance(item[0], int)
+    # A chat template may take long for few characters.
+    return _MAX_IN_LOOP if is_dialog else len(item)
 
 
 async def _run(
@@ -92,15 +101,16 @@ async def _run(
     return [found[index] for index in sorted(found)]
 
 
-async def json_response(content: dict[str, Any], num_values: int) -> Response:
-    """Return a response whose JSON is made beside the event loop if it has many elements.
+async def json_response(http: Exchange, content: dict[str, Any], num_values: int) -> Response:
+    """Return a response whose JSON is made beside the event loop if it may be large.
 
     Args:
+        http: the request of HTTP, whose texts `content` may quote.
         content: the object; an iterator in it is encoded as a list.
         num_values: the number of elements of vectors in it.
     """
     pieces: Iterator[bytes] = json_pieces(content)
-    if num_values > _MAX_VALUES:
+    if num_values > _MAX_VALUES or http.state.has_large_body:
         first = await asyncio.to_thread(next, pieces)
     else:
         first = next(pieces)

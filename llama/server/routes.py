@@ -16,7 +16,7 @@ from llama.api import Request as EngineRequest
 from llama.sampling_params import SamplingParams
 from llama.server.anthropic.answers import MessageAnswer
 from llama.server.anthropic.models import COUNT_URL, MESSAGES_URL, CountBody, MessagesBody
-from llama.server.encoding import JsonResponse
+from llama.server.encoding import JsonResponse, unless_client_leaves
 from llama.server.errors import ApiError
 from llama.server.exchange import Exchange, beside_if_large, body_router, chat_ids, prepare_chat
 from llama.server.openai.answers import Completion
@@ -25,6 +25,7 @@ from llama.server.request import ApiRequest
 from llama.server.respond import respond
 from llama.server.responses.answers import ResponseAnswer
 from llama.server.responses.models import RESPONSES_URL, ResponsesBody
+from llama.server.workers import PREPARE_S
 
 # Without defaults of the model. A completion has OpenAI's own limit; the answer of a chat may be
 # as long as the context.
@@ -98,12 +99,18 @@ async def _prepare_prompts(http: Exchange, request: ApiRequest) -> list[EngineRe
         message = f"prompt has {num_prompts} entries: this server takes at most {max_prompts}"
         raise ApiError(400, message, param="prompt")
     serving.check_capacity(request.num_answers, "prompt" if num_prompts > 1 else "n")
-    prepared = []
-    for i, prompt in enumerate(request.prompts):
-        tenant = http.state.tenant
-        made = await serving.prepare(
-            prompt, request.params, request.fields, tenant=tenant, index=i, model=request.model
-        )
-        prepared.append(made)
-        await asyncio.sleep(0)  # Hundreds of prompts would delay the events of other requests.
-    return prepared
+
+    async def prepare() -> list[EngineRequest]:
+        prepared = []
+        for i, prompt in enumerate(request.prompts):
+            tenant = http.state.tenant
+            made = await serving.prepare(
+                prompt, request.params, request.fields, tenant=tenant, index=i, model=request.model
+            )
+            prepared.append(made)
+            await asyncio.sleep(0)  # Hundreds of prompts would delay the events of other requests.
+        return prepared
+
+    with serving.workers.in_time(request.fields.prompt):
+        async with asyncio.timeout(PREPARE_S):  # Each prompt is encoded with the same bad words.
+            return await unless_client_leaves(prepare(), http.receive)

@@ -4,6 +4,7 @@ In: texts, pairs of texts, or a query with documents. Out: labels and scores. A 
 what a route is for answers with status 404 and the reason.
 """
 
+import asyncio
 import functools
 import time
 from typing import Annotated, Any, ClassVar, Literal
@@ -24,6 +25,7 @@ from llama.server.openai.models import MAX_PROMPTS, PromptField
 from llama.server.pooled import json_response, pooled_outputs
 
 _NAMES = {"truncate": "truncate_prompt_tokens"}
+_PER_LABEL = 10  # values of a vector that take as long as the label of an input
 _TEXTS = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 
 
@@ -120,10 +122,11 @@ def routes() -> APIRouter:
         outputs = await pooled_outputs(http, inputs, make, fields)
         content = {
             **_head_of(http, "classify", body.model),
-            "data": [_label_of(i, head, output, body) for i, output in enumerate(outputs)],
+            "data": (_label_of(i, head, output, body) for i, output in enumerate(outputs)),
             "usage": _usage(outputs),
         }
-        return await json_response(content, len(outputs) * head.num_labels)
+        num_values = len(outputs) * (head.num_labels + _PER_LABEL)
+        return await json_response(http, content, num_values)
 
     @router.post("/score")
     @router.post("/v1/score")
@@ -139,7 +142,7 @@ def routes() -> APIRouter:
             "data": data,
             "usage": _usage(outputs),
         }
-        return await json_response(content, len(scores))
+        return await json_response(http, content, len(scores))
 
     @router.post("/rerank")
     @router.post("/v1/rerank")
@@ -157,7 +160,7 @@ def routes() -> APIRouter:
             results.append(result)
         head = _head_of(http, "rerank", body.model)
         content = {"id": head["id"], "model": head["model"], "results": results}
-        return await json_response({**content, "usage": _usage(outputs)}, len(results))
+        return await json_response(http, {**content, "usage": _usage(outputs)}, len(results))
 
     return router
 
@@ -187,7 +190,7 @@ async def _scores_of(
         truncate = body.truncate(llama.model.params.max_seq_len)
         scorer = llama.classifier.pair_scorer(queries, documents, truncate)
     outputs = await pooled_outputs(http, scorer.inputs, scorer.request, fields)
-    return scorer.scores(outputs), outputs
+    return await asyncio.to_thread(scorer.scores, outputs), outputs
 
 
 def _head_of(http: Exchange, kind: str, model: str | None) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from llama.api import AsyncLLMEngine, ContextLengthError, Llama, Request, RequestOutput
 from llama.common.checks import FieldError
@@ -25,22 +25,14 @@ from llama.server.errors import (
     ApiError,
     ErrorFields,
     broken,
+    first_name,
     shutting_down,
     unknown_model,
 )
 from llama.server.limits import Limits, State
 from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
-from llama.server.worker_pool import PoolBusyError, WorkerPool
+from llama.server.workers import PREPARE_S, Workers
 
-_PREPARE_S = 5.0  # limit for encoding a prompt, and for compiling a grammar
-_GRAMMAR_THREADS = 4  # grammars compiled at the same time
-_DIALOG_THREADS = 4  # dialogs that wait for the process of a chat template, or are encoded
-_TOO_SLOW = (
-    f"the request took more than {_PREPARE_S:.0f} s to prepare: send less at once, or ask for a "
-    "simpler response format"
-)
-_POOL_BUSY = "the server is compiling the grammars of other requests: try again"
-_T = TypeVar("_T")
 log = logging.getLogger("llama.server")
 
 
@@ -64,6 +56,7 @@ class Serving:
         created: time of the start, in seconds since 1970.
         llama: the model, once it is loaded.
         engine: the engine of the model.
+        workers: the threads in which requests are prepared.
     """
 
     name: str
@@ -77,15 +70,12 @@ class Serving:
     created: int = field(default_factory=lambda: int(time.time()))
     llama: Llama | None = None
     engine: AsyncLLMEngine | None = None
-    _grammar_pool: WorkerPool = field(init=False)
-    _dialog_pool: WorkerPool = field(init=False)
+    workers: Workers = field(init=False)
     _active: set[ActiveRequest] = field(default_factory=set)
     _has_logged_failure: bool = False
 
     def __post_init__(self) -> None:
-        max_waiting = self.limits.max_queue
-        self._grammar_pool = WorkerPool("llama-grammar", _GRAMMAR_THREADS, max_waiting)
-        self._dialog_pool = WorkerPool("llama-dialog", _DIALOG_THREADS, max_waiting)
+        self.workers = Workers(self.limits.max_queue, self.metrics)
 
     def start(self, llama: Llama) -> None:
         """Answer requests from now on, with a loaded model."""
@@ -178,20 +168,6 @@ class Serving:
             return None
         raise unknown_model(model, [self.name, *adapters])
 
-    async def beside(self, work: Callable[..., _T], *args: Any) -> _T:
-        """Call a function that waits for the process of a chat template, in a thread.
-
-        Raises:
-            ApiError: 400 if it takes too long, 503 if it cannot begin in time.
-        """
-        try:
-            return await self._dialog_pool.run(functools.partial(work, *args), _PREPARE_S)
-        except PoolBusyError:
-            self.metrics.refused.inc()
-            raise ApiError(503, "the server is encoding other dialogs: try again") from None
-        except TimeoutError:
-            raise ApiError(400, _TOO_SLOW, param="messages") from None
-
     async def prepare(
         self,
         prompt: str | list[int],
@@ -226,23 +202,17 @@ class Serving:
             # The engine adds begin_of_text; a client may have written its name as well.
             names = {token: name for name, token in tokenizer.special_tokens.items()}
             prompt = prompt.removeprefix(names[tokenizer.bos_id])
-        try:
-            with self.refusals(fields):
-                return await self._prepare(
-                    prompt,
-                    params,
-                    tenant=tenant,
-                    index=index,
-                    must_fit=must_fit,
-                    max_context=max_context,
-                    adapter=adapter,
-                )
-        except PoolBusyError:
-            self.metrics.refused.inc()
-            raise ApiError(503, _POOL_BUSY) from None
-        except TimeoutError:
-            field = fields.prompt if params.structured_output is None else "structured_output"
-            raise fields.refusal(FieldError(field, _TOO_SLOW)) from None
+        field = fields.prompt if params.structured_output is None else fields.answer_format
+        with self.workers.in_time(first_name(field)), self.refusals(fields):
+            return await self._prepare(
+                prompt,
+                params,
+                tenant=tenant,
+                index=index,
+                must_fit=must_fit,
+                max_context=max_context,
+                adapter=adapter,
+            )
 
     @contextlib.contextmanager
     def refusals(self, fields: ErrorFields) -> Iterator[None]:
@@ -270,10 +240,10 @@ class Serving:
         """Prepare a request in the event loop or in a thread; the time is limited either way."""
         assert self.engine is not None
         if params.structured_output is None:
-            async with asyncio.timeout(_PREPARE_S):
+            async with asyncio.timeout(PREPARE_S):
                 return await self.engine.prepare(prompt, params, "", **options)
         prepare = functools.partial(self.engine.engine.prepare, "", prompt, params, **options)
-        request = await self._grammar_pool.run(prepare, _PREPARE_S)
+        request = await self.workers.compile(prepare)
         self.loaded()  # The engine may have been closed meanwhile.
         return request
 

@@ -5,7 +5,9 @@ function was too slow or never began. It knows no HTTP and no model.
 """
 
 import asyncio
-from collections.abc import Callable
+import itertools
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -55,6 +57,28 @@ class WorkerPool:
             # Without the shield, a time-out would mark the future as done, and so the thread as
             # free, while the work still runs.
             return await asyncio.shield(future)
+
+    async def collect(self, items: Iterator[_T], limit_s: float) -> list[_T]:
+        """Return the items of an iterator, which a thread takes from it.
+
+        After the time limit, or once the caller is cancelled, no further item is made.
+
+        Args:
+            items: the iterator.
+            limit_s: as in `run`.
+
+        Raises:
+            PoolBusyError, TimeoutError: as in `run`.
+        """
+        has_ended = threading.Event()
+
+        def work() -> list[_T]:
+            return list(itertools.takewhile(lambda _: not has_ended.is_set(), items))
+
+        try:
+            return await self.run(work, limit_s)
+        finally:
+            has_ended.set()
 
     def _free_thread(self, future: asyncio.Future[_T]) -> None:
         """Count the thread of a call that has ended as free."""

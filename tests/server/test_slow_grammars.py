@@ -12,7 +12,7 @@ import pytest
 from helpers.services import service_of
 from llama.common.checks import FieldError
 from llama.requests.grammar import GrammarCompiler
-from llama.server import serving as serving_module
+from llama.server import workers
 from llama.server.app import make_app
 from llama.server.limits import Limits
 
@@ -56,7 +56,7 @@ def test_slow_grammars_hold_up_no_other_request(demo, is_released, monkeypatch, 
     With six or more grammars that never finish, a request without a grammar is answered, small or
     large. The compiling requests get 400 and others 503; later grammars compile as usual.
     """
-    monkeypatch.setattr(serving_module, "_PREPARE_S", 0.3)
+    monkeypatch.setattr(workers, "PREPARE_S", 0.3)
 
     async def run() -> None:
         service = service_of()
@@ -99,7 +99,7 @@ def test_grammars_beyond_the_queue_are_refused_at_once(demo, is_released):
         transport = httpx.ASGITransport(make_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             try:
-                num_held = serving_module._GRAMMAR_THREADS + 2
+                num_held = workers.NUM_THREADS + 2
                 held = [asyncio.create_task(_ask(client, **SLOW)) for _ in range(num_held + 1)]
                 done, waiting = await asyncio.wait(held, return_when=asyncio.FIRST_COMPLETED)
                 (refused,) = [task.result() for task in done]

@@ -76,7 +76,8 @@ def routes() -> APIRouter:
             options = pooler.checked(body.options(llama.model.params.max_seq_len))
         adapter = serving.adapter_of(body.model)
         make = functools.partial(pooler.request, options=options, adapter=adapter)
-        outputs = await pooled_outputs(http, inputs_of(body.input), make, fields)
+        num_shared = len(options.prompt or "")
+        outputs = await pooled_outputs(http, inputs_of(body.input), make, fields, num_shared)
         is_encoded = body.encoding_format == "base64"
 
         def data() -> Iterator[dict[str, Any]]:
@@ -92,7 +93,7 @@ def routes() -> APIRouter:
             "model": body.model or serving.name,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
-        return await json_response(content, len(outputs) * pooler.dim)
+        return await json_response(http, content, len(outputs) * pooler.dim)
 
     return router
 

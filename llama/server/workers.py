@@ -1,0 +1,83 @@
+"""The threads in which a model's requests are prepared, where a client chooses what that costs.
+
+In: functions that encode dialogs or texts, or compile grammars. Out: what they return, or an
+`ApiError` where they take too long or cannot begin in time. Each kind has threads of its own, so
+that none holds up the others. This file knows no model.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from llama.server.errors import ApiError
+from llama.server.metrics import Metrics
+from llama.server.worker_pool import PoolBusyError, WorkerPool
+
+PREPARE_S = 5.0  # limit for encoding a prompt, and for compiling a grammar
+NUM_THREADS = 4  # threads of each kind
+_TOO_SLOW = (
+    f"the request took more than {PREPARE_S:.0f} s to prepare: send less at once, or ask for a "
+    "simpler response format"
+)
+_BUSY = "the server is preparing other requests: try again"
+_T = TypeVar("_T")
+
+
+class Workers:
+    """The threads of one model; all methods are called in one event loop."""
+
+    def __init__(self, max_waiting: int, metrics: Metrics) -> None:
+        """Make the pools; threads start when they are needed.
+
+        Args:
+            max_waiting: calls of each kind that may wait for a thread.
+            metrics: counts the calls that are refused.
+        """
+        self._grammars = WorkerPool("llama-grammar", NUM_THREADS, max_waiting)
+        self._dialogs = WorkerPool("llama-dialog", NUM_THREADS, max_waiting)
+        self._texts = WorkerPool("llama-text", NUM_THREADS, max_waiting)
+        self._metrics = metrics
+
+    async def compile(self, work: Callable[[], _T]) -> _T:
+        """Call a function that compiles a grammar; see `in_time`."""
+        return await self._grammars.run(work, PREPARE_S)
+
+    async def encode_dialog(self, work: Callable[..., _T], *args: object) -> _T:
+        """Call a function that waits for the process of a chat template.
+
+        Raises:
+            ApiError: 400 if it takes too long, 503 if it cannot begin in time.
+        """
+        with self.in_time("messages"):
+            return await self._dialogs.run(functools.partial(work, *args), PREPARE_S)
+
+    async def collect(self, items: Iterator[_T], field: str) -> list[_T]:
+        """Return what an iterator encodes.
+
+        Nothing further is encoded after the time limit, or once the caller is cancelled.
+
+        Args:
+            items: the iterator, which a thread reads.
+            field: the field of the body that an error is about.
+
+        Raises:
+            ApiError: 400 if it takes too long, 503 if it cannot begin in time.
+        """
+        with self.in_time(field):
+            return await self._texts.collect(items, PREPARE_S)
+
+    @contextlib.contextmanager
+    def in_time(self, field: str) -> Iterator[None]:
+        """Turn the limits of a pool into errors, of which 400 is about a field of the body.
+
+        Raises:
+            ApiError: 400 after a `TimeoutError`, 503 after a `PoolBusyError`.
+        """
+        try:
+            yield
+        except PoolBusyError:
+            self._metrics.refused.inc()
+            raise ApiError(503, _BUSY) from None
+        except TimeoutError:
+            raise ApiError(400, _TOO_SLOW, param=field) from None
