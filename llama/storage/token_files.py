@@ -3,13 +3,14 @@
 In: a tokenizer.model, a tokenizer.json with the configuration files beside it, or a GGUF file. Out:
 what the file holds, if pattern and byte alphabet are those of Llama 3. Names and ids of added
 tokens are data. Each fault is an error that names the file and the remedy. The sizes of models are
-not known here.
+not known here. The file has over 400 lines because the formats share the checks of one vocabulary.
 """
 
 import binascii
 import json
+import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from os import PathLike
 from pathlib import Path
@@ -17,7 +18,10 @@ from typing import Any
 
 from llama.common.checks import FieldPathError, brief
 from llama.storage.downloads import read_json, read_small, shown
+from llama.storage.further_tokens import FurtherToken, further_tokens
 from llama.storage.gguf import Header, is_gguf, read_header
+
+_LOGGER = logging.getLogger(__name__)
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"  # English contractions
@@ -137,6 +141,27 @@ class Parsed:
         token_id = self.added.pop(name).id
         del self.names[token_id]
         return token_id
+
+    def add_further(self, further: FurtherToken) -> None:
+        """Add a token of another file, or change the flags of the one with its name.
+
+        As in transformers the token gets the next free id, whatever the file says.
+        """
+        known = self.added.get(further.name)
+        if known is not None:
+            flags = {**further.flags, "special": further.flags.get("special") or known.special}
+            self.added[further.name] = replace(known, **flags)
+            return
+        free_id = max(len(self.ranks), max(self.names, default=-1) + 1)
+        self.add(further.name, AddedToken(free_id, **{"special": False, **further.flags}))
+        if further.id not in (None, free_id):
+            _LOGGER.warning(
+                "%s: %r has the id %d there and %d here, the next after those of tokenizer.json",
+                further.path,
+                further.name,
+                further.id,
+                free_id,
+            )
 
     def read_settings(self, folder: Path) -> None:
         """Read which tokens begin and end texts from Hugging Face's files in a folder."""
@@ -259,6 +284,8 @@ def _parse_tokenizer_json(path: Path, data: bytes) -> Parsed:
         parsed.add(
             name, AddedToken(token["id"], **flags, special=token.get("special") is not False)
         )
+    for further in further_tokens(path.parent, parsed.names):
+        parsed.add_further(further)
     parsed.read_settings(path.parent)
     return parsed
 

@@ -146,6 +146,75 @@ def test_ids_may_have_gaps_and_names_may_be_listed_twice(tmp_path):
     assert max(ours.encode("<|im_start|><|im_end|>", **PLAIN)) < N
 
 
+SIDE_TOKENS: dict[str, dict[str, Any]] = {
+    "a decoder": {"added_tokens_decoder": {N + 256: {"content": "<new>", "special": True}}},
+    "a decoder with a gap": {
+        "added_tokens_decoder": {
+            N + 300: {"content": "<later>", "special": False},
+            N + 270: {"content": "<new>", "special": True, "lstrip": True},
+        }
+    },
+    "another name of an id": {
+        "added_tokens_decoder": {N + 20: {"content": "<new>", "special": False}}
+    },
+    "other flags": {
+        "added_tokens_decoder": {
+            N + 9: {"content": "<|eot_id|>", "special": True, "lstrip": True, "rstrip": True}
+        }
+    },
+    "added_tokens.json": {"<new>": N + 256, "<later>": N + 257},
+    "added_tokens.json with a used id": {"<new>": N + 20, "<later>": N + 256},
+    "a list of special tokens": {"additional_special_tokens": ["<new>", "<|eot_id|>"]},
+    "extra tokens": {"extra_special_tokens": ["<later>", "<new>"]},
+}
+
+
+@pytest.mark.parametrize("case", SIDE_TOKENS)
+def test_tokens_of_files_beside_the_tokenizer_are_those_of_transformers(tmp_path, case):
+    """added_tokens_decoder, added_tokens.json and the lists of special tokens add tokens."""
+    make_tokenizer(tmp_path, "meta")
+    listed = SIDE_TOKENS[case]
+    is_older = case.startswith("added_tokens.json")
+    if is_older:
+        (tmp_path / "added_tokens.json").write_text(json.dumps(listed))
+    else:
+        flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
+        decoder = listed.get("added_tokens_decoder", {})
+        whole = {str(i): flags | entry for i, entry in decoder.items()}
+        changes = {"added_tokens_decoder": whole} if decoder else listed
+        change(tmp_path / "tokenizer_config.json", **changes)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer(tmp_path / "tokenizer.json")
+    assert {name: token.id for name, token in ours.added_tokens.items()} == theirs.get_added_vocab()
+    text = "a <new> b <later>  <|eot_id|> <new>c"
+    expected = theirs.encode(text, add_special_tokens=False)
+    for name, token in ours.added_tokens.items():
+        flags = theirs.added_tokens_decoder[token.id]
+        assert (token.lstrip, token.rstrip) == (flags.lstrip, flags.rstrip), name
+    if not any(token.lstrip or token.rstrip for token in ours.added_tokens.values()):
+        assert ours.encode(text, **PLAIN, allowed_special=set(ours.added_tokens)) == expected
+    decoded = ours.decode(expected, skip_special_tokens=True)
+    assert decoded == theirs.decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"added_tokens_decoder": {"x": {"content": "<new>"}}},
+        {"added_tokens_decoder": {"1": "<new>"}},
+        {"added_tokens_decoder": ["<new>"]},
+        {"additional_special_tokens": [3]},
+    ],
+)
+def test_a_damaged_list_of_tokens_is_named(tmp_path, changes):
+    make_tokenizer(tmp_path, "meta")
+    change(tmp_path / "tokenizer_config.json", **changes)
+    with pytest.raises(
+        ValueError, match=r"tokenizer_config\.json: its added tokens cannot be read"
+    ):
+        Tokenizer(tmp_path / "tokenizer.json")
+
+
 def test_a_token_that_ends_answers_is_a_special_one(tmp_path, caplog):
     """Ids of ordinary text are logged, such as the 2 of a configuration that nobody has set."""
     make_tokenizer(tmp_path, "chatml")
