@@ -183,14 +183,15 @@ def test_tokens_of_files_beside_the_tokenizer_are_those_of_transformers(tmp_path
         whole = {str(i): flags | entry for i, entry in decoder.items()}
         changes = {"added_tokens_decoder": whole} if decoder else listed
         change(tmp_path / "tokenizer_config.json", **changes)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = Tokenizer(tmp_path / "tokenizer.json")
     assert {name: token.id for name, token in ours.added_tokens.items()} == theirs.get_added_vocab()
     text = "a <new> b <later>  <|eot_id|> <new>c"
     expected = theirs.encode(text, add_special_tokens=False)
     for name, token in ours.added_tokens.items():
-        flags = theirs.added_tokens_decoder[token.id]
-        assert (token.lstrip, token.rstrip) == (flags.lstrip, flags.rstrip), name
+        expected_token = theirs.added_tokens_decoder[token.id]
+        assert token.lstrip == expected_token.lstrip, name
+        assert token.rstrip == expected_token.rstrip, name
     if not any(token.lstrip or token.rstrip for token in ours.added_tokens.values()):
         assert ours.encode(text, **PLAIN, allowed_special=set(ours.added_tokens)) == expected
     decoded = ours.decode(expected, skip_special_tokens=True)
