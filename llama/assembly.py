@@ -1,50 +1,31 @@
 """The engine of a loaded model, put together: the only file that knows the core and all options.
 
-In: a model on its device, and what its steps should do. Out: an `EngineCore` with its runner, its
-KV cache, and the hooks of the options. `llama.Llama` calls it; a program that wants another engine
-can make one of the same parts.
+In: a model on its device, and its `EngineOptions`. Out: an `EngineCore` with its runner, its KV
+cache, and the hooks of the options. `llama.Llama` calls it; a program that wants another engine can
+make one of the same parts.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from llama.common.openmp import SpinController
-from llama.engine.core import PAGE_SIZE, EngineCore, step_tokens
+from llama.engine.core import EngineCore, step_tokens
 from llama.engine.hooks import StepHook, Stepper
 from llama.engine.pages import PagePool
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduler
 from llama.model.transformer import Transformer
 from llama.options.adapters import AdapterStore
+from llama.options.engine_options import EngineOptions
 from llama.options.graphs.kv_cache import Allocated, allocate
-from llama.options.graphs.recorder import Recorder
 from llama.options.openmp import ShortSpins
 from llama.options.speculation.draft_model import ModelDrafter
-from llama.options.speculation.drafter import Drafter
-from llama.options.speculation.hook import DRAFTERS, speculate
+from llama.options.speculation.hook import kind_of, speculate
 from llama.options.stages import FailedFormats, Pipeline, StageRunner, StageStepper
 
 # The tokens of prompts that a step of a pipeline has at least, on a CPU and on other devices. With
 # fewer, reading the weights would take longer than the products.
 _MIN_PROMPT_TOKENS_CPU = 32
 _MIN_PROMPT_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class Speculate:
-    """How an engine speculates.
-
-    Attributes:
-        max_drafts: The maximum number of draft tokens of a sequence in a step.
-        drafter: The drafter of `DRAFTERS` that is used without a draft model.
-        draft_model: The model that drafts tokens.
-        is_shared: Whether that drafter may use the texts of other requests.
-    """
-
-    max_drafts: int
-    drafter: str = "lookup"
-    draft_model: Transformer | None = None
-    is_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,52 +41,31 @@ class Assembled:
     adapters: AdapterStore
 
 
-def assemble(
-    model: Transformer,
-    *,
-    num_pages: int,
-    page_size: int = PAGE_SIZE,
-    token_budget: int | None = None,
-    speculation: Speculate | None = None,
-    recorder_for: Callable[[Transformer], Recorder | None] = lambda model: None,
-    reserve: int = 0,
-    async_scheduling: bool | None = None,
-) -> Assembled:
-    """Return the engine core of a loaded model, with its options.
-
-    Args:
-        model: The model.
-        num_pages: The pages of its KV cache; with graphs, at most so many.
-        page_size: The slots of a page.
-        token_budget: The maximum number of tokens in a step.
-        speculation: How steps get drafts; None: they get none. The KV cache of a draft model is
-            allocated first.
-        recorder_for: Returns the recorder of a model's graphs, or None for no graphs.
-        reserve: The bytes that a step needs, which a KV cache beside graphs leaves free.
-        async_scheduling: Whether a step may start before the previous one is read; by default it
-            may on a GPU.
-    """
+def assemble(model: Transformer, options: EngineOptions) -> Assembled:
+    """Return the engine core of a loaded model, with its options."""
     params = model.params
     placement = model.parallel.placement
-    budget = token_budget or step_tokens(params, params.max_batch_size, placement.stages)
+    page_size = options.page_size
+    num_pages = options.num_pages or params.max_batch_size * -(-params.max_seq_len // page_size)
+    budget = options.token_budget or step_tokens(params, params.max_batch_size, placement.stages)
 
     def allocated(each: Transformer) -> Allocated:
         return allocate(
             each,
             num_pages,
             page_size,
-            recorder=recorder_for(each),
-            reserve=reserve,
+            recorder=options.recorder_for(each),
+            reserve=options.reserve,
             # Steps that verify drafts have more rows than sequences.
-            recorded_rows=None if speculation is None else max(params.max_batch_size, 64),
+            recorded_rows=max(params.max_batch_size, 64) if options.speculate else None,
             step_tokens=budget,
         )
 
     hooks: list[StepHook] = []
     draft_runner = None
-    if speculation is not None and speculation.draft_model is not None:
-        draft_runner = _runner(speculation.draft_model, allocated(speculation.draft_model), [])
-    runner = _runner(model, allocated(model), hooks, async_scheduling)
+    if options.draft_model is not None:
+        draft_runner = _runner(options.draft_model, allocated(options.draft_model), [])
+    runner = _runner(model, allocated(model), hooks, options.async_scheduling)
     scheduler = _scheduler(model, runner.num_pages, page_size, budget)
     spin = SpinController.for_this_process()
     if spin is not None:
@@ -117,8 +77,10 @@ def assemble(
         stepper = StageStepper(Pipeline(runner))
         hooks.append(FailedFormats(model.vocab_size))
     core = EngineCore(runner, scheduler, stepper, hooks)
-    if speculation is not None:
-        speculate(core, _drafter(speculation, core, draft_runner))
+    if draft_runner is not None:
+        speculate(core, ModelDrafter(options.speculate_tokens, draft_runner, scheduler))
+    elif (kind := kind_of(options.speculate)) is not None:
+        speculate(core, kind.make(options, core))
     return Assembled(core, adapters)
 
 
@@ -152,11 +114,3 @@ def _runner(
         replayer=memory.graphs,
         hooks=hooks,
     )
-
-
-def _drafter(speculation: Speculate, core: EngineCore, draft_runner: ModelRunner | None) -> Drafter:
-    """Return the drafter that was asked for."""
-    if draft_runner is not None:
-        return ModelDrafter(speculation.max_drafts, draft_runner, core.scheduler)
-    make = DRAFTERS[speculation.drafter].make
-    return make(speculation.max_drafts, core.runner.model.parallel, speculation.is_shared)

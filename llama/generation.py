@@ -14,12 +14,13 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
-from llama.assembly import Speculate, assemble
+from llama.assembly import assemble
 from llama.build_args import BuildArgs
 from llama.checkpoint.pooling import GENERATES, HeadSettings, PoolingSettings
 from llama.common.checks import path_like, whole_number
@@ -27,9 +28,9 @@ from llama.engine.core import EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.gpu.selection import recorder_for
 from llama.loading import load_model
-from llama.loading.loaded import Loaded
-from llama.loading.sizes import pages_for, step_bytes
+from llama.loading.sizes import step_bytes
 from llama.model.transformer import Transformer
+from llama.options.engine_options import EngineOptions
 from llama.prompts.chat import ChatOptions
 from llama.prompts.dialog_format import DialogFormat, MetaFormat
 from llama.prompts.tools import tool_format_of
@@ -65,15 +66,6 @@ _LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _SLOW_LOAD_S = 2.0  # loads that take longer print the command that packs the weights
 _Dialogs = Seq[Seq[Mapping[str, Any]]]  # dialogs of Meta's or OpenAI's messages
-
-
-def _speculation(args: BuildArgs, loaded: Loaded) -> Speculate | None:
-    """Return how the engine of a loaded model speculates."""
-    if not args.speculate:
-        return None
-    return Speculate(
-        args.speculate_tokens, args.speculate, loaded.draft_model, args.speculate_shared
-    )
 
 
 class Llama:
@@ -231,8 +223,7 @@ class Llama:
                 loaded.tokenizer,
                 dialog_format=loaded.dialog_format,
                 seed=args.seed,
-                num_pages=loaded.num_pages,
-                speculation=_speculation(args, loaded),
+                options=loaded.options,
                 pooling=loaded.pooling,
                 head=loaded.head,
                 why_silent=loaded.why_silent,
@@ -257,8 +248,7 @@ class Llama:
         *,
         dialog_format: DialogFormat | None = None,
         seed: int = 1,
-        num_pages: int | None = None,
-        speculation: Speculate | None = None,
+        options: EngineOptions | None = None,
         pooling: PoolingSettings = GENERATES,
         head: torch.Tensor | None = None,
         why_silent: str = "",
@@ -270,9 +260,8 @@ class Llama:
             tokenizer: its tokenizer.
             dialog_format: the format of its dialogs; by default Meta's, as far as the model tells.
             seed: the seed of calls that give none.
-            num_pages: pages of the KV cache; by default as many as max_batch_size sequences of
-                max_seq_len tokens need.
-            speculation: how the engine speculates; by default it does not.
+            options: what the engine is made with; its graphs and what a step needs follow from the
+                model.
             pooling: what the model does with whole prompts.
             head: its classification head, (labels, dim) float32.
             why_silent: why it cannot generate; empty if it can.
@@ -288,13 +277,12 @@ class Llama:
         self.seed = seed
         self.load_seconds = 0.0
         self._muted: MutedStdout | None = None
-        assembled = assemble(
-            model,
-            num_pages=num_pages or args.max_batch_size * pages_for(args.max_seq_len),
-            speculation=speculation,
+        options = replace(
+            options or EngineOptions(),
             recorder_for=(lambda _: None) if why_silent else recorder_for,  # Graphs generate.
             reserve=step_bytes(args, model.plan, model.norm.weight.dtype, args.max_batch_size),
         )
+        assembled = assemble(model, options)
         self.llm_engine = LLMEngine(
             assembled.core, assembled.adapters, tokenizer, args.max_seq_len, seed, why_silent
         )

@@ -30,6 +30,7 @@ from llama.kernels.cuda.table import GRAPH
 from llama.loading.files import Files
 from llama.loading.memory import estimate_memory
 from llama.loading.sizes import Memory
+from llama.options.engine_options import EngineOptions
 from llama.ranks.placement import Placement
 
 PROMPTS = [[256, 70, 71], [256, 77], [256, *range(65, 90)]]
@@ -190,7 +191,10 @@ def test_a_build_runs_the_largest_step_first(checkpoint_dir, monkeypatch):
         for peak in (0, (1 << 30) - 40 * page):  # of which 16 are for logits
             monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _, peak=peak: peak)
             core = assemble(
-                model, num_pages=32, token_budget=64, recorder_for=lambda model: Again(1 << 30)
+                model,
+                EngineOptions(
+                    num_pages=32, token_budget=64, recorder_for=lambda model: Again(1 << 30)
+                ),
             ).core
             num_pages[peak] = core.runner.num_pages
             assert steps.count(64) == len(num_pages)

@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from llama.checkpoint.packing import pack_model
 from llama.cli import COMMANDS
 from llama.cli.chat.conversation import TurnStats
 from llama.cli.model import figures, load
-from llama.engine.core import PAGE_SIZE
+from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.runner import ModelRunner
 from llama.engine.sequence import SequenceState
 from llama.kernels.host import host_kernels
@@ -37,9 +38,10 @@ from llama.loading.files import Files
 from llama.ops.batch import Batch
 from llama.ops.kernels import Kernels
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS
+from llama.options.engine_options import EngineOptions
 from llama.options.speculation.draft_model import ModelDrafter, SequenceDraft
-from llama.options.speculation.drafter import Drafter
-from llama.options.speculation.hook import speculate
+from llama.options.speculation.drafter import Drafter, DraftState
+from llama.options.speculation.hook import DRAFTERS, DrafterKind, speculate
 from llama.options.speculation.lookup import Lookup, Speculator, Text
 from llama.ranks.parallel import Parallel
 from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
@@ -146,7 +148,7 @@ def test_drafts_change_no_bit_where_the_vocabulary_does_not_fill_its_blocks(tied
     assert type(llama.model.output.weight) is BlockedWeight
     found, _ = without_drafts(llama)
     requests = list(requests_of(llama))
-    speculating = Llama(llama.model, llama.tokenizer, num_pages=300)
+    speculating = Llama(llama.model, llama.tokenizer, options=EngineOptions(num_pages=300))
     speculate(speculating.engine, lookup_drafter())
     assert answers(speculating, requests) == found
     assert speculating.engine.stats.draft_tokens > 20
@@ -181,7 +183,7 @@ def test_drafts_change_no_answer(kind, num_pages, plain, monkeypatch):
     The pages suffice for the whole batch, or they do not, and sequences are preempted.
     """
     model, found, truth = plain
-    llama = Llama(model.model, model.tokenizer, num_pages=num_pages)
+    llama = Llama(model.model, model.tokenizer, options=EngineOptions(num_pages=num_pages))
     core = llama.engine
     drafter: Drafter = Drafts(kind, truth)
     if kind in ("lookup", "shared"):
@@ -212,7 +214,7 @@ def test_an_abort_among_drafts_frees_its_pages(plain):
     on.
     """
     model, _, truth = plain
-    llama = Llama(model.model, model.tokenizer, num_pages=300)
+    llama = Llama(model.model, model.tokenizer, options=EngineOptions(num_pages=300))
     core = llama.engine
     speculate(core, Drafts("some", truth))
     added = [answer.sequence for request in requests_of(llama) for answer in request.answers]
@@ -241,7 +243,7 @@ def test_beam_search_is_not_drafted_for(plain):
     model = plain[0]
     found = []
     for max_drafts in (0, 7):
-        llama = Llama(model.model, model.tokenizer, num_pages=100)
+        llama = Llama(model.model, model.tokenizer, options=EngineOptions(num_pages=100))
         if max_drafts:
             speculate(llama.engine, lookup_drafter(max_drafts))
         # one beam needs a new page, and one token is left
@@ -262,7 +264,7 @@ def test_a_draft_model_computes_what_it_has_not_had(plain, monkeypatch):
     cases.
     """
     model = plain[0]
-    llama = Llama(model.model, model.tokenizer, num_pages=40)
+    llama = Llama(model.model, model.tokenizer, options=EngineOptions(num_pages=40))
     core = llama.engine
     drafter = RandomLengths(4, runner_of(model.model, 40), core.scheduler)
     num_computed, run = [0], drafter._run
@@ -383,7 +385,7 @@ def test_texts_of_others_are_looked_up_where_that_is_asked_for(is_shared, plain,
     texts are shared. The amount of text that is kept is bounded.
     """
     model, drafted, found = plain[0], list[int](), list[list[int]]()
-    llama = Llama(model.model, model.tokenizer, num_pages=40)
+    llama = Llama(model.model, model.tokenizer, options=EngineOptions(num_pages=40))
     speculator = lookup_drafter(is_shared=is_shared)
     speculate(llama.engine, speculator)
     monkeypatch.setattr(speculator, "choose", lambda rates, _: [len(x) for x in rates])
@@ -419,7 +421,7 @@ def test_a_prediction_is_where_drafts_come_from(plain):
     """
     model, found = plain[0], list[tuple[list[int], int]]()
     for kind in ("without", "wrong", "right"):
-        llama = Llama(model.model, model.tokenizer, num_pages=40)
+        llama = Llama(model.model, model.tokenizer, options=EngineOptions(num_pages=40))
         speculate(llama.engine, lookup_drafter())
         text = "" if kind == "without" else "no word of it, and none"
         asked = SamplingParams(temperature=1, max_tokens=60, seed=3, prediction=text)
@@ -494,3 +496,42 @@ def test_a_model_is_built_to_speculate(plain, make_checkpoint, caplog):
     for other in (None, str(folder)):
         with pytest.raises(ValueError, match="give speculate='lookup', or leave out speculate_sh"):
             Llama.build(str(folder), speculate=other, speculate_shared=True)
+
+
+class Bigrams(Drafter):
+    """A drafter with weights: the token that follows each token."""
+
+    def __init__(self, options: EngineOptions, core: EngineCore) -> None:
+        super().__init__(options.speculate_tokens, core.runner.model.parallel, [])
+        folder = str(options.speculate)
+        self.following = torch.load(Path(folder, "bigrams.pt"), weights_only=True).tolist()
+
+    def _begin(self, seq: SequenceState) -> DraftState:
+        return DraftState(seq, [])
+
+    def _draft(self, states: list[DraftState], seconds: float) -> list[list[int]]:
+        return [[self.following[state.seq.tokens[-1]]] for state in states]
+
+
+def test_a_drafter_with_weights_finds_its_own_folder(tmp_path, monkeypatch):
+    """A folder that a drafter of the table reads is no draft model, and answers stay the same."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    kind = DrafterKind(Bigrams, reads=lambda folder: Path(folder, "bigrams.pt").is_file())
+    monkeypatch.setitem(DRAFTERS, "bigrams", kind)
+    with pytest.raises(ValueError, match="nor a draft model"):
+        Llama.build(str(DEMO), device="cpu", speculate=str(tmp_path), max_seq_len=128)
+    found = []
+    for speculate_with in (None, str(tmp_path)):
+        llama = Llama.build(
+            str(DEMO), device="cpu", max_seq_len=128, speculate=speculate_with, verbose=False
+        )
+        request = llama.llm_engine.prepare("", PROMPTS[0], params)
+        (output,) = llama.llm_engine.run([request])
+        ids = output.outputs[0].token_ids
+        found.append(ids)
+        following = torch.zeros(llama.model.vocab_size, dtype=torch.int64)
+        following[ids[:-1]] = torch.tensor(ids[1:])
+        torch.save(following, tmp_path / "bigrams.pt")
+    assert found[0] == found[1] and llama.engine.stats.accepted_tokens > 5
+    with pytest.raises(ValueError, match="give speculate='lookup', or leave out speculate_shared"):
+        Llama.build(str(DEMO), device="cpu", speculate=str(tmp_path), speculate_shared=True)

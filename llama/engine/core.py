@@ -251,10 +251,16 @@ class EngineCore:
         return step
 
     def update(self, step: Step, results: StepResults) -> None:
-        """Give the sequences of a step its results."""
-        self._moved += self.scheduler.update(step, results)
+        """Give the sequences of a step its results, and forget those that have ended."""
+        moved = self.scheduler.update(step, results)
         for hook in self.hooks:
+            if hook.wants_pages:
+                hook.filled(dict(self.scheduler.filled(step)))
             hook.after_rows(step, results)
+        for seq in moved:
+            if seq.finish_reason is not None:
+                self.scheduler.remove(seq)
+        self._moved += moved
         if self.explain_failure is not None and any(map(_has_no_token, self._moved)):
             explain = self.explain_failure
             self.explain_failure = None
@@ -281,6 +287,8 @@ class EngineCore:
         for seq in self.scheduler.started():
             seq.finish_reason = seq.finish_reason or reason
         self.scheduler.clear_started()
+        for hook in self.hooks:
+            hook.broke_off()
 
     def clear(self, reason: FinishReason) -> None:
         """End every sequence, and forget the content of all pages."""

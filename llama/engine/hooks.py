@@ -1,9 +1,9 @@
 """The edge of the core: the interfaces through which options take part in a step.
 
-`StepHook` adds to a step: drafts, adapters, keys and values that are loaded, hidden states that are
-read. `Replayer` computes some steps faster than operator by operator. `Stepper` decides when a step
-that was started is read. `llama.options` implements them and `llama.assembly` passes them in; the
-core knows none of the implementations.
+`StepHook` adds to a step: drafts, adapters, keys and values that are loaded, hidden states and
+pages that are read. `Replayer` computes some steps faster than operator by operator. `Stepper`
+decides when a step that was started is read. `llama.options` implements them and `llama.assembly`
+passes them in; the core knows none of the implementations.
 """
 
 from abc import ABC, abstractmethod
@@ -23,11 +23,13 @@ class StepHook:
     """The part of an option in each step. Each method does nothing by default.
 
     Attributes:
-        wanted_states: The numbers of the hidden states of which `see` gets every step, as
+        wanted_states: The numbers of the hidden states that `see` gets of every step, as
             `llama.model.execution.Watched` counts them.
+        wants_pages: Whether `filled` is called.
     """
 
     wanted_states: frozenset[int] = frozenset()
+    wants_pages: bool = False
 
     def begin(self) -> None:
         """Is called first in each step, before sequences are added."""
@@ -48,12 +50,22 @@ class StepHook:
 
         Args:
             step: The step.
-            states: The states of `wanted_states`, and of others, by number: (R, E) of the rows that
-                have results.
+            states: The states of `wanted_states`, by number: (T, E) of all tokens, item after item.
+                `step.result_rows` says which of them have results. Other numbers may be there, too.
+        """
+
+    def filled(self, pages: dict[int, bytes]) -> None:
+        """Get the pages that a step has filled, before those of ended sequences are released.
+
+        Args:
+            pages: The hash of the content of each page, by which `PagePool` finds it.
         """
 
     def after_rows(self, step: Step, results: StepResults) -> None:
-        """Get a step once its sequences have their results."""
+        """Get a step once its sequences have their results; those that ended have their pages."""
+
+    def broke_off(self) -> None:
+        """Is called after a step broke off: its sequences ended, and all pages are forgotten."""
 
     def close(self) -> None:
         """Free what the option holds on the device."""

@@ -144,7 +144,7 @@ class ModelRunner:
     def watched(self, step: Step) -> Watched:
         """Return the hidden states of a step that its sequences and the hooks want to see."""
         wanted = [hook.wanted_states for hook in self.hooks]
-        return Watched(step.captured_layers().union(*wanted))
+        return Watched(step.captured_layers(), frozenset().union(*wanted))
 
     def hidden_states(self, step: Step, watched: Watched) -> Tensor:
         """Run a step operator by operator.
@@ -164,31 +164,23 @@ class ModelRunner:
         tokens = list[int]()
         pending = list[int]()  # indices of the tokens that only the device knows
         sources = list[int]()  # their rows in the step before
-        first_of = dict[SequenceState, int]()
         for item in step.items:
             seq = item.sequence
             first = len(tokens)
             end = item.start + item.count
-            first_of[seq] = first
             tokens += seq.tokens[item.start : end]
             tokens += item.drafts
             if len(tokens) < first + item.count:
                 pending.append(len(tokens))
                 sources.append(self.last_ids.rows[seq])
                 tokens.append(0)
-        logit_rows = list[int]()
-        for rows in step.rows.values():
-            for item, offsets in rows.pairs():
-                first = first_of[item.sequence]
-                for offset in offsets:
-                    logit_rows.append(first + offset)
         ids, batch = Batch.pack(
             tokens,
             [item.start for item in step.items],
             [item.count for item in step.items],
             [item.sequence.pages for item in step.items],
             self.page_size,
-            logit_rows,
+            step.result_rows(),
             self.kv_cache.device,
         )
         for hook in self.hooks:
@@ -342,10 +334,17 @@ class RunningStep:
                 break
             first += other.num_rows
         end = first + rows.num_rows
-        layers = sorted(self._watched.layers)
-        states = torch.stack([self._watched.states[layer][first:end] for layer in layers])
+        layers = sorted(self._watched.of_rows)
+        states = torch.stack([self._rows_of(layer)[first:end] for layer in layers])
         read = sampler.to_host(self._model.parallel.broadcast(states))
         return lambda: dict(zip(layers, self._publish(read()), strict=True))
+
+    def _rows_of(self, layer: int) -> Tensor:
+        """Return a hidden state of the rows that have results, (R, E)."""
+        state = self._watched.states[layer]
+        if layer in self._watched.of_tokens:
+            return state[on_device_of(state, self._step.result_rows())]
+        return state
 
     def _columns(self, sampled: Sampled) -> Tensor:
         """Put all that the host reads of each row into one tensor, the same on every rank.

@@ -180,9 +180,9 @@ class Scheduler:
     def update(self, step: Step, results: StepResults) -> list[SequenceState]:
         """Give the sequences of a step its results.
 
-        Sequences that ended while it ran get none. The pages of those that end now are released at
-        once, even where the next step has begun: what is written there later belongs to a step that
-        runs after it.
+        Sequences that ended while it ran get none. Those that end now keep their pages until
+        `remove` releases them, which may be where the next step has begun: what is written there
+        later belongs to a step that runs after it.
 
         Returns:
             The sequences that got a token or ended.
@@ -205,12 +205,21 @@ class Scheduler:
             if item.start + item.count == seq.spec.max_len and seq.finish_reason is None:
                 # Its prompt fills it: no token can be sampled.
                 seq.finish_reason = "stop" if seq.spec.is_only_read else "length"
-            if seq.finish_reason is not None:
-                self.remove(seq)
-                moved.append(seq)
-            elif seq in sampled:
+            if seq.finish_reason is not None or seq in sampled:
                 moved.append(seq)
         return moved
+
+    def filled(self, step: Step) -> Iterator[tuple[int, bytes]]:
+        """Yield the pages that a step has filled, each with the hash of its content.
+
+        A sequence that was preempted while the step ran has none.
+        """
+        size = self.pool.page_size
+        for item in step.items:
+            seq = item.sequence
+            end = min((item.start + item.count) // size, seq.num_offered)
+            for i in range(item.start // size, end):
+                yield seq.pages[i], seq.page_hashes[i]
 
     def clear(self) -> None:
         """Forget every sequence and every page."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama.engine.rows import HIDDEN, PROMPT_KINDS, SAMPLE, VERIFY, RowKind, Rows, Scheduled
+from llama.engine.sequence import SequenceState
 
 StepResults = dict[RowKind[Any], Any]  # what each kind of a step computed
 
@@ -78,6 +79,21 @@ class Step:
         for kind, rows in self.rows.items():
             sampled += kind.sampled(rows)
         return sampled
+
+    def result_rows(self) -> list[int]:
+        """Return which of the tokens have results: the rows kind after kind, counted from 0."""
+        first_of = dict[SequenceState, int]()
+        first = 0
+        for item in self.items:
+            first_of[item.sequence] = first
+            first += item.count
+        found = list[int]()
+        for rows in self.rows.values():
+            for item, offsets in rows.pairs():
+                first = first_of[item.sequence]
+                for offset in offsets:
+                    found.append(first + offset)
+        return found
 
     def captured_layers(self) -> frozenset[int]:
         """Return the numbers of the hidden states that any sequence of the step wants."""

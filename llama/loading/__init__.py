@@ -1,7 +1,7 @@
 """Load a model as the arguments of `Llama.build` ask: device, ranks, memory, weights.
 
-In: what the user asked for. Out: one rank's Transformer, the Tokenizer and the size of the KV
-cache, or one clear error on every rank before any weight is read. Nothing here runs the model.
+In: what the user asked for. Out: one rank's Transformer, the Tokenizer and the options of the
+engine, or one clear error on every rank before any weight is read. Nothing here runs the model.
 
 `load_model` is the sequence of steps, and each file of this package has one of them. Between steps
 the ranks compare what they have.
@@ -26,6 +26,7 @@ from llama.loading.memory import fit_memory, with_ffn_shares
 from llama.loading.shares import check_shares, resolve_shares
 from llama.loading.weights import load_head, load_weights
 from llama.ops.kv_cache import pick_kv_format
+from llama.options.engine_options import EngineOptions
 from llama.ranks.groups import connect
 from llama.ranks.parallel import Parallel
 
@@ -75,15 +76,9 @@ def load_model(args: BuildArgs) -> Loaded:
             for each in models
         ]
         head = load_head(files.checkpoint)
-    return Loaded(
-        model,
-        tokenizer,
-        sizes.num_pages,
-        models[0],
-        dialog_format,
-        draft_model=draft[0] if draft else None,
-        head=head,
-    )
+    draft_model = draft[0] if draft else None
+    options = EngineOptions.of(args, num_pages=sizes.num_pages, draft_model=draft_model)
+    return Loaded(model, tokenizer, models[0], dialog_format, options, head)
 
 
 def _connect(args: BuildArgs, device: torch.device) -> Parallel:

@@ -10,7 +10,7 @@ from llama.build_args import BuildArgs
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.common.checks import FieldError, brief
 from llama.loading.files import Files, find_files
-from llama.options.speculation.hook import DRAFTERS
+from llama.options.speculation.hook import DRAFTERS, kind_of
 from llama.tokenizer import Tokenizer
 
 _PROBES = (  # tokenizers that agree on these texts are taken to be the same
@@ -25,15 +25,16 @@ def check_drafter(args: BuildArgs) -> None:
     It has no use for the texts that `speculate_shared` offers, or it is a model beside a pipeline.
     """
     name = args.speculate
-    if args.pipeline_parallel_size > 1 and name is not None and name not in DRAFTERS:
+    kind = kind_of(name)
+    if args.pipeline_parallel_size > 1 and name is not None and kind is None:
         raise FieldError.of(
             "speculate",
             f"={brief(name)} is a draft model, which needs pipeline_parallel_size=1: give "
             f"speculate={' or '.join(map(repr, DRAFTERS))}, which works with "
             f"pipeline_parallel_size={args.pipeline_parallel_size}",
         )
-    if args.speculate_shared and not (name in DRAFTERS and DRAFTERS[name].can_share):
-        sharing = [repr(known) for known, kind in DRAFTERS.items() if kind.can_share]
+    if args.speculate_shared and not (kind and kind.can_share):
+        sharing = [repr(known) for known, each in DRAFTERS.items() if each.can_share]
         raise ValueError(
             f"speculate_shared looks up the texts of other requests, and speculate={name!r} "
             f"looks nothing up: give speculate={' or '.join(sharing)}, or leave out "
@@ -54,13 +55,13 @@ def check_speculation(args: BuildArgs, models: list[Files]) -> None:
 
 
 def find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> list[Files]:
-    """Find the draft model, if `speculate` is one and not the name of a drafter.
+    """Find the draft model, if `speculate` is one and not a drafter of `DRAFTERS`.
 
     Raises:
         ValueError: There is no model, or it does not have the model's vocabulary.
     """
     path = args.speculate
-    if path is None or path in DRAFTERS:
+    if path is None or kind_of(path) is not None:
         return []
     try:
         # What is rounded depends on the matrices, so a draft model follows its own files.

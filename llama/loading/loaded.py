@@ -19,6 +19,7 @@ from llama.loading.files import Files
 from llama.loading.sizes import pages_for
 from llama.loading.weights import plain_not_finite, warn_not_finite
 from llama.model.transformer import Transformer
+from llama.options.engine_options import EngineOptions
 from llama.prompts.dialog_format import DialogFormat
 from llama.tokenizer import Tokenizer
 
@@ -32,19 +33,17 @@ class Loaded:
     Attributes:
         model: The model.
         tokenizer: Its tokenizer.
-        num_pages: The pages of its KV cache.
         files: Where it came from.
         dialog_format: The format of its dialogs.
-        draft_model: The model that drafts tokens for it, if there is one.
+        options: What its engine is made with.
         head: Its classification head on the CPU, (labels, E) float32, if it has one.
     """
 
     model: Transformer
     tokenizer: Tokenizer
-    num_pages: int
     files: Files
     dialog_format: DialogFormat
-    draft_model: Transformer | None = None
+    options: EngineOptions
     head: torch.Tensor | None = None
 
     @property

@@ -38,19 +38,31 @@ Forwards = Mapping[type[nn.Module], Callable[..., Any]]  # the forward of each c
 class Watched:
     """The hidden states of a step that somebody wants to see.
 
+    The number i means the residual stream that enters layer i, L the one that leaves the last of L
+    layers, and L + 1 its normalised form.
+
     Attributes:
-        layers: Their numbers: i is the residual stream that enters layer i, L the one that leaves
-            the last of L layers, and L + 1 its normalised form.
-        states: The states that were seen, by number: (R, E) of the rows that have results.
+        of_rows: The numbers of the states that are wanted of the rows that have results.
+        of_tokens: The numbers of those that are wanted of all tokens.
+        states: The states that were seen, by number: (T, E) if the number is in `of_tokens`, else
+            (R, E).
     """
 
-    layers: frozenset[int] = frozenset()
+    of_rows: frozenset[int] = frozenset()
+    of_tokens: frozenset[int] = frozenset()
     states: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Return all numbers that are wanted."""
+        return self.of_rows | self.of_tokens
 
     def see(self, layer: int, x: Tensor, batch: Batch) -> None:
         """Keep a copy of a state (T, E), if it is wanted; x may be changed in place later."""
-        if layer in self.layers:
-            self.states[layer] = x.clone() if batch.wants_all else x[batch.logit_rows]
+        if layer in self.of_tokens or (layer in self.of_rows and batch.wants_all):
+            self.states[layer] = x.clone()
+        elif layer in self.of_rows:
+            self.states[layer] = x[batch.logit_rows]
 
 
 NOTHING_WATCHED = Watched()

@@ -331,10 +331,14 @@ class Transformer(nn.Module):
             watched: Further states that are wanted; it gets those behind the last layer.
         """
         watched.see(self.n_layers, x, batch)
+        context = batch.with_kernels(self.kernels)
         rows = x if batch.wants_all else x[batch.logit_rows]
-        normed: Tensor = apply(self.norm, rows, batch.with_kernels(self.kernels))
-        if self.n_layers + 1 in watched.layers:
-            watched.states[self.n_layers + 1] = normed
+        normed: Tensor = apply(self.norm, rows, context)
+        number = self.n_layers + 1
+        if number in watched.of_tokens and rows is not x:
+            watched.states[number] = apply(self.norm, x, context)
+        elif number in watched.layers:
+            watched.states[number] = normed
         return normed
 
     def _run_modules(

@@ -218,13 +218,15 @@ class _Pass:
             self._ids, self._batch = runner.pack(step)
         model = runner.model
         self._arriving: list[int] = []  # captured states that come from earlier stages
-        self._sizes: list[int] = []  # rows of what arrives: all tokens, then each of these states
+        self._sizes: list[int] = []  # rows of what arrives: the stream, then each of these states
         self._arrival = None
         if not model.parallel.placement.is_first:
             first_layer = model.plan.share.layers.start
             self._arriving = sorted(layer for layer in self.watched.layers if layer < first_layer)
             num_rows = sum(rows.num_rows for rows in step.rows.values())
-            self._sizes = [num_tokens, *[num_rows] * len(self._arriving)]
+            of_tokens = self.watched.of_tokens
+            self._sizes = [num_tokens]
+            self._sizes += [num_tokens if x in of_tokens else num_rows for x in self._arriving]
             shape = (sum(self._sizes), model.params.dim)
             self._arrival = self.messages.expect_hidden(shape, model.norm.weight)
 
@@ -303,7 +305,7 @@ class _EarlierStep:
 
     def captured(self, rows: Rows) -> Reader[CapturedStates]:
         """Receive the captured states of all stages."""
-        layers = sorted(self._pass.watched.layers)
+        layers = sorted(self._pass.watched.of_rows)
         model = self._runner.model
         shape = (len(layers), rows.num_rows, model.params.dim)
         arrived = self._pass.messages.expect_results(shape, model.norm.weight.dtype)

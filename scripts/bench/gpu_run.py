@@ -24,6 +24,7 @@ from llama.assembly import assemble
 from llama.engine.core import PAGE_SIZE
 from llama.gpu import selection
 from llama.kernels.cuda.table import table
+from llama.options.engine_options import EngineOptions
 from llama.options.graphs.recorder import CudaRecorder, Outputs, Recorder
 from llama.requests.llm_engine import LLMEngine
 
@@ -117,9 +118,11 @@ class Section:
             model.use_kernels(selection.kernels_for(*at, allowed))
         assembled = assemble(
             model,
-            num_pages=-(-num_tokens // PAGE_SIZE) + 1,
-            async_scheduling=True,
-            recorder_for=lambda model: None if mode == "torch" else self._recorder(),
+            EngineOptions(
+                num_pages=-(-num_tokens // PAGE_SIZE) + 1,
+                async_scheduling=True,
+                recorder_for=lambda model: None if mode == "torch" else self._recorder(),
+            ),
         )
         with tempfile.TemporaryDirectory() as scratch:
             write_tokenizer(path := Path(scratch, "tokenizer.model"), model.vocab_size)

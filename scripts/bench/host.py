@@ -27,6 +27,7 @@ from llama import ModelArgs, SamplingParams, Tokenizer, Transformer
 from llama.assembly import assemble
 from llama.engine.core import PAGE_SIZE
 from llama.kernels.cuda.table import table
+from llama.options.engine_options import EngineOptions
 from llama.options.graphs.recorder import Outputs
 from llama.requests.llm_engine import LLMEngine
 
@@ -177,9 +178,11 @@ def _engine(batch: int, longest: int) -> LLMEngine:
         weight.data.zero_()
     assembled = assemble(
         model,
-        num_pages=batch * (longest // PAGE_SIZE + 2),
-        async_scheduling=True,
-        recorder_for=lambda model: NoDevice(),
+        EngineOptions(
+            num_pages=batch * (longest // PAGE_SIZE + 2),
+            async_scheduling=True,
+            recorder_for=lambda model: NoDevice(),
+        ),
     )
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")

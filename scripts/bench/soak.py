@@ -17,6 +17,7 @@ from bench.run import Bench, Row, whole
 from bench.worker import memory
 from llama.assembly import assemble
 from llama.engine.core import PAGE_SIZE
+from llama.options.engine_options import EngineOptions
 from llama.requests.llm_engine import LLMEngine
 from llama.sampling_params import SamplingParams
 
@@ -99,8 +100,7 @@ class Traffic:
         # Pages for a few of the longest requests: with a batch of many, some are preempted.
         assembled = assemble(
             self.llama.model,
-            num_pages=4 * (_LONGEST // PAGE_SIZE),
-            token_budget=_TOKEN_BUDGET,
+            EngineOptions(num_pages=4 * (_LONGEST // PAGE_SIZE), token_budget=_TOKEN_BUDGET),
         )
         self.engine = LLMEngine(
             assembled.core,

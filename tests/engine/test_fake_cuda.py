@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from helpers.drafts import drafter_of
 from helpers.sequences import state_of
 from helpers.tape import TapeRecorder
-from llama.assembly import Speculate, assemble
+from llama.assembly import assemble
 from llama.checkpoint.packing import pack_model
 from llama.engine import runner, sampler
 from llama.engine.rows import Tokens
@@ -35,6 +35,7 @@ from llama.ops.batch import Batch
 from llama.ops.kernels import Kernels
 from llama.ops.kv_cache import FORMATS
 from llama.ops.sample import choose_ids
+from llama.options.engine_options import EngineOptions
 from llama.options.graphs import decode_inputs
 from llama.options.graphs.decode_graphs import DecodeGraphs
 from llama.options.graphs.decode_inputs import DecodeInputs
@@ -178,9 +179,15 @@ def test_a_draft_model_guesses_on_its_gpu(driver, monkeypatch, in_graphs):
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, draft_model = (fake_model(args, torch.bfloat16) for _ in range(2))
         core = assemble(
-            model, num_pages=100, speculation=Speculate(4, draft_model=draft_model),
-            recorder_for=TapeRecorder.of_model if in_graphs else lambda model: None,
-        ).core  # fmt: skip
+            model,
+            EngineOptions(
+                num_pages=100,
+                speculate="model",
+                speculate_tokens=4,
+                draft_model=draft_model,
+                recorder_for=TapeRecorder.of_model if in_graphs else lambda model: None,
+            ),
+        ).core
         drafter = drafter_of(core)
         monkeypatch.setattr(drafter, "choose", lambda rates, *_: [len(x) for x in rates])
         for length, params in ((40, greedy), (41, adjusted)):
@@ -277,9 +284,12 @@ def test_answers_of_every_kind_stay_on_their_gpu(
                     ours.weight = on_gpu(theirs.weight)
         model.use_kernels(kernels_of_a_gpu)
         core = assemble(
-            model, num_pages=100,
-            recorder_for=TapeRecorder.of_model if in_graphs else lambda model: None,
-        ).core  # fmt: skip
+            model,
+            EngineOptions(
+                num_pages=100,
+                recorder_for=TapeRecorder.of_model if in_graphs else lambda model: None,
+            ),
+        ).core
         for length in (40, 3, 19):
             seq = state_of([1] * length, length + 12, length, **ASKED[asked])
             seq.constraint = Only65() if asked == "constrained" else None

@@ -22,7 +22,7 @@ from helpers.drafts import MostlyRight, drafter_of
 from helpers.kernels import KERNELS_RUN
 from helpers.sequences import state_of
 from helpers.tape import NotCapturable, TapeRecorder
-from llama.assembly import Speculate, assemble
+from llama.assembly import assemble
 from llama.engine.core import EngineCore
 from llama.engine.rows import Scheduled
 from llama.engine.runner import RunningStep
@@ -40,6 +40,7 @@ from llama.model.layers import Linear
 from llama.ops.batch import Batch
 from llama.ops.kernels import NO_KERNELS
 from llama.ops.kv_cache import FORMATS
+from llama.options.engine_options import EngineOptions
 from llama.options.graphs import decode_graphs as graphs_module
 from llama.options.graphs import decode_inputs
 from llama.options.graphs.decode_graphs import DecodeGraphs, bucket_of
@@ -73,9 +74,16 @@ def core_of(
     model: Transformer, num_pages: int, *, graphs: bool, ahead: bool, **options: Any
 ) -> EngineCore:
     return assemble(
-        model, num_pages=num_pages, page_size=PAGE, token_budget=24, async_scheduling=ahead,
-        recorder_for=TapeRecorder.of_model if graphs else lambda model: None, **options,
-    ).core  # fmt: skip
+        model,
+        EngineOptions(
+            num_pages=num_pages,
+            page_size=PAGE,
+            token_budget=24,
+            async_scheduling=ahead,
+            recorder_for=TapeRecorder.of_model if graphs else lambda model: None,
+            **options,
+        ),
+    ).core
 
 
 def graphs_of(core: EngineCore) -> DecodeGraphs:
@@ -203,8 +211,10 @@ def test_a_draft_model_drafts_in_graphs(model, plain, monkeypatch):
     tokens, after a fully accepted draft. Its graphs and its cache are separate.
     """
     wanted, _ = plain(1, 200)
-    speculation = Speculate(5, draft_model=model)
-    core = core_of(model, 200, graphs=True, ahead=True, speculation=speculation)
+    core = core_of(
+        model, 200, graphs=True, ahead=True,
+        speculate="model", speculate_tokens=5, draft_model=model,
+    )  # fmt: skip
     drafter = drafter_of(core)
     assert isinstance(drafter, ModelDrafter)
     runner = drafter._runner
@@ -295,9 +305,15 @@ def test_all_shapes_are_recorded_before_the_first_step(with_kernel, plain):
     """
     recorder = Counting(with_kernel)
     core = assemble(
-        with_kernel, num_pages=26, page_size=PAGE, token_budget=24, async_scheduling=True,
-        recorder_for=lambda model: recorder,
-    ).core  # fmt: skip
+        with_kernel,
+        EngineOptions(
+            num_pages=26,
+            page_size=PAGE,
+            token_budget=24,
+            async_scheduling=True,
+            recorder_for=lambda model: recorder,
+        ),
+    ).core
     assert recorder.rows == [8, 4] + [8, 4, 2, 1]  # two are measured first
     graphs = graphs_of(core)
     assert len({logits.data_ptr() for (_, logits), _ in graphs._graphs.values()}) == 1
@@ -320,9 +336,16 @@ def test_shapes_of_drafts_and_of_long_tables_are_recorded_at_build(model, plain,
         return recorders[-1]
 
     core = assemble(
-        model, num_pages=200, page_size=PAGE, speculation=Speculate(5, draft_model=model),
-        recorder_for=recorder_for,
-    ).core  # fmt: skip
+        model,
+        EngineOptions(
+            num_pages=200,
+            page_size=PAGE,
+            speculate="model",
+            speculate_tokens=5,
+            draft_model=model,
+            recorder_for=recorder_for,
+        ),
+    ).core
     drafter = drafter_of(core)
     monkeypatch.setattr(drafter, "choose", lambda rates, *_: [len(x) for x in rates])
     graphs = graphs_of(core)
@@ -358,9 +381,9 @@ def test_a_rank_that_cannot_record_ends_at_once():
     ranks = OneOfTwo(Placement(rank=1, size=2))
     with pytest.raises(CaptureError, match="no room"):
         assemble(
-            Transformer(args, parallel=ranks), num_pages=20, page_size=PAGE,
-            recorder_for=lambda model: NoRoom([]),
-        )  # fmt: skip
+            Transformer(args, parallel=ranks),
+            EngineOptions(num_pages=20, page_size=PAGE, recorder_for=lambda model: NoRoom([])),
+        )
 
 
 @pytest.mark.parametrize(("room", "pages"), [(10_000, 200), (150, 150), (3, 128)])
@@ -371,10 +394,9 @@ def test_the_cache_has_what_graphs_and_a_step_leave(with_kernel, room, pages):
     recorder = Counting(with_kernel, (room + 1) * page + two_measured + (4 * 10 + logits) + 7000)
     core = assemble(
         with_kernel,
-        num_pages=200,
-        page_size=PAGE,
-        recorder_for=lambda model: recorder,
-        reserve=7000,
+        EngineOptions(
+            num_pages=200, page_size=PAGE, recorder_for=lambda model: recorder, reserve=7000
+        ),
     ).core
     assert core.scheduler.pool.num_pages == pages == core.runner.kv_cache.shape[2] - 1
 
@@ -401,9 +423,16 @@ def test_the_cache_has_what_a_draft_model_leaves(with_kernel, monkeypatch):
 
     monkeypatch.setattr(with_kernel, "new_kv_cache", counted)
     core = assemble(
-        with_kernel, num_pages=200, page_size=PAGE, recorder_for=recorder_for,
-        speculation=Speculate(5, draft_model=with_kernel),
-    ).core  # fmt: skip
+        with_kernel,
+        EngineOptions(
+            num_pages=200,
+            page_size=PAGE,
+            recorder_for=recorder_for,
+            speculate="model",
+            speculate_tokens=5,
+            draft_model=with_kernel,
+        ),
+    ).core
     assert (drafter_of(core)._runner.num_pages, core.runner.num_pages) == (200, 150)
     assert core.scheduler.pool.num_pages == 150
 
@@ -674,7 +703,8 @@ def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             core = assemble(
-                model, num_pages=20, page_size=PAGE, recorder_for={model: recorder}.get
+                model,
+                EngineOptions(num_pages=20, page_size=PAGE, recorder_for={model: recorder}.get),
             ).core
             sequences = [state_of(p, 12, temperature=0.0) for p in prompts]
             for seq in sequences:

@@ -6,14 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.hooks import SeenStates
 from helpers.sequences import state_of
 from helpers.tape import TapeRecorder
 from llama.assembly import assemble
 from llama.engine.hooks import StepHook
+from llama.engine.request import Capture
 from llama.engine.sequence import SequenceState
 from llama.engine.step import Step, StepResults
 from llama.model import Transformer
 from llama.model.args import ModelArgs
+from llama.options.engine_options import EngineOptions
 from llama.options.speculation.drafter import Drafter, DraftState
 from llama.options.speculation.hook import speculate
 from llama.ranks.parallel import Parallel
@@ -43,20 +46,27 @@ class Watching(StepHook):
         self.calls: list[str] = []
         self.states: list[Tensor] = []
         self.sampled: list[int] = []
+        self.ended: list[str] = []
+        self.sequences: list[SequenceState] = []
 
     def begin(self) -> None:
         self.calls.append("begin")
 
     def before_pack(self, step: Step) -> None:
         self.calls.append("before_pack")
+        self.sequences = [item.sequence for item in step.items]
 
     def see(self, step: Step, states: dict[int, Tensor]) -> None:
         self.calls.append("see")
-        self.states.append(states[NORMALIZED].clone())
+        self.states.append(states[NORMALIZED][step.result_rows()])
 
     def after_rows(self, step: Step, results: StepResults) -> None:
         self.calls.append("after_rows")
         self.sampled += [item.sequence.tokens[-1] for item in step.sampling_items()]
+
+    def broke_off(self) -> None:
+        self.calls.append("broke_off")
+        self.ended += [str(seq.finish_reason) for seq in self.sequences]
 
     def close(self) -> None:
         self.calls.append("close")
@@ -69,7 +79,10 @@ def test_a_hook_sees_the_hidden_states_from_which_tokens_are_sampled(model, grap
     Where graphs are recorded, steps run operator by operator as long as the hook wants states.
     """
     core = assemble(
-        model, num_pages=20, recorder_for=TapeRecorder.of_model if graphs else lambda model: None
+        model,
+        EngineOptions(
+            num_pages=20, recorder_for=TapeRecorder.of_model if graphs else lambda model: None
+        ),
     ).core
     hook = Watching()
     core.hooks.append(hook)
@@ -88,6 +101,56 @@ def test_a_hook_sees_the_hidden_states_from_which_tokens_are_sampled(model, grap
     core.close()
 
 
+def test_a_hook_sees_the_states_of_all_tokens(model):
+    """They are those that a request captures in the same steps, which are chunks of prompts."""
+    core = assemble(model, EngineOptions(num_pages=20, token_budget=5)).core
+    hook = SeenStates({0, 1, NORMALIZED})
+    core.hooks.append(hook)
+    plain = state_of(range(7), 12, 0, temperature=0.0)
+    captured = [
+        state_of(range(9), 9, 1, capture=Capture((1, NORMALIZED))),
+        state_of(range(3, 12), 9, 2, capture=Capture((1, 2), last_only=True)),
+    ]
+    for seq in (plain, *captured):
+        core.add(seq)
+    while core.has_unfinished():
+        core.step()
+    assert hook.num_results < hook.num_tokens == 11 + 9 + 9
+    for seq in captured:
+        last = seq.num_prompt - 1
+        positions = [last] if seq is captured[1] else range(seq.num_prompt)
+        for number in {1, NORMALIZED} & seq.captured.keys():
+            seen = [hook.states[seq.spec.seed, number][position] for position in positions]
+            assert torch.equal(torch.stack(seen), torch.cat(seq.captured[number]))
+    embedded = [hook.states[0, 0][position] for position in range(7)]
+    assert torch.equal(torch.stack(embedded), model.tok_embeddings(torch.arange(7)))
+
+
+class Failing(Watching):
+    """Fails once, when it sees the states of the first step."""
+
+    def see(self, step: Step, states: dict[int, Tensor]) -> None:
+        super().see(step, states)
+        if self.calls.count("see") == 1:
+            raise RuntimeError("the hook failed")
+
+
+def test_a_hook_learns_of_a_step_that_broke_off(model):
+    """It learns of it once the sequences have ended, and the next step runs as usual."""
+    core = assemble(model, EngineOptions(num_pages=20)).core
+    hook = Failing()
+    core.hooks.append(hook)
+    core.add(first := state_of([5, 9, 3], 30, 1, temperature=0.0))
+    with pytest.raises(RuntimeError, match="the hook failed"):
+        core.step()
+    assert hook.calls == ["begin", "before_pack", "see", "broke_off"]
+    assert hook.ended == ["error"] == [first.finish_reason]
+    core.add(second := state_of([5, 9, 3], 6, 1, temperature=0.0))
+    while core.has_unfinished():
+        core.step()
+    assert second.finish_reason == "length" and hook.calls.count("broke_off") == 1
+
+
 class FromStates(Drafter):
     """Drafts a token that the hidden states of the last step have on top."""
 
@@ -96,13 +159,12 @@ class FromStates(Drafter):
     def __init__(self, model: Transformer) -> None:
         super().__init__(1, Parallel(), [])
         self.model = model
-        self.tops: dict[SequenceState, list[int]] = {}  # of the rows of the last step
+        self.tops: dict[SequenceState, list[int]] = {}  # of the tokens of the last step
 
     def see(self, step: Step, states: dict[int, Tensor]) -> None:
         tops = self.model.logits(states[NORMALIZED]).argmax(-1).tolist()
-        for rows in step.rows.values():
-            for item, offsets in rows.pairs():
-                self.tops[item.sequence] = [tops.pop(0) for _ in offsets]
+        for item in step.items:
+            self.tops[item.sequence] = [tops.pop(0) for _ in range(item.count)]
 
     def _begin(self, seq: SequenceState) -> DraftState:
         return DraftState(seq, [])
@@ -116,7 +178,7 @@ def test_a_drafter_may_ask_for_hidden_states(model):
     """A drafter gets the states of each step before it drafts for the next one."""
     found = []
     for drafts in (False, True):
-        core = assemble(model, num_pages=20).core
+        core = assemble(model, EngineOptions(num_pages=20)).core
         if drafts:
             speculate(core, FromStates(model))
         core.add(seq := state_of([5, 9, 3], 30, 1, temperature=0.0))

@@ -498,6 +498,8 @@ def test_pages_that_sampled_tokens_fill_are_found(ahead):
 class Store(StepHook):
     """A second tier that keeps the slots of full pages by their hash, as files on a disk would."""
 
+    wants_pages = True
+
     def __init__(self) -> None:
         self.kept: dict[bytes, list[int]] = {}
         self.loaded: list[int] = []
@@ -508,13 +510,11 @@ class Store(StepHook):
         tried.hooks.append(self)
         tried.scheduler.pool.tier = self
 
-    def after_rows(self, step: Step, results: StepResults) -> None:
+    def filled(self, pages: dict[int, bytes]) -> None:
         size = self.runner.page_size
-        for item in step.items:
-            seq = item.sequence
-            for page, content in zip(seq.pages, seq.page_hashes[: seq.num_offered], strict=False):
-                slots = range(page * size, (page + 1) * size)
-                self.kept.setdefault(content, [self.runner.slots[slot] for slot in slots])
+        for page, content in pages.items():
+            slots = range(page * size, (page + 1) * size)
+            self.kept.setdefault(content, [self.runner.slots[slot] for slot in slots])
 
     def load(self, pages: Sequence[int], contents: Sequence[bytes]) -> int:
         known = [*itertools.takewhile(self.kept.__contains__, contents)]
@@ -525,21 +525,27 @@ class Store(StepHook):
         return len(known)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("how", ["plain", "ahead", "drafts", "stages"])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_second_tier_fills_the_pages_of_prompts(seed, stages):
+def test_a_second_tier_fills_the_pages_of_prompts(seed, how):
     """Prompts whose pages a second tier has are not computed again, and the answers are equal.
 
     The runner checks the content of every slot that a step reads. Prompts are longer than the
-    budget of a step, share their beginnings, and are preempted.
+    budget of a step, share their beginnings, and are preempted. The tier has the last full page of
+    an answer, too, unless the token that fills it was pending.
     """
+    stages = 2 if how == "stages" else 1
     rng = random.Random(seed)
     start = [rng.randrange(VOCAB) for _ in range(20)]
     prompts = [start[: rng.randrange(21)] + rng.choices(range(VOCAB), k=30) for _ in range(6)]
     store = Store()
     answers, computed, cached = [], [], []
     for _ in range(2):  # the second engine begins with what the first one has stored
-        tried = engine(num_pages=36, page_size=4, max_batch_size=3, budget=10, stages=stages)
+        tried = engine(
+            num_pages=36, page_size=4, max_batch_size=3, budget=10, stages=stages,
+            async_scheduling=how == "ahead",
+        )  # fmt: skip
+        speculate(tried, RandomDrafts(rng) if how == "drafts" else None)
         store.attach(tried)
         sequences = [sequence(prompt, 8) for prompt in prompts]
         for seq in sequences:
@@ -547,6 +553,10 @@ def test_a_second_tier_fills_the_pages_of_prompts(seed, stages):
         while tried.has_unfinished():
             tried.step()
             tried.scheduler.check()
+        for seq in sequences:
+            num_known = len(seq.tokens) - 1 - (how == "ahead")
+            tried.scheduler._hashes(seq, num_known // 4)
+            assert {*seq.page_hashes[: num_known // 4]} <= store.kept.keys()
         answers.append([seq.tokens for seq in sequences])
         computed.append(tried.runner.computed)
         cached.append([seq.num_cached for seq in sequences])

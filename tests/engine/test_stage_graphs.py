@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from helpers.drafts import MostlyRight
+from helpers.hooks import SeenStates
 from helpers.sequences import state_of
 from helpers.tape import TapeRecorder
 from llama.assembly import assemble
 from llama.engine.core import EngineCore
 from llama.engine.processors import LogitsProcessors
+from llama.engine.request import Capture
 from llama.engine.sequence import SequenceState
 from llama.gpu import graph_check
 from llama.gpu.graph_check import compare
@@ -27,6 +29,7 @@ from llama.gpu.job import Job
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.ops.kv_cache import FORMATS
+from llama.options.engine_options import EngineOptions
 from llama.options.graphs.recorder import Outputs
 from llama.options.speculation.hook import speculate
 from llama.ranks.parallel import Parallel
@@ -123,8 +126,11 @@ def stages_of(whole: Transformer, stages: int) -> list[Transformer]:
 
 def core_of(model: Transformer, recorder: TapeRecorder | None) -> EngineCore:
     return assemble(
-        model, num_pages=40, page_size=PAGE, token_budget=24, recorder_for=lambda model: recorder,
-    ).core  # fmt: skip
+        model,
+        EngineOptions(
+            num_pages=40, page_size=PAGE, token_budget=24, recorder_for=lambda model: recorder
+        ),
+    ).core
 
 
 def answers(core: EngineCore) -> list[tuple]:
@@ -172,6 +178,35 @@ def test_stages_in_graphs_give_the_answers_of_one_process(stages, kv_format, dra
     (replays,) = {recorder.num_replays for recorder in recorders}  # type: ignore[attr-defined]
     assert replays > 10 and cores[0].stats.steps - replays < 40
     assert (cores[0].stats.accepted_tokens > 20) == drafts
+
+
+def test_the_last_stage_sees_the_states_of_all_stages():
+    """A hook sees the states of all tokens from the stages before, next to captured ones."""
+    whole = filled(Transformer(ARGS))
+    numbers = {0, 1, ARGS.n_layers, ARGS.n_layers + 1}
+
+    def seen(core: EngineCore) -> tuple[SeenStates, list[Tensor]]:
+        hook = SeenStates(numbers)
+        core.hooks.append(hook)
+        live = [state_of(range(i, 30), 36, i, temperature=0.0) for i in range(3)]
+        live.append(state_of(range(20), 20, 3, capture=Capture((0, 1, 2), last_only=True)))
+        for seq in live:
+            core.add(seq)
+        while core.has_unfinished():
+            core.step()
+        return hook, [torch.cat(live[3].captured[number]) for number in (0, 1, 2)]
+
+    wanted, captured = seen(core_of(whole, None))
+    cores = [core_of(model, None) for model in stages_of(whole, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        (first, other), (last, same) = threads.map(seen, cores, timeout=LIMIT_S)
+    assert not first.states and last.states.keys() == wanted.states.keys()
+    for key, states in wanted.states.items():
+        assert last.states[key].keys() == states.keys()
+        for position, state in states.items():
+            assert torch.allclose(last.states[key][position], state, atol=1e-3)
+    for each in zip(captured, other, same, strict=True):
+        assert all(torch.allclose(x.float(), each[0].float(), atol=1e-3) for x in each)
 
 
 def test_steps_in_flight_count_the_tokens_of_their_own_sequences(monkeypatch):

@@ -17,6 +17,7 @@ from llama.engine.core import EngineCore
 from llama.engine.sequence import SequenceState
 from llama.gpu.cases import read_cache
 from llama.model import Transformer
+from llama.options.engine_options import EngineOptions
 from llama.options.speculation.drafter import Drafter, DraftState
 from llama.options.speculation.hook import Speculation, speculate
 from llama.ranks.parallel import Parallel
@@ -130,7 +131,7 @@ def cached(llama: Llama, kind: str | None, truth: dict[tuple, list[int]]) -> tup
     The state is its tokens, the hashes of its pages, and the number of steps. Without drafts
     (`kind` is None) the tokens are also added to `truth`.
     """
-    llama = Llama(llama.model, llama.tokenizer, num_pages=40)
+    llama = Llama(llama.model, llama.tokenizer, options=EngineOptions(num_pages=40))
     core = llama.engine
     speculate(core, None if kind is None else Drafts(kind, truth))
     core.scheduler.token_budget = 8  # otherwise long drafts would end the sequence at once

@@ -35,6 +35,7 @@ from helpers.tape import Again
 from helpers.waiting import wait_until
 from llama import AsyncLLMEngine, Llama
 from llama.compat import hosts, vllm
+from llama.options.engine_options import EngineOptions
 from llama.options.speculation.hook import speculate
 from llama.ranks import one_shot as one_shot_module
 from llama.ranks import torch_private
@@ -460,7 +461,7 @@ def drafted(folder: str, quantize: str | None, kinds: list[str], stages: int = 1
     changed, num = [], 0
     for kind in kinds:
         for is_led in (False, True):
-            again = Llama(llama.model, llama.tokenizer, num_pages=300)
+            again = Llama(llama.model, llama.tokenizer, options=EngineOptions(num_pages=300))
             speculate(again.engine, drafts.Drafts(kind, truth))
             ask = functools.partial(drafts.answers_of, again)
             answers = again.lead(ask) if is_led else ask()

@@ -18,10 +18,8 @@ from itertools import accumulate
 from operator import itemgetter, mul
 from typing import Any, TypeVar
 
-from torch import Tensor
-
+from llama.engine.hooks import StepHook
 from llama.engine.sequence import SequenceState
-from llama.engine.step import Step
 from llama.ranks.parallel import Parallel
 
 _List = TypeVar("_List", bound=list[Any])
@@ -99,8 +97,11 @@ class _Plan:
     seconds: float
 
 
-class Drafter(ABC):
+class Drafter(StepHook, ABC):
     """A source of drafts of at most `max_drafts` tokens per sequence and step.
+
+    It is a hook of the core that it drafts for, so that it can see hidden states, for one
+    (Li et al., 2024, EAGLE).
 
     It measures how often drafts are right and what a row of a step costs, and proposes the drafts
     whose expected gain is above their cost. With several ranks, rank 0 decides by its clock, and
@@ -109,11 +110,7 @@ class Drafter(ABC):
     Attributes:
         rates: The share of right tokens over all sequences, for each kind of draft token. It begins
             with typical values, and new sequences begin with it.
-        wanted_states: The numbers of the model's hidden states that `see` gets of each step, for a
-            drafter that computes its drafts from them (Li et al., 2024, EAGLE).
     """
-
-    wanted_states: frozenset[int] = frozenset()
 
     def __init__(self, max_drafts: int, parallel: Parallel, rates: Sequence[float]) -> None:
         self.max_drafts = max_drafts
@@ -142,10 +139,6 @@ class Drafter(ABC):
         drafts = self._draft(states, seconds - self._drafting_seconds)
         self._drafting_seconds += time.perf_counter() - start
         return drafts
-
-    def see(self, step: Step, states: dict[int, Tensor]) -> None:
-        """Get the `wanted_states` of a step, see `StepHook.see`."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Forget all sequences."""
