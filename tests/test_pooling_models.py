@@ -87,6 +87,31 @@ def test_a_bidirectional_model_embeds_as_its_files_say(bidirectional):
         llama.classify(["x"])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_seq_length": 5},
+        {"do_lower_case": True},
+        {"max_seq_length": 7, "do_lower_case": True},
+        {"max_seq_length": None, "do_lower_case": False},
+    ],
+)
+def test_texts_are_cut_and_lowered_as_sentence_bert_config_says(tmp_path, changes):
+    """Its documentation: the text is lowered with its prompt, and then cut to so many tokens."""
+    files = pooling_files("mean_tokens", query="Query: ") | {"sentence_bert_config.json": changes}
+    end = "<|end_of_text|>"
+    model = write_model(tmp_path, transformers.LlamaModel, ends=(end,), sentence_transformers=files)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    llama = build(tmp_path)
+    for text in ("The Story of Tom and Lily, who went to the PARK.", "A"):
+        given = f"Query: {text}"
+        given = given.lower() if changes.get("do_lower_case") else given
+        length = changes.get("max_seq_length")
+        ids = tokenizer(given, truncation=length is not None, max_length=length).input_ids
+        (found,) = llama.embed([text], prompt_name="query")
+        assert close(found, normalize(last_states(model, ids).mean(0), dim=0))
+
+
 def test_doctor_and_the_first_line_say_what_a_model_is_for(bidirectional, classifier, capsys):
     for (folder, _), purpose in {
         bidirectional: "embeds texts by the mean of all tokens with the prompts query, passage; "
@@ -271,6 +296,7 @@ def test_what_is_not_known_is_named(classifier, bidirectional, tmp_path):
         "1_Pooling/config.json": ({"pooling_mode_max_tokens": True}, "the pooling is"),
         "modules.json": ([{"type": "sentence_transformers.models.Dense"}], "models.Dense"),
         "config_sentence_transformers.json": ({"prompts": {"a": 1}}, "prompts is"),
+        "sentence_bert_config.json": ({"max_seq_length": "8"}, "max_seq_length='8' must be"),
     }
     for i, (name, (content, message)) in enumerate(files.items()):
         out = changed(bidirectional[0], tmp_path / f"files{i}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from llama.common.checks import brief
+from llama.common.checks import brief, errors_in, whole_number
 from llama.storage.downloads import read_json, read_small
 
 PoolingKind = Literal["last", "mean", "first"]
@@ -74,6 +74,8 @@ class PoolingSettings:
         text: The special tokens around a text, by their names; 0 is the text. None: the token that
             begins a text comes before it.
         pair: The same for a pair of texts, which are 0 and 1.
+        max_tokens: The number of tokens that a text is cut to; None: a longer one is an error.
+        lowers: Whether it changes texts to lower case.
         pair_template: A text in which {query} and {document} stand for a pair; None: `pair` says
             how it is written.
     """
@@ -88,6 +90,8 @@ class PoolingSettings:
     text: TokenTemplate | None = None
     pair: TokenTemplate | None = None
     pair_template: str | None = None
+    max_tokens: int | None = None
+    lowers: bool = False
 
     def describe(self) -> str:
         """Return what the model does with whole prompts; empty if its files say nothing of it."""
@@ -146,7 +150,10 @@ def settings_of(folder: Path, config: Mapping[str, Any]) -> PoolingSettings:
         )
     has_lm_head = not has_head and architecture not in _HEADLESS
     text, pair = (None, None) if has_lm_head and kind is None else _templates(folder)
+    max_tokens, lowers = _text_settings(folder)
     return PoolingSettings(
+        max_tokens=max_tokens,
+        lowers=lowers,
         kind=kind,
         include_prompt=include_prompt,
         prompts=MappingProxyType(prompts),
@@ -160,6 +167,20 @@ def settings_of(folder: Path, config: Mapping[str, Any]) -> PoolingSettings:
         if has_head and architecture.startswith(_BIDIRECTIONAL)
         else None,
     )
+
+
+def _text_settings(folder: Path) -> tuple[int | None, bool]:
+    """Return how sentence-transformers changes a text: its maximum of tokens, and its case."""
+    path = folder / "sentence_bert_config.json"
+    if not path.is_file():
+        return None, False
+    content = read_json(path)
+    with errors_in(str(path)):
+        length = content.get("max_seq_length")
+        lowers = content.get("do_lower_case") or False
+        if not isinstance(lowers, bool):
+            raise ValueError(f"do_lower_case={brief(lowers)} must be true or false")
+        return whole_number("max_seq_length", length, 1, 2**31 - 1, optional=True), lowers
 
 
 def _kind(folder: Path, config: Mapping[str, Any]) -> tuple[PoolingKind | None, bool]:

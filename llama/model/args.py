@@ -19,9 +19,10 @@ MAX_SIZE = 2**24  # largest vocabulary, and largest multiple of the ffn size
 class ModelArgs:
     """The contents of params.json, under Meta's names, and the two sizes of the run.
 
-    `rope_scale_factor`, `context_length`, `tied_output` and `is_causal` are not Meta's: Meta's
-    files leave them to be inferred, Hugging Face's config.json states them. The largest values that
-    are accepted are 60 times those of the 405B model, with which nothing overflows or is slow.
+    `rope_scale_factor` and the two after it, `context_length`, `tied_output` and `is_causal` are
+    not Meta's: Meta's files leave them to be inferred, Hugging Face's config.json states them. The
+    largest values that are accepted are 60 times those of the 405B model, with which nothing
+    overflows or is slow.
     """
 
     dim: Annotated[int, Range(1, 2**20)] = 4096
@@ -35,6 +36,8 @@ class ModelArgs:
     rope_theta: Annotated[float, Range(0, 1e12, above=True)] = 500000
     use_scaled_rope: bool = False
     rope_scale_factor: Annotated[float | None, Range(0, 1e6, above=True)] = None
+    rope_original_context: Annotated[int, Range(1, 2**40)] = 8192  # tokens, before scaling
+    rope_linear_factor: Annotated[float, Range(0, 1e6, above=True)] = 1.0  # divides all frequencies
     context_length: Annotated[int | None, Range(1, 2**40)] = None
     tied_output: bool = False
     is_causal: bool = True  # whether a token attends only to those before it

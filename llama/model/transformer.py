@@ -182,7 +182,12 @@ class Transformer(nn.Module):
         module.register_load_state_dict_post_hook(_tie_again)
         # (max_seq_len, D/2) complex64, whatever the type of the weights is
         self.freqs_cis = precompute_freqs_cis(
-            params.head_dim, params.max_seq_len, params.rope_theta, params.rope_factor
+            params.head_dim,
+            params.max_seq_len,
+            params.rope_theta,
+            params.rope_factor,
+            params.rope_original_context,
+            params.rope_linear_factor,
         ).to(device)
         self._forward_cache = self._new_forward_cache()
 

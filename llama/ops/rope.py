@@ -16,39 +16,50 @@ from torch import Tensor
 from llama.ops.kernels import NO_KERNELS, Kernels
 from llama.ops.kv_cache import format_of
 
-_ORIGINAL_CONTEXT = 8192  # the context of Llama 3, before scaling
+ORIGINAL_CONTEXT = 8192  # the context of Llama 3, before scaling
 # Frequencies of fewer turns per original context than the first are divided by the factor, those of
 # more than the second are kept, and those between are blended.
 _LOW_TURNS = 1.0
 _HIGH_TURNS = 4.0
 
 
-def scale_frequencies(frequencies: Tensor, factor: float) -> Tensor:
+def scale_frequencies(
+    frequencies: Tensor, factor: float, original_context: int = ORIGINAL_CONTEXT
+) -> Tensor:
     """Return frequencies (D/2) of which the slow ones are divided by a factor.
 
     Args:
         frequencies: The frequencies (D/2).
         factor: 8 for Llama 3.1 and 3.3, 32 for Llama 3.2.
+        original_context: The context of the model before scaling, in tokens.
     """
-    turns = _ORIGINAL_CONTEXT * frequencies / (2 * math.pi)
+    turns = original_context * frequencies / (2 * math.pi)
     keep = (turns - _LOW_TURNS) / (_HIGH_TURNS - _LOW_TURNS)
     keep = keep.clamp(0, 1)
     return frequencies * (keep + (1 - keep) / factor)
 
 
-def rope_frequencies(head_dim: int, theta: float, factor: float | None) -> Tensor:
+def rope_frequencies(
+    head_dim: int,
+    theta: float,
+    factor: float | None,
+    original_context: int = ORIGINAL_CONTEXT,
+    linear_factor: float = 1.0,
+) -> Tensor:
     """Return by which angle each pair of a head turns per position, (D/2) float32.
 
     Args:
         head_dim: D.
         theta: The base of the frequencies.
-        factor: The factor of `scale_frequencies`; None for frequencies that are not scaled.
+        factor: The factor of `scale_frequencies`; None for frequencies that are not scaled so.
+        original_context: The context before that scaling, in tokens.
+        linear_factor: What all frequencies are divided by (Chen et al., 2023).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / theta**exponents
+    frequencies = 1.0 / theta**exponents / linear_factor
     if factor is None:
         return frequencies
-    return scale_frequencies(frequencies, factor)
+    return scale_frequencies(frequencies, factor, original_context)
 
 
 def precompute_freqs_cis(
@@ -56,6 +67,8 @@ def precompute_freqs_cis(
     length: int,
     theta: float,
     factor: float | None,
+    original_context: int = ORIGINAL_CONTEXT,
+    linear_factor: float = 1.0,
 ) -> Tensor:
     """Return the rotation of each pair at each position, as complex numbers of magnitude 1.
 
@@ -63,12 +76,14 @@ def precompute_freqs_cis(
         head_dim: D.
         length: The number of positions.
         theta: The base of the frequencies.
-        factor: The factor of `scale_frequencies`; None for frequencies that are not scaled.
+        factor: The factor of `scale_frequencies`; None for frequencies that are not scaled so.
+        original_context: The context before that scaling, in tokens.
+        linear_factor: What all frequencies are divided by.
 
     Returns:
         (length, D/2) complex64.
     """
-    frequencies = rope_frequencies(head_dim, theta, factor)
+    frequencies = rope_frequencies(head_dim, theta, factor, original_context, linear_factor)
     positions = torch.arange(length, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
     return torch.polar(torch.ones_like(angles), angles)

@@ -40,8 +40,8 @@ class EmbeddingOptions:
         prompt_name: The name of a text of the model's files that is put before each input.
         prompt: A text that is put before each input.
         include_prompt: Whether a mean has the states of that text.
-        truncate: The number of leading tokens that an input is cut to; None: a longer input than
-            the context is an error.
+        truncate: The number of leading tokens that an input is cut to; None: what the model's files
+            say, else a longer input than the context is an error.
     """
 
     pooling: PoolingKind | None = None
@@ -107,7 +107,7 @@ class Pooler:
         include = options.include_prompt
         return replace(
             options,
-            truncate=truncate,
+            truncate=settings.max_tokens if truncate is None else truncate,
             pooling=kind,
             dimensions=dimensions,
             prompt=self._prompt(options),
@@ -205,6 +205,8 @@ class Pooler:
         return joined if template is None else in_template
 
     def _ids(self, text: str, max_len: int | None = None) -> list[int]:
+        if self.settings.lowers:
+            text = text.lower()
         if max_len is not None:
             return self.tokenizer.encode_start(text, max_len)
         return self.tokenizer.encode(text, bos=False, eos=False)

@@ -367,6 +367,33 @@ def test_a_tied_model_with_scaled_rope(tmp_path):
         find(path)
 
 
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({"rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scale_linear": 2.5}, 2.5),
+        ({"rope.scaling.factor": 3.0, "rope.scaling.type": "linear", "rope.scale_linear": 7.0}, 3),
+        ({"rope.scaling.factor": 3.0, "rope.scaling.type": "none"}, 1.0),
+        ({"rope.scaling.factor": 0.0, "rope.scaling.attn_factor": 1.0}, 1.0),
+    ],
+)
+def test_a_linear_rope_scaling_divides_the_frequencies(tmp_path, keys, factor):
+    """The frequencies are those of transformers, and the file may be written again."""
+    path = tmp_path / "model.gguf"
+    metadata = {f"llama.{key}": value for key, value in keys.items()}
+    write_byte_tokenizer(tmp_path)
+    write_gguf(path, PARAMS, metadata=metadata, tokenizer=tmp_path / "tokenizer.model")
+    rope = scaled_rope(factor, rope_type="linear")
+    rope["rope_parameters"]["rope_theta"] = PARAMS["rope_theta"]
+    heads = PARAMS["n_heads"]
+    theirs = hf_model(hidden_size=PARAMS["dim"], num_attention_heads=heads, **rope)
+    angles = theirs.model.rotary_emb.inv_freq
+    convert(path, tmp_path / "again.gguf")
+    for file in (path, tmp_path / "again.gguf"):
+        model = loaded(find(file))
+        torch.testing.assert_close(model.freqs_cis[1].angle(), angles, atol=1e-7, rtol=1e-6)
+
+
 @pytest.mark.parametrize("source", [DEMO / "tokenizer.model", METAS], ids=["demo", "128256"])
 def test_the_tokenizer_is_that_of_tokenizer_model(tmp_path, source):
     path, oracle = tmp_path / "model.gguf", Tokenizer(source, llama_3_0=True)
@@ -479,6 +506,9 @@ def test_overlapping_tensors_are_refused(folder, tmp_path):
         ("general.type", "adapter", "a 'adapter' of the architecture 'llama'"),
         ("llama.expert_count", 8, "llama.expert_count is 8"),
         ("llama.rope.scaling.type", "yarn", "llama.rope.scaling.type is 'yarn'"),
+        ("llama.attention.causal", False, "llama.attention.causal is False"),
+        ("llama.logit_scale", 0.5, "llama.logit_scale is 0.5"),
+        ("llama.attention.sliding_window", 512, "llama.attention.sliding_window is 512"),
         ("llama.attention.key_length", 64, "head_dim is 64"),
         ("llama.attention.head_count", [8, 8], r"num_attention_heads=\(8, 8\) must be"),
         ("llama.block_count", 3, r"blk\.2\.attn_q\.weight and 8 more are missing"),

@@ -1,7 +1,9 @@
 """Hugging Face's layout: transformers writes it, and its logits show that it was read correctly."""
 
+import json
 import os
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from helpers.weights import (
     change_json,
     change_safetensors,
     expect_shards,
+    from_hf,
     hf_logits,
     hf_model,
     loaded,
@@ -19,13 +22,19 @@ from helpers.weights import (
 )
 from llama.checkpoint.find import find
 from llama.checkpoint.hf import config as hf
+from llama.checkpoint.write.convert import convert
 from llama.model.args import ModelArgs
 
-HF_CASES = {
+OLD_LINEAR = {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_theta": 20000.0}
+HF_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
     "scaled by 8": scaled_rope(8.0),
     "scaled by 32, tied": scaled_rope(32.0) | {"tie_word_embeddings": True},
+    "linear": scaled_rope(4.0, rope_type="linear"),
+    "linear, transformers 4": {"rope_parameters": None} | OLD_LINEAR,
+    "dynamic": scaled_rope(2.0, rope_type="dynamic"),
+    "of another context": scaled_rope(8.0, original_max_position_embeddings=64),
     "narrow ffn": {"intermediate_size": 48},
     "as many kv heads as heads": {"num_key_value_heads": 4},
 }
@@ -97,8 +106,16 @@ def test_any_ffn_size_is_said_in_metas_terms():
         ({"rms_norm_eps": None}, r"'rms_norm_eps' is missing"),
         ({"rope_parameters": None}, r"'rope_theta' is missing"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2}}, r"'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 1e4}, r"'linear'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}, "rope_theta": 1e4}, r"'dynamic'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}, "rope_theta": 1e4}, r"'longrope'"),
+        ({"rope_scaling": {"type": "linear"}, "rope_theta": 1e4}, r"'linear'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"0\.5"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5: .* needs 1"),
+        ({"logits_scaling": 8.0}, r"logits_scaling is 8\.0"),
+        ({"logit_scale": 0.06}, r"logit_scale is 0\.06"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping is 30\.0: .* null"),
+        ({"residual_multiplier": 0.2}, r"residual_multiplier is 0\.2"),
+        ({"sliding_window": 4096}, r"sliding_window is 4096: .*=131072"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, r"needs full_attention"),
         (
             {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0,
                                  **hf.ROPE_SCALING, "high_freq_factor": 2.0}},
@@ -110,6 +127,44 @@ def test_a_config_of_other_mathematics_is_refused(hugging, changes, message):
     change_json(hugging / "config.json", **changes)
     with pytest.raises(ValueError, match=rf"config\.json: .*{message}"):
         find(hugging)
+
+
+NEUTRAL: list[dict[str, Any]] = [
+    {"hidden_act": "swish"},
+    {"sliding_window": None, "logits_scaling": 1.0, "partial_rotary_factor": 1.0},
+    {"sliding_window": 4096, "use_sliding_window": False},
+    {"sliding_window": 131072, "layer_types": ["full_attention", "full_attention"]},
+    {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 1.0}},
+    {"rope_parameters": {"rope_theta": 5e5, "rope_type": "yarn", "factor": 1.0,
+                         "attention_factor": None}},
+    {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default", "partial_rotary_factor": 1.0,
+                         "attention_factor": None, "factor": None}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", NEUTRAL)
+def test_values_that_change_nothing_are_no_error(hugging, changes):
+    path = hugging / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    expected = hf_logits(from_hf(hugging), tokens_of())
+    torch.testing.assert_close(loaded(find(hugging))(tokens_of(), 0), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [scaled_rope(3.0, rope_type="linear"), scaled_rope(8.0, original_max_position_embeddings=64)],
+)
+def test_a_conversion_keeps_the_rope_scaling(tmp_path, scaling):
+    """From Hugging Face's layout to Meta's, and from there to Hugging Face's again."""
+    theirs = hf_model(**scaling)
+    theirs.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "meta")
+    convert(tmp_path / "meta", tmp_path / "again")
+    expected = hf_logits(theirs, tokens_of())
+    logits = loaded(find(tmp_path / "meta"))(tokens_of(), 0)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    again = hf_logits(from_hf(tmp_path / "again"), tokens_of())
+    torch.testing.assert_close(again, expected, atol=1e-4, rtol=0)
 
 
 def test_a_tied_config_with_an_output_of_its_own_is_refused(hugging):

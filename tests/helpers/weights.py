@@ -100,9 +100,11 @@ def hf_model(**changes) -> transformers.LlamaForCausalLM:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
 
 
-def scaled_rope(factor: float) -> dict:
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor}
-    return {"rope_parameters": rope | hf.ROPE_SCALING}
+def scaled_rope(factor: float, rope_type: str = "llama3", **changes: Any) -> dict:
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 500000.0, "factor": factor}
+    if rope_type == "llama3":
+        rope |= hf.ROPE_SCALING
+    return {"rope_parameters": rope | changes}
 
 
 def hf_logits(model: transformers.LlamaForCausalLM, tokens: Tensor) -> Tensor:

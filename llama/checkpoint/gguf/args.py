@@ -57,13 +57,25 @@ def args_of(headers: list[Header]) -> ModelArgs:
     if isinstance(config["rms_norm_eps"], float):
         # The file has 1e-5 rounded to float32, which is 9.99999974737875e-06.
         config["rms_norm_eps"] = float(f"{config['rms_norm_eps']:.6g}")
+    config |= _rope_scaling(headers[0])
     args = hf.args_of(config, str(path))
     _check_fixed_values(headers[0], args)
     if ROPE_DIVISORS not in files:
         return args
     header = files[ROPE_DIVISORS]
-    factor = _rope_factor(header, header.tensors[ROPE_DIVISORS], args)
-    return replace(args, use_scaled_rope=True, rope_scale_factor=factor)
+    return _with_divisors(header, header.tensors[ROPE_DIVISORS], args)
+
+
+def _rope_scaling(header: Header) -> dict[str, Any]:
+    """Return the RoPE scaling as config.json has it.
+
+    As in llama.cpp a factor without a type is linear, and `rope.scale_linear` is its older name.
+    """
+    keys = (f"{_ARCHITECTURE}.rope.scaling.factor", f"{_ARCHITECTURE}.rope.scale_linear")
+    factor = next((header.metadata[key] for key in keys if key in header.metadata), 0)
+    if not factor or header.metadata.get(f"{_ARCHITECTURE}.rope.scaling.type") == "none":
+        return {}
+    return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
 
 
 def _check_architecture(header: Header) -> None:
@@ -80,11 +92,23 @@ def _check_architecture(header: Header) -> None:
 
 def _check_fixed_values(header: Header, args: ModelArgs) -> None:
     """Raise ValueError where a key has another value than every Llama 3 has."""
-    allowed_values = {
+    allowed_values: dict[str, tuple[Any, ...]] = {
         "expert_count": (None, 0),
-        "rope.scaling.type": (None, "none"),
+        "rope.scaling.type": (None, "none", "linear"),
+        "rope.scaling.attn_factor": (None, 1.0),
         "rope.dimension_count": (None, args.head_dim),
         "attention.value_length": (None, args.head_dim),
+        "attention.causal": (None, True),
+        "attention.scale": (None, 0.0),
+        "attention.clamp_kqv": (None, 0.0),
+        "attention.max_alibi_bias": (None, 0.0),
+        "attention.sliding_window": (None, 0),
+        "attn_logit_softcapping": (None, 0.0),
+        "final_logit_softcapping": (None, 0.0),
+        "logit_scale": (None, 0.0, 1.0),
+        "residual_scale": (None, 0.0, 1.0),
+        "embedding_scale": (None, 0.0, 1.0),
+        "use_parallel_residual": (None, False),
     }
     for key, allowed in allowed_values.items():
         value = header.metadata.get(f"{_ARCHITECTURE}.{key}")
@@ -95,25 +119,36 @@ def _check_fixed_values(header: Header, args: ModelArgs) -> None:
             )
 
 
-def _rope_factor(header: Header, info: TensorInfo, args: ModelArgs) -> float:
-    """Return the factor of Llama 3.1's RoPE scaling that gives the divisors in a file.
+def _with_divisors(header: Header, info: TensorInfo, args: ModelArgs) -> ModelArgs:
+    """Return the sizes of a model with the RoPE scaling that gives the divisors in a file.
 
     Raises:
-        ValueError: No factor gives these divisors.
+        ValueError: No scaling that is computed here gives these divisors.
     """
-    if info.type.name == "F32" and info.shape == (args.head_dim // 2,):
+    is_scaled_twice = args.rope_linear_factor != 1
+    is_vector = info.type.name == "F32" and info.shape == (args.head_dim // 2,)
+    if is_vector and not is_scaled_twice:
         data = np.fromfile(header.file, "<f4", args.head_dim // 2, offset=info.offset)
         divisors = torch.from_numpy(data)
         factor = divisors[-1].item()
-        if torch.allclose(divisors, rope_divisors(args, factor), rtol=1e-5, atol=0):
-            return factor
+        llama3 = replace(args, use_scaled_rope=True, rope_scale_factor=factor)
+        linear = replace(args, rope_linear_factor=factor)
+        for each in (llama3, linear) if factor > 0 else ():
+            if torch.allclose(divisors, rope_divisors(each), rtol=1e-5, atol=0):
+                return each
     raise ValueError(
         f"{header.file}: {ROPE_DIVISORS} does not hold the divisors of Llama 3.1's RoPE scaling, "
         "the only ones that this runtime computes: get the file from the model's publisher"
     )
 
 
-def rope_divisors(args: ModelArgs, factor: float) -> Tensor:
-    """Return what Llama 3.1's scaling divides the frequency of each pair by: (D/2) float32."""
+def rope_divisors(args: ModelArgs) -> Tensor:
+    """Return what the RoPE scaling divides the frequency of each pair by: (D/2) float32."""
     plain = rope_frequencies(args.head_dim, args.rope_theta, None)
-    return plain / rope_frequencies(args.head_dim, args.rope_theta, factor)
+    return plain / rope_frequencies(
+        args.head_dim,
+        args.rope_theta,
+        args.rope_factor,
+        args.rope_original_context,
+        args.rope_linear_factor,
+    )

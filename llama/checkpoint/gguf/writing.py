@@ -84,7 +84,7 @@ class GGUFContent:
         """Return a tensor in float32 or bf16."""
         params = self.reader.params
         if name == ROPE_DIVISORS:
-            return rope_divisors(params, params.rope_factor or 1)
+            return rope_divisors(params)
         shape = self.reader.shapes[name]
         plain = torch.empty(shape, dtype=torch.float32 if len(shape) == 1 else torch.bfloat16)
         self.reader.copy(name, plain)
@@ -116,7 +116,7 @@ def gguf_content(
         if value != []:  # the package writes no empty list
             writer.add_key_value(key, value, value_type)
     shapes = {name: reader.shapes[name] for name in names}
-    if params.use_scaled_rope:
+    if params.use_scaled_rope or params.rope_linear_factor != 1:
         shapes[ROPE_DIVISORS] = Size([params.head_dim // 2])
     types = {}
     for name, shape in shapes.items():

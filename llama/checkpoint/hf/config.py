@@ -13,8 +13,32 @@ from torch import Tensor
 from llama.common.checks import brief, errors_in, whole_number
 from llama.model.args import MAX_SIZE, ModelArgs
 
-# Values that config.json must have, or leave out, so that Meta's equations are the model's.
+# What config.json must have, or leave out, so that Meta's equations are the model's.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+# Keys of other models and of variants of Llama, and the values with which they change nothing. None
+# is such a value for each of them.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1,),
+    "rotary_pct": (1,),
+    "rope_ratio": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "residual_multiplier": (1,),
+    "embedding_multiplier": (1,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "clip_qkv": (),
+    "attention_chunk_size": (),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "use_parallel_residual": (False,),
+    "alibi": (False,),
+    "num_local_experts": (0, 1),
+    "num_experts": (0, 1),
+}
 # The parameters of Llama 3.1's RoPE scaling that are constants in `llama.ops.rope`.
 ROPE_SCALING = {
     "low_freq_factor": 1.0,
@@ -75,12 +99,32 @@ def _check_config(config: dict[str, Any]) -> None:
             "and this runtime runs 'llama' only: give the folder of a Llama 3, or run this one "
             "with transformers"
         )
-    for key, wanted in _FIXED.items():
-        if config.get(key, wanted) != wanted:
-            raise ValueError(f"{key} is {brief(config[key])}: this runtime needs {wanted!r}")
     for key in ("rms_norm_eps", *_SIZES):
         if key not in config:
             raise ValueError(f"the key {key!r} is missing: fetch the file again")
+    _check_neutral(config)
+
+
+def _check_neutral(config: dict[str, Any]) -> None:
+    """Raise ValueError where a key asks for something that this runtime does not compute."""
+    for key, neutral in _NEUTRAL.items():
+        value = config.get(key)
+        if value is not None and value not in neutral:
+            wanted = repr(neutral[0]) if neutral else "null"
+            raise ValueError(f"{key} is {brief(value)}: this runtime needs {wanted}")
+    layers = config.get("layer_types") or []
+    if not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
+        raise ValueError(f"layer_types is {brief(layers)}: this runtime needs full_attention")
+    window = config.get("sliding_window")
+    if window is None or config.get("use_sliding_window") is False:
+        return
+    context = config.get("max_position_embeddings")
+    is_number = isinstance(window, int) and isinstance(context, int)
+    if not is_number or window < context:
+        raise ValueError(
+            f"sliding_window is {brief(window)}: this runtime attends to the whole context of "
+            f"max_position_embeddings={brief(context)}; remove the key if the model was trained so"
+        )
 
 
 def _ffn_params(dim: int, ffn_dim: int) -> dict[str, Any]:
@@ -110,16 +154,52 @@ def _rope_params(config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("the key 'rope_theta' is missing: fetch the file again")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     described = ("rope_theta", "rope_type", "type")
-    scaling = {k: v for k, v in rope.items() if k not in described}
-    if rope_type == "default" and not scaling:
-        return {"rope_theta": theta, "use_scaled_rope": False}
-    factor = scaling.pop("factor", None)
-    if rope_type != "llama3" or scaling != ROPE_SCALING or factor is None:
+    scaling = {k: v for k, v in rope.items() if k not in described and v is not None}
+    for name in ("partial_rotary_factor", "attention_factor"):
+        if scaling.get(name) == 1:
+            del scaling[name]
+    params = _scaling_params(rope_type, scaling, config)
+    if params is None:
         raise ValueError(
-            f"{key} is {brief(rope)}: this runtime knows rope_type 'default', and 'llama3' with a "
-            f"factor and {', '.join(f'{k} {v}' for k, v in ROPE_SCALING.items())}"
+            f"{key} is {brief(rope)}: this runtime knows rope_type 'default', 'linear' and "
+            "'dynamic' with a factor, and 'llama3' with a factor and "
+            f"{', '.join(f'{k} {v}' for k, v in ROPE_SCALING.items())} or another original context"
         )
-    return {"rope_theta": theta, "use_scaled_rope": True, "rope_scale_factor": factor}
+    return {"rope_theta": theta, "use_scaled_rope": False, **params}
+
+
+def _scaling_params(
+    rope_type: object, scaling: dict[str, Any], config: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return the sizes that a RoPE scaling gives; None if this runtime does not compute it.
+
+    Args:
+        rope_type: Its type.
+        scaling: Its parameters.
+        config: The content of config.json.
+    """
+    original_key = "original_max_position_embeddings"
+    factor = scaling.pop("factor", None)
+    original = scaling.pop(original_key, config.get(original_key))
+    if rope_type == "default":
+        is_plain = not scaling and factor in (None, 1)
+        return {} if is_plain else None
+    if factor is None:
+        return None
+    if rope_type == "llama3":
+        bounds = {k: v for k, v in ROPE_SCALING.items() if k != original_key}
+        if scaling != bounds or original is None:
+            return None
+        llama3 = {"use_scaled_rope": True, "rope_scale_factor": factor}
+        return llama3 | {"rope_original_context": original}
+    if scaling:
+        return None
+    if factor == 1:
+        return {}
+    if rope_type == "linear":
+        return {"rope_linear_factor": factor}
+    # Dynamic scaling changes nothing up to max_position_embeddings, which is the context here.
+    return {} if rope_type == "dynamic" else None
 
 
 def special_ids(bos: int, eos: Iterable[int], pad: int) -> dict[str, Any]:
@@ -156,7 +236,12 @@ def config_of(
         dtype: The type of the weights.
         ids: The result of `special_ids`, or nothing.
     """
-    scaling = {"rope_type": "llama3", "factor": args.rope_factor, **ROPE_SCALING}
+    scaling: dict[str, Any] | None = None
+    if args.use_scaled_rope:
+        scaling = {"rope_type": "llama3", "factor": args.rope_factor, **ROPE_SCALING}
+        scaling["original_max_position_embeddings"] = args.rope_original_context
+    elif args.rope_linear_factor != 1:
+        scaling = {"rope_type": "linear", "factor": args.rope_linear_factor}
     # Without ids, transformers would take Llama 2's 1 and 2.
     token_ids = ids or {"bos_token_id": None, "eos_token_id": None}
     return {
@@ -171,7 +256,7 @@ def config_of(
         "vocab_size": args.vocab_size,
         "rms_norm_eps": args.norm_eps,
         "rope_theta": args.rope_theta,
-        "rope_scaling": scaling if args.use_scaled_rope else None,
+        "rope_scaling": scaling,
         "max_position_embeddings": args.longest_context,
         "tie_word_embeddings": tied,
         "torch_dtype": str(dtype).removeprefix("torch."),

@@ -376,7 +376,8 @@ def _meta_params(args: ModelArgs) -> dict[str, Any]:
 
     Meta's package refuses keys that it does not know; the sizes that Meta released need none.
     """
-    ours = HARMLESS_PARAMS | {"rope_scale_factor", "context_length", "tied_output", "is_causal"}
+    inferred_keys = {"rope_scale_factor", "context_length", "tied_output", "is_causal"}
+    ours = HARMLESS_PARAMS | inferred_keys | {"rope_original_context", "rope_linear_factor"}
     params = {}
     for key, value in vars(args).items():
         if key not in ours and value is not None:
@@ -384,6 +385,9 @@ def _meta_params(args: ModelArgs) -> dict[str, Any]:
     inferred = ModelArgs(**params)
     if inferred.rope_factor != args.rope_factor:
         params["rope_scale_factor"] = args.rope_factor
+    for key in ("rope_original_context", "rope_linear_factor"):
+        if getattr(inferred, key) != getattr(args, key):
+            params[key] = getattr(args, key)
     if inferred.longest_context != args.longest_context:
         params["context_length"] = args.longest_context
     return params
