@@ -158,7 +158,8 @@ def _listen(
     with extra("serve", "the server"), quick_imports():
         from llama.prompts import ToolFormat
         from llama.server.limits import Limits
-        from llama.server.process import Server, log_to_stderr
+        from llama.server.log import log_to_stderr
+        from llama.server.process import Server
         from llama.server.service import Service
 
     names = [each.value for each in ToolFormat]

@@ -9,7 +9,6 @@ ends it at once.
 import errno
 import functools
 import gc
-import logging
 import socket
 import sys
 import threading
@@ -184,14 +183,3 @@ def _listen(host: str, port: int) -> socket.socket:
             raise FieldError("port", text) from None
         reason = e.strerror.partition(" (")[0].lower() if e.strerror else str(e)
         raise FieldError("host", f"--host {host} --port {port}: {reason}") from None
-
-
-def log_to_stderr() -> None:
-    """Write the lines of the server and of uvicorn to stderr, with their time."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name, level in (("llama.server", logging.INFO), ("uvicorn.error", logging.WARNING)):
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.propagate = False
-        logger.setLevel(level)

@@ -64,6 +64,7 @@ class _Replica(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self.name = path.stem
         self.paths: list[str] = []
         self.status = 200
+        self.is_stopped = False  # whether it answers no checks, as after SIGSTOP
         self.num_left = 0  # clients that left before their answer
         self.has_arrived = threading.Event()  # whether the client of a stream has its beginning
 
@@ -79,6 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        while self.server.is_stopped:
+            time.sleep(0.05)
         self._answer(200 if self.path == "/ready" else self.server.status)
 
     def do_POST(self) -> None:
@@ -119,8 +122,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory) -> Iterator[SimpleNamespace]:
+    with routing(tmp_path_factory.mktemp("it's # r"), 8, 6) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def routing(folder: Path, max_connections: int, max_per_address: int) -> Iterator[SimpleNamespace]:
     """Two replicas behind HAProxy: the URL, the replicas, and a client."""
-    folder = tmp_path_factory.mktemp("it's # r")
     sockets = [folder / f"{i}.sock" for i in range(2)]
     with contextlib.ExitStack() as stack:
         replicas = [stack.enter_context(_Replica(path)) for path in sockets]
@@ -133,8 +141,8 @@ def routed(tmp_path_factory) -> Iterator[SimpleNamespace]:
             listener=listener.fileno(),
             admin=folder / "admin.sock",
             num_threads=1,
-            max_connections=8,
-            max_per_address=6,
+            max_connections=max_connections,
+            max_per_address=max_per_address,
             drain_s=1,
         )
         path = config.write(folder)
@@ -320,6 +328,51 @@ def test_too_many_connections_of_one_address_are_refused(routed):
     assert response.status_code == 503 and response.headers["Retry-After"]
     error = response.json()["error"]
     assert error["type"] == "overloaded_error" and "6 connections" in error["message"]
+
+
+@needs_haproxy
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/compl", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_idle_connections_of_one_address_keep_no_other_out(tmp_path, sent):
+    """They count before they have sent a request, and hold no place of other addresses."""
+    transport = httpx.HTTPTransport(local_address="127.0.0.2")
+    with contextlib.ExitStack() as stack:
+        routed = stack.enter_context(routing(tmp_path, 200, 100))
+        port = int(routed.url.rpartition(":")[2])
+        for _ in range(300):
+            with contextlib.suppress(ConnectionError):  # It may be refused at once.
+                connection = socket.create_connection(("127.0.0.1", port))
+                stack.enter_context(connection).sendall(sent)
+        client = stack.enter_context(httpx.Client(transport=transport, timeout=30))
+        for path in ("/v1/models", "/health"):
+            assert client.get(routed.url + path).status_code == 200
+
+
+@needs_haproxy
+@pytest.mark.parametrize("path", ["/wait", "/replicas/0/wait", "/replicas/1/wait"])
+def test_a_stopped_replica_does_not_keep_its_clients(tmp_path, path):
+    """Its connections end once it has answered no check for some seconds."""
+    ended: list[int | str] = []
+
+    def ask_it() -> None:
+        try:
+            with httpx.Client(trust_env=False, timeout=90) as client:
+                ended.append(client.post(routed.url + path, json={}).status_code)
+        except httpx.HTTPError as error:
+            ended.append(type(error).__name__)
+
+    with routing(tmp_path, 8, 6) as routed:
+        client = threading.Thread(target=ask_it)
+        client.start()
+        wait_until(lambda: any(each.paths for each in routed.replicas))
+        (stopped,) = (each for each in routed.replicas if each.paths)
+        stopped.is_stopped = True
+        client.join(60)
+        assert not client.is_alive() and ended[0] in (502, 503, "RemoteProtocolError")
+        (other,) = (each for each in routed.replicas if each is not stopped)
+        assert {ask(routed, "/v1/completions", {"prompt": str(i)}) for i in range(4)} == {
+            other.name
+        }
+        stopped.is_stopped = False
 
 
 @needs_haproxy
@@ -534,7 +587,7 @@ def test_an_old_haproxy_is_not_used(no_haproxy, tmp_path):
         (["--background"], 2, "--background cannot be given with --replicas 2"),
         (["--uds", "s"], 2, "--uds cannot be given with --replicas 2"),
         (["--fastchat_controller", "http://a"], 2, "start each of them without --replicas"),
-        (["--port", "PORT"], 1, "Address already in use"),
+        (["--port", "PORT"], 1, "address already in use"),
     ],
 )
 def test_flags_that_exclude_each_other(flags, code, message, capfd):

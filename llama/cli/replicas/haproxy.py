@@ -33,6 +33,7 @@ _MAX_LOAD = 175
 _PROMPT_BYTES = 1024  # The beginning of a prompt is its key, because continuations are appended.
 _LONG_BYTES = 1 << 16  # the same of a body whose first messages exceed the buffer
 _RESERVED_CONNECTIONS = 64  # connections beyond the limit that are answered with 503
+_TOLD_CONNECTIONS = 32  # connections of one address beyond its limit that are answered with 503
 _RESERVED_DESCRIPTORS = 128
 # Paths that concern one replica, so that its index must be named.
 _OWN_PATHS = ("/metrics", "/load")
@@ -168,7 +169,7 @@ class Config:
             "  timeout http-keep-alive 75s",
             "  timeout client 60s",
             "  timeout connect 5s",
-            "  timeout check 5s",
+            "  timeout check 2s",
             # The replicas themselves limit how long an answer may take.
             "  timeout server 7d",
             *(f"  http-error {_refusal(status, message)}" for status, message in _MESSAGES.items()),
@@ -181,10 +182,13 @@ class Config:
         own = f"each replica has this path: put {own_paths[0]} to {own_paths[-1]} before it"
         return [
             "frontend clients",
-            f"  bind fd@{self.listener}",
+            f"  bind fd@{self.listener} proto h1",
             f"  maxconn {self.max_connections + _RESERVED_CONNECTIONS}",
             "  stick-table type ipv6 size 100k expire 10m store conn_cur",
             "  tcp-request connection track-sc0 src",
+            # Connections without a request count, too. A few beyond the limit are told why.
+            "  tcp-request connection reject"
+            f" if {{ sc0_conn_cur gt {self.max_per_address + _TOLD_CONNECTIONS} }}",
             f"  http-request return {_refusal(503, num_open)}"
             f" if {{ fe_conn gt {self.max_connections} }}",
             f"  http-request return {_refusal(503, per_address)}"
@@ -210,7 +214,8 @@ class Config:
             "  http-check expect status 200",
             *key_rules(),
             "  http-response set-header X-Replica %s",
-            "  default-server check inter 1s fall 3 rise 1",
+            # The clients of a replica that is stopped would wait for ever.
+            "  default-server check inter 1s fall 3 rise 1 on-marked-down shutdown-sessions",
             *(f"  server {i} unix@{_quoted(path)}" for i, path in enumerate(self.sockets)),
         ]
 
@@ -221,7 +226,8 @@ class Config:
                 f"backend replica-{i}",
                 f"  http-request replace-path /{BACKEND}/{i}/?(.*) /\\1",
                 "  http-response set-header X-Replica %s",
-                f"  server {i} unix@{_quoted(path)} track {BACKEND}/{i}",
+                f"  server {i} unix@{_quoted(path)} track {BACKEND}/{i}"
+                " on-marked-down shutdown-sessions",
             ]
 
 
