@@ -87,7 +87,7 @@ class StructuredOutput:
         json_object: True; the answer is any JSON object.
         regex: a regular expression (the syntax of Rust's regex, without look-around) that the whole
             answer matches.
-        choice: the texts that the answer is one of.
+        choice: the texts that the answer is one of, at most 100,000 characters together.
         grammar: a grammar, in Lark (llguidance's dialect) or GBNF (llama.cpp's), that the answer is
             a sentence of.
     """
@@ -107,6 +107,10 @@ class StructuredOutput:
             fields = ", ".join(_FORMATS)
             text = f" must have one of {fields}, got {' and '.join(given) or 'none'}"
             raise FieldError.of("structured_output", text)
+        num_characters = sum(map(len, self.choice or ()))
+        if num_characters > _MAX_CHARACTERS:
+            problem = f" must have at most {_MAX_CHARACTERS} characters in all: {num_characters}"
+            raise FieldError.of("structured_output.choice", problem)
 
     @property
     def kind(self) -> str:

@@ -277,3 +277,10 @@ def test_check_vocab_names_field_id_and_range(field: str, value: Any) -> None:
     params.check_vocab(513)
     with pytest.raises(ValueError, match=rf"{field} has the token id 512: .* from 0 to 511"):
         params.check_vocab(512)
+
+
+@pytest.mark.parametrize("texts", [["x" * 100_000, "y"], ["x" * 100] * 1001, ["é" * 50_001] * 2])
+def test_the_texts_of_a_choice_are_bounded_together(texts):
+    with pytest.raises(ValueError, match="choice must have at most 100000 characters in all"):
+        StructuredOutput(choice=texts)
+    assert StructuredOutput(choice=[texts[0]]).choice == (texts[0],)

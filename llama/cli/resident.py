@@ -47,6 +47,7 @@ _NOTE_S = 3.0  # delay of the note about what is waited for
 _POLL_S = 0.05
 _BACKLOG = 2048  # connections that may wait to be accepted
 _MODEL_PREFIX = b"model "  # begins the second line of a log; the first one has the process
+_STARTED_PREFIX = b"started "  # begins the third one
 _MAX_FOLDER_BYTES = 85  # With the name of a socket that makes 107, the limit of unix(7).
 
 
@@ -173,8 +174,22 @@ def _start(stem: Path, flags: dict[str, Any]) -> "subprocess.Popen[bytes] | None
                 start_new_session=True,  # Ctrl-C is meant for the client only.
             )
         model = model_folder(flags.get("ckpt_dir") or demo_dir()).resolve()
-        log.write(b"process %d\n%s%s\n" % (process.pid, _MODEL_PREFIX, os.fsencode(model)))
+        started = started_at(process.pid).encode()
+        lines = (b"process %d" % process.pid, _MODEL_PREFIX + os.fsencode(model))
+        log.write(b"\n".join((*lines, _STARTED_PREFIX + started, b"")))
         return process
+
+
+def started_at(process: int) -> str:
+    """Return when a process started, in ticks since the system's start; "" if nothing says it.
+
+    A process and its start time together name one process; the number alone is used again.
+    """
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(errors="replace")
+    except OSError:
+        return ""
+    return status.rpartition(")")[2].split()[19]  # proc(5), field 22; the name may have blanks
 
 
 @dataclass(frozen=True)
@@ -184,11 +199,13 @@ class RunningServer:
     Attributes:
         process: Its process id.
         model: The path of its model.
+        started: When it started; see `started_at`.
         log: Its log, which it keeps locked until its end.
     """
 
     process: int
     model: str
+    started: str
     log: Path
 
     @property
@@ -206,11 +223,13 @@ def running_servers() -> list[RunningServer]:
     """Return this user's servers in the background, those that are loading included."""
     servers = []
     for log in sorted(_folder().glob("*.log")):
-        lines = log.read_bytes().split(b"\n", 2)
-        if len(lines) < 2 or not lines[0].startswith(b"process "):
+        lines = log.read_bytes().split(b"\n", 3)
+        if len(lines) < 4 or not lines[0].startswith(b"process "):
             continue  # A client is starting it, or it is not ours.
         process = int(lines[0].removeprefix(b"process "))
-        server = RunningServer(process, os.fsdecode(lines[1].removeprefix(_MODEL_PREFIX)), log)
+        model = os.fsdecode(lines[1].removeprefix(_MODEL_PREFIX))
+        started = lines[2].removeprefix(_STARTED_PREFIX).decode(errors="replace")
+        server = RunningServer(process, model, started, log)
         if server.is_running():
             servers.append(server)
     return servers

@@ -220,6 +220,7 @@ def unix_listener(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(path)
+        os.chmod(path, 0o600)  # Nobody can connect before the next call.
         listener.listen(_BACKLOG)
     except OSError as e:
         listener.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llama.cli.flags import UsageError
 from llama.cli.ranks import say
-from llama.cli.resident import RunningServer, running_servers
+from llama.cli.resident import RunningServer, running_servers, started_at
 from llama.storage.hub import hub_cache, model_folder
 
 _STOP_S = 60.0  # time limit of a server's end; answers that run get --drain_s of it
@@ -40,6 +40,7 @@ def stop(options: argparse.Namespace) -> int:
 
     Raises:
         UsageError: No such server is running.
+        ProcessLookupError: A server has ended, and its number is another process's.
         TimeoutError: A server does not end.
     """
     servers = running_servers()
@@ -50,7 +51,7 @@ def stop(options: argparse.Namespace) -> int:
             f"no server in the background has the model {options.name!r}; running: {names}"
         )
     for server in found:
-        os.kill(server.process, signal.SIGTERM)
+        _terminate(server)
     deadline = time.monotonic() + _STOP_S
     for server in found:
         while server.is_running():
@@ -62,6 +63,27 @@ def stop(options: argparse.Namespace) -> int:
             time.sleep(_POLL_S)
         say(f"stopped {server.model} (process {server.process})")
     return 0
+
+
+def _terminate(server: RunningServer) -> None:
+    """Send SIGTERM to a server, and to no process that took over its number.
+
+    Raises:
+        ProcessLookupError: Its number is another process's.
+    """
+    if not hasattr(os, "pidfd_open"):  # not on Linux
+        os.kill(server.process, signal.SIGTERM)
+        return
+    descriptor = os.pidfd_open(server.process)  # From now on it is one process.
+    try:
+        if started_at(server.process) != server.started:
+            raise ProcessLookupError(
+                f"process {server.process} is another process now, and is not ended; what the "
+                f"server of {server.model} had started still holds {server.log}"
+            )
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+    finally:
+        os.close(descriptor)
 
 
 def _is_named(server: RunningServer, name: str) -> bool:
@@ -78,7 +100,10 @@ def cached_models() -> dict[str, int]:
     sizes = {}
     for repository in sorted(hub_cache().glob("models--*--*")):
         name = repository.name.removeprefix("models--").replace("--", "/", 1)
-        folder = model_folder(name)
+        try:
+            folder = model_folder(name)
+        except ValueError:  # Nothing here has written it.
+            continue
         if repository not in folder.parents or not _is_llama(folder):
             continue
         files = [path for path in folder.rglob("*") if path.suffix in _WEIGHTS and path.exists()]

@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import socketserver
+import stat
 import subprocess
 import sys
 import threading
@@ -356,22 +357,20 @@ def test_a_stopped_replica_does_not_keep_its_clients(tmp_path, path):
     def ask_it() -> None:
         try:
             with httpx.Client(trust_env=False, timeout=90) as client:
-                ended.append(client.post(routed.url + path, json={}).status_code)
+                ended.append(client.post(made.url + path, json={}).status_code)
         except httpx.HTTPError as error:
             ended.append(type(error).__name__)
 
-    with routing(tmp_path, 8, 6) as routed:
+    with routing(tmp_path, 8, 6) as made:
         client = threading.Thread(target=ask_it)
         client.start()
-        wait_until(lambda: any(each.paths for each in routed.replicas))
-        (stopped,) = (each for each in routed.replicas if each.paths)
+        wait_until(lambda: any(each.paths for each in made.replicas))
+        (stopped,) = (each for each in made.replicas if each.paths)
         stopped.is_stopped = True
         client.join(60)
         assert not client.is_alive() and ended[0] in (502, 503, "RemoteProtocolError")
-        (other,) = (each for each in routed.replicas if each is not stopped)
-        assert {ask(routed, "/v1/completions", {"prompt": str(i)}) for i in range(4)} == {
-            other.name
-        }
+        (other,) = (each for each in made.replicas if each is not stopped)
+        assert {ask(made, "/v1/completions", {"prompt": str(i)}) for i in range(4)} == {other.name}
         stopped.is_stopped = False
 
 
@@ -616,6 +615,16 @@ def test_a_socket_that_a_server_left_behind_is_replaced(tmp_path):
     assert path.read_text() == "kept"
     with pytest.raises(OSError, match=r"--uds .* too long"):
         unix_listener(str(tmp_path / ("s" * 120)))
+
+
+@pytest.mark.parametrize("mask", [0, 0o022, 0o177])
+def test_only_its_user_can_connect_to_a_socket(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        with unix_listener(str(tmp_path / "s")):
+            assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
 
 
 def test_replicas_are_for_one_machine(monkeypatch, capfd):

@@ -128,13 +128,15 @@ def test_servers_are_listed_and_stopped_by_their_model(folder, monkeypatch, tmp_
     snapshots = {"meta-llama/Llama-3.2-1B": "llama", "google/bert": "bert"}
     for name, model_type in snapshots.items():
         cached = tmp_path / f"models--{name.replace('/', '--')}"
-        snapshot = cached / "snapshots" / "abc"
+        snapshot = cached / "snapshots" / ("abcd" * 10)
         snapshot.mkdir(parents=True)
         (cached / "refs").mkdir()
-        (cached / "refs" / "main").write_text("abc")
+        (cached / "refs" / "main").write_text("abcd" * 10)
         (snapshot / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
         with (snapshot / "model.safetensors").open("wb") as weights:
             weights.truncate(2_470_000_000)
+    (tmp_path / "models--a--odd" / "refs").mkdir(parents=True)
+    (tmp_path / "models--a--odd" / "refs" / "main").write_text("/etc")  # It is left out.
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     code, out, err = run("stop", "demo")
     assert code == 2 and "'demo'; running: none" in err
@@ -151,6 +153,19 @@ def test_servers_are_listed_and_stopped_by_their_model(folder, monkeypatch, tmp_
     assert code == 0 and f"stopped {DEMO} (process {server})" in err
     assert is_free(log)  # the kernel releases the lock when the process ends
     assert run("list")[1].startswith("no server runs in the background\n")
+
+
+@pytest.mark.parametrize("started", [b"1", b"0", b"x", b""])
+def test_a_process_that_took_over_a_servers_number_is_not_ended(folder, monkeypatch, started):
+    """What a server has started may hold its log, while its number is another process's."""
+    assert not resident.running_servers()  # It makes the folder.
+    with subprocess.Popen(["sleep", "60"]) as other, (folder / "a.log").open("ab") as log:
+        log.write(b"process %d\nmodel /m\nstarted %s\n" % (other.pid, started))
+        log.flush()
+        fcntl.flock(log, fcntl.LOCK_EX)
+        code, _, err = run("stop", str(other.pid))
+        assert code == 1 and "is another process now" in err and other.poll() is None
+        other.kill()
 
 
 @pytest.mark.slow
