@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.checkpoint import meta_quantized
+from llama.checkpoint.alike import is_lm_head_the_embedding
 from llama.checkpoint.files import MappedTensor, open_tensors, read_metadata
 from llama.checkpoint.gguf import args as gguf_args
 from llama.checkpoint.hf import config as huggingface
@@ -335,6 +336,8 @@ def _find_hf(folder: Path, shards: list[Path]) -> Checkpoint:
             f"{', '.join(hf_quantized.METHODS)}: get the model in one of these, or in bfloat16"
         )
     pooling = settings_of(folder, config)
+    if args.tied_output and pooling.has_lm_head and not is_lm_head_the_embedding(shards):
+        args = replace(args, tied_output=False)
     if not pooling.has_lm_head:
         args = replace(args, tied_output=True)  # so that no lm_head is expected, and none is made
     return Checkpoint(

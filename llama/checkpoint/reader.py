@@ -23,7 +23,7 @@ from llama.checkpoint.hf import config as hf
 from llama.checkpoint.lora.adapters import TIED
 from llama.checkpoint.lora.merged import copy_merged
 from llama.checkpoint.lora.merging import Update
-from llama.checkpoint.shards import Shard, open_shards
+from llama.checkpoint.shards import Shard, check_alike, open_shards
 from llama.checkpoint.stacked import Part, StackedParts
 from llama.checkpoint.table import ROTATED, as_slice, name_in, share, whole_shapes
 from llama.common.checks import errors_in
@@ -68,16 +68,21 @@ class CheckpointReader:
         updates: What adapters do to tensors, in their order.
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device = _CPU) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device = _CPU, *, compares: bool = True
+    ) -> None:
         """Open the files.
 
         Args:
             checkpoint: The checkpoint.
             device: Where the tensors lie that are filled.
+            compares: Whether shards are compared with each other; else `check_alike` is called
+                once the checksums of the files have been.
 
         Raises:
             OSError: A file cannot be read.
-            ValueError: The weights are packed, or a tensor is missing or wrong.
+            ValueError: The weights are packed, a tensor is missing or wrong, or the shards are not
+                of one model.
         """
         if checkpoint.packed is not None:
             raise ValueError(
@@ -90,6 +95,8 @@ class CheckpointReader:
         self.shards = [
             self._by_metas_names(shard, checkpoint.is_untied) for shard in open_shards(checkpoint)
         ]
+        if compares:
+            self.check_alike()
         self.updates: dict[str, list[Update]] = {}
         for adapter in checkpoint.adapters:
             for name, update in adapter.updates.items():
@@ -99,6 +106,10 @@ class CheckpointReader:
         self._placements = [Placement(rank=i, size=count) for i in range(count)]
         self._file_reader = FileReader(device)
         self._first_rows: dict[object, Coded | None] = {}
+
+    def check_alike(self) -> None:
+        """Raise ValueError if the shards of Meta's layout are not of one model."""
+        check_alike(self.shards)
 
     def _by_metas_names(self, shard: Shard, is_untied: bool) -> Shard:
         """Return the tensors by Meta's names; an lm_head that adapters untie is the embedding."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Size
 
 from llama.checkpoint import meta_quantized
+from llama.checkpoint.alike import LM_HEAD, check_shards
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.find import Checkpoint, is_tied
 from llama.checkpoint.hf.quantized import join_parts
@@ -40,6 +41,8 @@ def open_shards(checkpoint: Checkpoint) -> list[Shard]:
     for shard in shards:
         if checkpoint.params_of_files.tied_output and is_tied(shard):
             del shard["output.weight"]
+        if checkpoint.params_of_files.tied_output and checkpoint.layout == "hf":
+            shard.pop(LM_HEAD, None)  # it is the embedding: `find` has compared them
     if checkpoint.layout == "meta":
         shards = [meta_quantized.join_fp8_scales(shard, i) for i, shard in enumerate(shards)]
     else:
@@ -52,6 +55,15 @@ def open_shards(checkpoint: Checkpoint) -> list[Shard]:
         shards = [join_parts(shard, checkpoint.quantization) for shard in shards]
     _check(checkpoint, shards)
     return shards
+
+
+def check_alike(shards: list[Shard]) -> None:
+    """Raise ValueError for shards of Meta's layout, by Meta's names, that are not of one model."""
+    names = [name for name in shards[0] if not name.endswith(_COMPUTED)]
+    whole = [name for name in names if name.endswith("norm.weight")]
+    # Key-value heads may be in several shards.
+    ends = ("tok_embeddings.weight", "output.weight", ".0.attention.wq.weight", ".w1.weight")
+    check_shards(shards, whole, [name for name in names if name.endswith(ends)])
 
 
 def open_head(checkpoint: Checkpoint) -> MappedTensor:

@@ -41,6 +41,7 @@ from llama.storage.downloads import (
     read_small,
 )
 
+_CHECKLIST = "checklist.chk"  # Meta's list of MD5 sums
 _BLOCK_BYTES = 4 << 20  # bytes that a thread reads at a time
 _MAX_THREADS = 8
 # Reads a part of a file and yields the size of each block; raises ValueError where it is damaged.
@@ -77,12 +78,16 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
     """
     checkpoint = find(ckpt_dir)
     if checkpoint.packed is None:
-        shards = CheckpointReader(checkpoint).shards
+        reader = CheckpointReader(checkpoint, compares=False)
+        shards = reader.shards
     else:
         shards = [packed.attach(checkpoint, Transformer(checkpoint.params, device="meta"))]
+    listed = (checkpoint.folder / _CHECKLIST).exists()
     files = _file_checks(checkpoint)
     total = sum(path.stat().st_size for path, file in files.items() if file.checks)
     _run([check for file in files.values() for check in file.checks], total, progress)
+    if checkpoint.packed is None:
+        reader.check_alike()
     counts = Counter(tensor.file for shard in shards for tensor in shard.values())
     lines = []
     for path, file in files.items():
@@ -92,9 +97,11 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
         lines.append(f"{path.name}: {size}{file.result}")
     num_params = sum(shape.numel() for shape in whole_shapes(checkpoint.params).values())
     count = len(checkpoint.shards)
-    lines.append(
-        f"{checkpoint.weights_path}: complete, {num_params:,} parameters in {count} file(s)"
-    )
+    unknown = ""
+    if checkpoint.layout == "meta" and count > 1 and not listed:
+        unknown = f"; without {_CHECKLIST} nothing tells whether two of them changed places"
+    whole = f"{num_params:,} parameters in {count} file(s){unknown}"
+    lines.append(f"{checkpoint.weights_path}: complete, {whole}")
     if checkpoint.choice:
         lines.append(checkpoint.choice)
     if checkpoint.vision is not None:
@@ -173,7 +180,7 @@ class LoadCheck:
 
 def _file_checks(checkpoint: Checkpoint) -> dict[Path, _FileChecks]:
     """Return the checks of each shard, of each file in the checklist, and of a cached tokenizer."""
-    listed = _read_checklist(checkpoint.folder / "checklist.chk")
+    listed = _read_checklist(checkpoint.folder / _CHECKLIST)
     scales = sorted(checkpoint.folder.glob("fp8_scales_*.pt"))
     paths = [*checkpoint.shards, *scales]
     paths += [checkpoint.folder / name for name in listed]
@@ -192,7 +199,7 @@ def _checks_of(path: Path, md5: str | None) -> _FileChecks:
     """Return the checks of a file, by its MD5 if that is known, else by its own checksums."""
     if md5 is not None:
         check_download(path)
-        digest = Digest("md5", md5, "checklist.chk")
+        digest = Digest("md5", md5, _CHECKLIST)
         return _FileChecks("checksum matches", [check_digest(path, digest)])
     cached = cached_digest(path)
     if cached is not None:

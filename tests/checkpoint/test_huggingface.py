@@ -167,10 +167,21 @@ def test_a_conversion_keeps_the_rope_scaling(tmp_path, scaling):
     torch.testing.assert_close(again, expected, atol=1e-4, rtol=0)
 
 
-def test_a_tied_config_with_an_output_of_its_own_is_refused(hugging):
-    change_json(hugging / "config.json", tie_word_embeddings=True)
-    with pytest.raises(ValueError, match=r"'lm_head\.weight' has no place.*output is not tied"):
-        loaded(find(hugging))
+@pytest.mark.parametrize("max_shard_size", ["1GB", "60KB"])
+@pytest.mark.parametrize("change", [None, 0.0, 3e-3])
+def test_a_tied_config_with_an_lm_head(tmp_path, change, max_shard_size):
+    """The file's lm_head counts if it differs; else one matrix is held, as without it."""
+    theirs = hf_model(tie_word_embeddings=False)
+    embedding = theirs.model.embed_tokens.weight.detach()
+    if change is not None:
+        theirs.lm_head.weight = torch.nn.Parameter(embedding.clone())
+        theirs.lm_head.weight.data[77, 5] += change
+    theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    change_json(tmp_path / "config.json", tie_word_embeddings=True)
+    found = find(tmp_path)
+    assert found.params.tied_output == (change == 0.0)
+    logits = loaded(found)(tokens_of(), 0)
+    torch.testing.assert_close(logits, hf_logits(theirs, tokens_of()), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch.serialization import set_crc32_options
 
-from helpers.weights import STATE, change_safetensors, change_shard, flip_a_bit, loaded
+from helpers.checkpoints import write_meta
+from helpers.weights import (
+    PARAMS,
+    STATE,
+    change_safetensors,
+    change_shard,
+    flip_a_bit,
+    loaded,
+)
 from llama import Llama
 from llama.checkpoint import verify as verifying
 from llama.checkpoint.find import find
@@ -45,9 +53,9 @@ def test_verify_names_the_file_whose_checksum_differs(meta):
     else.
     """
     write_checklist(meta)
-    norm = torch.load(meta / "consolidated.01.pth", weights_only=True)["norm.weight"]
-    norm[3] += 1e-3
-    change_shard(meta / "consolidated.01.pth", norm__weight=norm)
+    rows = torch.load(meta / "consolidated.01.pth", weights_only=True)["output.weight"]
+    rows[3, 5] += 1e-3
+    change_shard(meta / "consolidated.01.pth", output__weight=rows)
     loaded(find(meta))
     with pytest.raises(ValueError, match=r"consolidated\.01\.pth .*has MD5 .*checklist\.chk says"):
         verify(meta)
@@ -76,7 +84,8 @@ def test_a_pth_with_half_its_bytes_zero_is_not_complete(meta):
     quarter = len(content) // 4
     content[quarter : 3 * quarter] = bytes(2 * quarter)
     path.write_bytes(content)
-    loaded(find(meta))
+    with pytest.raises(ValueError, match=r"differ in layers\.0\.attention_norm\.weight"):
+        loaded(find(meta))
     with pytest.raises(
         ValueError, match=r"01\.pth .* is damaged \(BadZipFile: .*\); download it again"
     ):
@@ -192,3 +201,39 @@ def test_a_record_shorter_than_its_tensor_is_refused(meta):
     for read in (verify, find):
         with pytest.raises(ValueError, match=message):
             read(meta)
+
+
+def copy_anew(source: Path, target: Path) -> None:
+    """Save the tensors of a file anew: the names in the archive differ."""
+    torch.save(torch.load(source, weights_only=True), target)
+
+
+def from_another_step(folder: Path, name: str, number: int, count: int) -> None:
+    """Replace a shard by that of a model in which one more tensor was changed."""
+    state = {key: tensor * 1.01 for key, tensor in STATE.items() if key == name}
+    other = write_meta(folder.with_name("later"), PARAMS, STATE | state, count)
+    copy_anew(other / f"consolidated.{number:02d}.pth", folder / f"consolidated.{number:02d}.pth")
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_shards_that_do_not_belong_together_are_named(tmp_path, count):
+    """Copies of a shard, and shards of two steps of a training; key-value heads may be alike."""
+    folder = write_meta(tmp_path / "good", PARAMS, STATE, count)
+    assert "nothing tells whether two of them changed places" in verify(folder)[-1]
+    last = count - 1
+    for source, target in ((0, last), (last, 0), (0, 1)):
+        copied = write_meta(tmp_path / f"copied{source}{target}", PARAMS, STATE, count)
+        names = [f"consolidated.{i:02d}.pth" for i in (source, target)]
+        copy_anew(copied / names[0], copied / names[1])
+        with pytest.raises(ValueError, match=r"holds the same part of the model as .* a copy"):
+            loaded(find(copied))
+    for i, name in enumerate(("norm.weight", "layers.1.ffn_norm.weight")):
+        mixed = write_meta(tmp_path / f"mixed{i}" / "model", PARAMS, STATE, count)
+        from_another_step(mixed, name, last, count)
+        with pytest.raises(ValueError, match=rf"{last:02d}\.pth and .* differ in {name}, which"):
+            verify(mixed)
+
+
+def test_shards_of_zeros_are_no_copies(tmp_path):
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    loaded(find(write_meta(tmp_path, PARAMS, zeros, 2)))
