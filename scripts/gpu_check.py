@@ -22,8 +22,10 @@ named below of a common image. Here, for the Python that is there, then there, w
 """
 
 import argparse
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +39,8 @@ sys.path.insert(0, str(SCRIPTS.parent))
 
 _MIN_S = 5.0  # a section is not started with less time than this
 _GRACE_S = 3.0  # kept at the end for the summary
+_PARENT = "LLAMA_CHECK_PARENT"  # environment variable: the id of the process that started this one
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -49,10 +53,9 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     from bench import gpu_probes, gpu_sections
-    from llama.gpu import program
 
     if args.section:
-        program.end_with_parent()
+        end_with_parent()
         return max(_run_here(name, args.out, dry=args.dry) for name in args.section.split(","))
     if not args.dry and not gpu_sections.has_gpu():
         parser.error("torch finds no CUDA GPU here: --dry runs all of this on the CPU")
@@ -119,10 +122,8 @@ def _run_here(name: str, out: Path, *, dry: bool) -> int:
 
 def _run_child(name: str, out: Path, limit_s: float, *, dry: bool) -> str:
     """Run sections in a child; return "ok", "failed (...)" or "stopped at its limit of ..."."""
-    from llama.gpu import program
-
     command = [sys.executable, __file__, "--out", str(out), "--section", name]
-    env = os.environ | {"PYTHONUNBUFFERED": "1", program.PARENT: str(os.getpid())}
+    env = os.environ | {"PYTHONUNBUFFERED": "1", _PARENT: str(os.getpid())}
     if dry:  # kernels run in Triton's interpreter; what is found of them is not kept
         env |= {"TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(out / "cache")}
     with (out / "log.txt").open("a") as log:
@@ -140,6 +141,18 @@ def _run_child(name: str, out: Path, limit_s: float, *, dry: bool) -> str:
             os.killpg(child.pid, 9)
             raise
     return "ok" if code == 0 else f"failed (exit code {code}, see log.txt)"
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process when the one that started it ends, in whatever way (prctl(2)).
+
+    A kernel that hangs would otherwise keep the GPU for ever.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = str(os.getppid())
+    if os.environ.get(_PARENT, parent) != parent:
+        sys.exit("the process that asked for this check has ended")
 
 
 def _append(out: Path, row: dict[str, Any]) -> None:

@@ -23,10 +23,7 @@ from helpers.weights import hf_model
 from llama import Llama, Transformer
 from llama.assembly import assemble
 from llama.checkpoint.find import find
-from llama.gpu import selection
-from llama.gpu.job import CheckResult
 from llama.kernels.cpu import native
-from llama.kernels.cuda.table import GRAPH
 from llama.loading.files import Files
 from llama.loading.memory import estimate_memory
 from llama.loading.sizes import Memory
@@ -110,11 +107,11 @@ def test_a_mac_s_kv_cache_stays_below_its_limit(checkpoint_dir):
 def test_gpus_without_bf16_run_fp16(checkpoint_dir, monkeypatch, capability):
     """A V100 and a T4 run the model in fp16, as Meta's code does, with torch's operators.
 
-    Graphs are off here, because an absent GPU cannot capture them.
+    Graphs are off here, because an absent GPU cannot capture them; kernels are not, as they are not
+    for such a GPU.
     """
-    monkeypatch.setenv("LLAMA_GPU_KERNELS", "graph")
-    monkeypatch.setattr(selection, "check_graphs", lambda *_: CheckResult({GRAPH: "no"}))
-    with absent_gpu(capability), pytest.warns(UserWarning, match="graph: no"):
+    monkeypatch.setenv("LLAMA_GPU_KERNELS", "attention,linear,sample")
+    with absent_gpu(capability):
         gpu = build(str(checkpoint_dir[0]), "cuda", None)
         assert not gpu.model.kernels.names
         assert gpu.engine.runner.kv_cache.dtype is torch.float16

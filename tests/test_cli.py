@@ -32,7 +32,7 @@ from llama import Llama
 from llama.checkpoint.verify import verify
 from llama.cli import COMMANDS, main, model, ranks, run_script
 from llama.cli.commands import _write
-from llama.cli.flags import FLAGS, UsageError
+from llama.cli.flags import UsageError
 from llama.cli.parser import REQUIRED, Command
 from llama.ranks.errors import NotMetError
 from llama.ranks.parallel import RankError
@@ -251,10 +251,11 @@ def test_the_help_of_a_command_shows_every_flag_with_its_default(name, capsys):
     }
     for flag, default in COMMANDS[name].defaults.items():
         line = flags[f"--{flag}"]
+        meaning = COMMANDS[name].flags[flag].meaning
         shown = {None: COMMANDS[name].flags[flag].absent, REQUIRED: "required", False: ""}
-        assert FLAGS[flag].meaning in line
+        assert meaning in line
         assert (f"[env var: LLAMA_{flag.upper()}" in line) == COMMANDS[name].has_variables
-        assert shown.get(default, str(default)) in line.partition(FLAGS[flag].meaning)[2]
+        assert shown.get(default, str(default)) in line.partition(meaning)[2]
         both = default not in (None, REQUIRED) and COMMANDS[name].flags[flag].absent
         assert not both or f"none: {both}" in line
     lines = told.splitlines()

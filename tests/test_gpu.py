@@ -3,6 +3,7 @@
 Models are tiny; `scripts/gpu_check.py` has the real shapes and the times.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -16,8 +17,19 @@ from helpers.drafts import drafter_of
 from helpers.launch import REPO, environment
 from llama import Llama, SamplingParams
 from llama.common.device import free_bytes
+from llama.gpu.cases import Cases, Computed
+from llama.gpu.check import check_kernels
+from llama.kernels.cuda.table import table
+from llama.model.args import ModelArgs
+from llama.model.plan import LayerPlan
+from llama.model.shapes import SHAPES
+from llama.ops.attention import paged_attention
+from llama.ops.batch import Batch
+from llama.ops.kv_cache import FORMATS
+from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.options.graphs.decode_graphs import DecodeGraphs
 from llama.options.graphs.recorder import CudaRecorder
+from llama.weights.choice import QUANTIZED
 from programs.gpu_ranks import PROMPTS
 
 pytestmark = [
@@ -61,6 +73,59 @@ def test_float32_gives_the_ids_of_the_cpu(wide):
             assert a == pytest.approx(b, abs=1e-3)
     graphs = graphs_of(gpu)
     assert graphs is not None and graphs._graphs, "no step was replayed"
+
+
+@pytest.mark.parametrize(
+    ("shape", "format", "kv_format"),
+    [("8b", None, None), ("8b", None, "int8"), ("1b", None, None)]
+    + [("8b", name, None) for name in QUANTIZED],
+)
+def test_each_kernel_agrees_with_its_op_in_all_cases(shape, format, kv_format):
+    """Each kernel agrees with PyTorch's operator at the sizes of a real model, with every tile."""
+    params = ModelArgs(**SHAPES[shape])
+    plan = LayerPlan.of(params, kv_format=FORMATS[kv_format])
+    device = torch.device("cuda", 0)
+    computed = Computed(plan, params.vocab_size, device, torch.bfloat16, (format,))
+    names = ("linear",) if format else computed.names
+    if kv_format is not None:
+        names = ("attention", "rope_and_store")
+    checked = check_kernels(Cases(computed, every=True), names)
+    assert checked.reasons == dict.fromkeys(names)
+
+
+def test_keys_far_into_a_large_cache_are_read_and_written_where_they_are():
+    """Offsets around 2**31 elements lead to the same keys as in a small cache."""
+    kernels = table({"attention", "rope_and_store"}, {torch.bfloat16})
+    device = torch.device("cuda", 0)
+    heads, page_size = 8, 16
+    page_shape = (page_size, heads, 128)
+    elements = page_size * heads * 128
+    draw = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, device=device).bfloat16()
+
+    small = normal(2, 9, *page_shape)
+    queries = normal(3, 4 * heads, 128)
+    _, batch = Batch.pack(
+        [], [0, 16, 130], [1, 1, 1], [[8], [0, 1], [*range(9)]], page_size, [], device
+    )
+    batch = batch.with_kernels(kernels)
+    qkv = normal(3, 6 * heads, 128)
+    freqs = precompute_freqs_cis(128, 3, 5e5, None).to(device)
+    slots = torch.tensor([0, 17, 143], device=device)
+    attended = paged_attention(queries, small, batch)
+    for num_pages in (2**31 // elements - 1, 2**31 // elements + 9):
+        large = small.new_empty(2, num_pages, *page_shape)
+        far = num_pages - 9
+        large[:, far:] = small
+        far_batch = dataclasses.replace(batch, page_table=batch.page_table + far)
+        torch.testing.assert_close(paged_attention(queries, large, far_batch), attended)
+        stored = small.clone()
+        rope_and_store(qkv, freqs, stored, slots, kernels)
+        rope_and_store(qkv, freqs, large, slots + far * page_size, kernels)
+        torch.testing.assert_close(large[:, far:], stored)
+        del large
 
 
 def test_a_draft_model_guesses_in_graphs_of_its_own(wide, monkeypatch):

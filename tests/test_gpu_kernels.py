@@ -18,8 +18,9 @@ from llama.checkpoint.find import find
 from llama.checkpoint.packing import pack_model
 from llama.checkpoint.write.convert import convert
 from llama.cli import doctor
-from llama.gpu import graph_check, selfcheck_cache
-from llama.gpu.job import CheckResult, Job
+from llama.gpu import selection
+from llama.gpu.cases import Computed
+from llama.gpu.check import Checked
 from llama.gpu.selection import VARIABLE, allowed_kernels, describe, kernels_for, recorder_for
 from llama.kernels.cuda.table import NAMES, table
 from llama.kernels.host import host_kernels
@@ -28,6 +29,8 @@ from llama.loading.kernels import choose_kernels
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
+from llama.ops.kernels import Kernels
+from llama.options.graphs import trial
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.choice import QUANTIZED
@@ -52,23 +55,32 @@ class Rank(Parallel):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A function gpu(reasons) that fakes the self-check's result and returns its jobs."""
-    jobs: list[Job] = []
+    """A function gpu(reasons) that fakes the comparison of kernels and returns its inputs."""
+    asked: list[tuple[Computed, tuple[str, ...]]] = []
 
-    def install(reasons: dict[str, str]) -> list[Job]:
-        def load_or_check(job: Job, program: object = ()) -> CheckResult:
-            jobs.append(job)
-            return CheckResult({name: reasons.get(name) for name in job.names})
+    def install(reasons: dict[str, str]) -> list[tuple[Computed, tuple[str, ...]]]:
+        def check_kernels(computed: Computed, names: Sequence[str]) -> Checked:
+            asked.append((computed, tuple(names)))
+            return Checked({name: reasons.get(name) for name in names}, {})
 
-        monkeypatch.setattr(selfcheck_cache, "load_or_check", load_or_check)
-        return jobs
+        monkeypatch.setattr(selection, "check_kernels", check_kernels)
+        return asked
 
-    monkeypatch.setattr(selfcheck_cache, "unsupported_reason", lambda device: None)
+    monkeypatch.setattr(selection, "Cases", lambda computed: computed)
+    monkeypatch.setattr(selection, "unsupported_reason", lambda device: None)
     return install
 
 
+def kernels_of(
+    parallel: Parallel, dtype: torch.dtype = torch.bfloat16, allowed=ALL, **settings: Any
+) -> Kernels:
+    plan = LayerPlan.of(PARAMS)
+    computed = Computed(plan, PARAMS.vocab_size, GPU, dtype, **settings)
+    return kernels_for(computed, parallel, allowed)
+
+
 def use(parallel: Parallel, dtype: torch.dtype = torch.bfloat16, allowed=ALL) -> frozenset:
-    return kernels_for(PARAMS, parallel, GPU, dtype, allowed).names
+    return kernels_of(parallel, dtype, allowed).names
 
 
 def model_with(names, parallel: Parallel | None = None, device: torch.device = GPU) -> Any:
@@ -80,28 +92,24 @@ def model_with(names, parallel: Parallel | None = None, device: torch.device = G
 
 
 def test_what_fails_is_dropped_with_one_warning(gpu):
-    jobs = gpu({"linear": "off by 1", "sample": "it hangs"})
-    with pytest.warns(UserWarning, match="linear: off by 1; sample: it hangs") as warned:
+    asked = gpu({"linear": "off by 1", "sample": "no memory"})
+    with pytest.warns(UserWarning, match="linear: off by 1; sample: no memory") as warned:
         found = use(Rank())
     assert len(warned) == 1
     assert found == ALL - {"linear", "sample"}
     assert describe(model_with(found)) == ", kernels attention+add_norm+rope_and_store+silu_mul"
-    (job,) = jobs
-    assert job.names == NAMES
-    assert (job.n_heads, job.n_kv_heads, job.head_dim) == (8, 2, 16)
+    assert [names for _, names in asked] == [NAMES]
 
 
 @pytest.mark.parametrize("activations", [None, "fp8"])
 def test_the_kernel_that_rounds_is_checked_where_it_is_used(gpu, activations):
     """Rounding to e4m3 is checked for `activations="fp8"` alone; PyTorch rounds where it fails."""
-    jobs = gpu({"round_rows": "3 of 9 ids differ"})
+    asked = gpu({"round_rows": "3 of 9 ids differ"})
     allowed = ALL | {"round_rows"}
     with warnings.catch_warnings(record=True) as warned:
-        found = kernels_for(
-            PARAMS, Rank(), GPU, torch.bfloat16, allowed, activations=activations
-        ).names
+        found = kernels_of(Rank(), allowed=allowed, activations=activations).names
     assert found == ALL and len(warned) == (activations == "fp8")
-    assert ("round_rows" in jobs[0].names) == (activations == "fp8")
+    assert ("round_rows" in asked[0][1]) == (activations == "fp8")
 
 
 def test_ranks_use_the_same_kernels(gpu):
@@ -110,23 +118,12 @@ def test_ranks_use_the_same_kernels(gpu):
         assert use(Rank(1)) == ALL - {"add_norm"}
 
 
-def test_graphs_are_checked_while_no_process_holds_the_gpu(gpu):
-    """Graphs are checked while no process holds the GPU.
-
-    In the compute mode EXCLUSIVE_PROCESS a model's own process would block the check's.
-    """
-    jobs = gpu({"linear": "off by 1"})
-    with pytest.warns(UserWarning, match="linear: off by 1"):
-        use(Rank(1), allowed=ALL | {"graph"})
-    assert jobs[1].names == ("graph",) and {*jobs[1].in_use} == ALL - {"linear", "add_norm"}
-
-
 @pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
 def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu, tmp_path):
     """Without a kernel for quantized weights they are stored dequantized.
 
-    PyTorch would dequantize them in every step, which one line reports. Graphs are tried unchanged.
-    For a file, its own formats are checked: Q8_0 of lm_head, and Q4_0.
+    PyTorch would dequantize them in every step, which one line reports. For a file, its own formats
+    are compared: Q8_0 of lm_head, and Q4_0.
     """
     convert(DEMO, tmp_path / "model.gguf", quantize="q4_0")
     asked, keys = (
@@ -139,8 +136,8 @@ def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu, tmp_pat
         (Files(as_it_is, torch.bfloat16, None, Placement(), GPU), (None, *keys)),
     ):
         demo = replace(files.checkpoint, in_codes=False)
-        jobs = gpu({})
-        jobs.clear()
+        compared = gpu({})
+        compared.clear()
         found = choose_kernels(files, *asked)
         assert found == replace(files, kernels=found.kernels) and "linear" in found.kernels.names
         gpu({"linear": "off by 1"})
@@ -151,10 +148,14 @@ def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu, tmp_pat
             plain = choose_kernels(files, *asked)
         assert plain == Files(demo, torch.bfloat16, None, Placement(), GPU, plain.kernels)
         assert plain.kernels.names == found.kernels.names - {"linear"}
-        assert [x.formats for x in jobs] == [held, ("int4",), held, (None,)]
-        assert {(x.dim, x.vocab_size) for x in jobs} == {(demo.params.dim, demo.params.vocab_size)}
+        assert [x.formats for x, _ in compared] == [held, held]
+        assert {(x.plan.dim, x.vocab_size) for x, _ in compared} == {
+            (demo.params.dim, demo.params.vocab_size)
+        }
         on_cpu = replace(files, device=torch.device("cpu"))
         assert choose_kernels(on_cpu, *asked) == replace(on_cpu, kernels=host_kernels())
+        on_mac = replace(files, device=torch.device("mps"))
+        assert choose_kernels(on_mac, *asked) is on_mac and len(compared) == 2
 
 
 def test_a_file_that_one_rank_cannot_read_ends_all(gpu, monkeypatch):
@@ -176,12 +177,12 @@ def test_a_file_that_one_rank_cannot_read_ends_all(gpu, monkeypatch):
     def cut_short(*_: object) -> None:
         raise ValueError("model.gguf is cut short")
 
-    jobs = gpu({})
+    asked = gpu({})
     monkeypatch.setattr(memory, "gpu_formats", cut_short)
     files = Files(replace(find(DEMO), in_codes=True), torch.bfloat16, None, Placement(), GPU)
     with pytest.raises(ValueError, match=r"model\.gguf is cut short"):
         choose_kernels(files, Telling(), ALL)
-    assert told == ["model.gguf is cut short"] and not jobs
+    assert told == ["model.gguf is cut short"] and not asked
 
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
@@ -198,18 +199,19 @@ def test_the_output_is_rounded_to_int8(quantize):
 
 
 def test_float32_has_the_sampling_kernel_only(gpu):
-    jobs = gpu({})
+    asked = gpu({})
     assert use(Rank(), torch.float32) == {"sample"}
-    assert [job.names for job in jobs] == [("sample",)]
+    assert [names for _, names in asked] == [("sample",)]
 
 
 def test_the_variable_turns_kernels_off(gpu, monkeypatch):
-    jobs = gpu({"linear": "off by 1"})
+    asked = gpu({"linear": "off by 1"})
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a loss that nobody uses gives no warning
+        warnings.simplefilter("error")  # a kernel that nobody uses is not compared
         allowed = frozenset({"attention", "sample"})
         assert use(Rank(), allowed=allowed) == allowed
-    assert use(Rank(), allowed=frozenset()) == frozenset() and len(jobs) == 1
+    assert use(Rank(), allowed=frozenset()) == frozenset()
+    assert [names for _, names in asked] == [("attention", "sample")]
     assert describe(model_with([])) == ", torch's kernels"
     for text, names in {
         "": ALL | {"graph", "round_rows"},
@@ -223,32 +225,17 @@ def test_the_variable_turns_kernels_off(gpu, monkeypatch):
         allowed_kernels()
 
 
-def test_nothing_is_checked_off_cuda_or_on_an_old_gpu(gpu, monkeypatch):
-    jobs = gpu({})
-    cpu = torch.device("cpu")
-    assert kernels_for(PARAMS, Rank(), cpu, torch.bfloat16, ALL).names == frozenset()
-    assert describe(model_with(ALL, device=cpu)) == ""
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert use(Rank()) == frozenset() and not jobs
+def test_nothing_is_compared_on_an_old_gpu(gpu, monkeypatch):
+    asked = gpu({})
+    assert describe(model_with(ALL, device=torch.device("cpu"))) == ""
+    monkeypatch.setattr(selection, "unsupported_reason", lambda device: "it is too old")
+    assert use(Rank()) == frozenset() and not asked
 
 
-def test_doctor_shows_what_checks_have_found(monkeypatch):
-    monkeypatch.setattr(selfcheck_cache, "unsupported_reason", lambda device: None)
-    monkeypatch.setattr(selfcheck_cache, "results_for", lambda device: [])
-    assert "not checked yet" in next(doctor._gpu_kernels(GPU)).text
-    key = {"gpu": "a GPU", "dtype": "bf16", "dim": 128, "n_heads": 8}
-    result = CheckResult({"attention": None, "sample": "it hangs"})
-    known = [(key, result, True), (key | {"dim": 64}, result, False)]
-    monkeypatch.setattr(selfcheck_cache, "results_for", lambda device: known)
-    facts = list(doctor._gpu_kernels(GPU))
-    assert [fact.text for fact in facts] == [
-        "bf16, dim 128, 8 heads: attention",
-        "bf16, dim 128, 8 heads: PyTorch replaces the kernel sample: it hangs",
-        "bf16, dim 64, 8 heads, of an older version: attention",
-        "bf16, dim 64, 8 heads, of an older version: PyTorch replaces the kernel sample: it hangs",
-    ]
-    assert [fact.problem for fact in facts] == [False, True, False, False]
+def test_doctor_says_whether_kernels_can_run(monkeypatch):
+    for reason, said in ((None, "`llama doctor --gpu` does so in all cases"), ("old", "run: old")):
+        monkeypatch.setattr(doctor, "unsupported_reason", lambda device, reason=reason: reason)
+        assert said in doctor._gpu_kernels(GPU).text and not doctor._gpu_kernels(GPU).problem
 
 
 class Recorder:
@@ -271,32 +258,19 @@ def test_models_of_one_gpu_have_kernels_of_their_own(gpu):
     """
     first = Transformer(PARAMS, device="meta")
     gpu({})
-    first.use_kernels(kernels_for(PARAMS, Rank(), GPU, torch.bfloat16, ALL))
+    first.use_kernels(kernels_of(Rank()))
     second = Transformer(PARAMS, device="meta")
     gpu({"add_norm": "off by 1"})
     with pytest.warns(UserWarning, match="add_norm: off by 1"):
-        second.use_kernels(kernels_for(PARAMS, Rank(), GPU, torch.bfloat16, ALL))
+        second.use_kernels(kernels_of(Rank()))
     for model, names in ((first, ALL), (second, ALL - {"add_norm"})):
         assert model.kernels.names == names
 
 
-def test_graphs_are_tried_with_the_kernels_that_are_in_use(gpu, monkeypatch):
-    jobs = gpu({"linear": "off by 1"})
-    with pytest.warns(UserWarning, match="linear: off by 1"):
-        made = recorder(monkeypatch, Rank())
-    assert made is not None and made.device == GPU
-    assert jobs[-1].names == ("graph",)
-    assert set(jobs[-1].in_use) == ALL - {"linear"}
-    monkeypatch.setattr("llama.gpu.selection.CudaRecorder", None)
-    assert recorder_for(model_with(ALL, Rank())) is None  # the graphs of this model did not pass
-
-
-def test_graphs_that_fail_are_dropped_on_every_rank_with_one_warning(gpu, monkeypatch):
-    gpu({"graph": "logits are off by 1"})
-    with pytest.warns(UserWarning, match="on the GPU: graph: logits are off by 1") as warned:
-        assert recorder(monkeypatch, Rank()) is None
-    assert len(warned) == 1
+def test_graphs_are_recorded_where_all_ranks_allow_them(gpu, monkeypatch):
     gpu({})
+    made = recorder(monkeypatch, Rank())
+    assert made is not None and made.device == GPU
     with pytest.warns(UserWarning, match="graph: another rank dropped it"):
         assert recorder(monkeypatch, Rank(6)) is None
 
@@ -305,7 +279,7 @@ def test_graphs_that_fail_are_dropped_on_every_rank_with_one_warning(gpu, monkey
 def test_graphs_of_ranks_need_sums_that_can_be_captured(gpu, monkeypatch, is_on_nccl, sums):
     gpu({})
     monkeypatch.setattr(Rank, "is_on_nccl", is_on_nccl, raising=False)
-    monkeypatch.setattr("llama.gpu.selection.graph_check.try_collectives", lambda model: sums)
+    monkeypatch.setattr("llama.gpu.selection.try_collectives", lambda model: sums)
     rank = Rank()
     object.__setattr__(rank, "placement", Placement(size=2))
     if is_on_nccl and not sums:
@@ -313,19 +287,6 @@ def test_graphs_of_ranks_need_sums_that_can_be_captured(gpu, monkeypatch, is_on_
     else:
         with pytest.warns(UserWarning, match=sums or "graph: the ranks are not on nccl"):
             assert recorder(monkeypatch, rank) is None
-
-
-@pytest.mark.parametrize(
-    ("stage", "stages", "checked"),
-    [(0, 2, (0, 2)), (1, 2, (1, 2)), (0, 5, (0, 3)), (3, 5, (1, 3)), (4, 5, (2, 3))],
-)
-def test_graphs_of_a_stage_are_checked_as_its_own(gpu, monkeypatch, stage, stages, checked):
-    """A stage of one rank has graphs without nccl, and their check has the ends that it has."""
-    jobs = gpu({})
-    rank = Rank()
-    object.__setattr__(rank, "placement", Placement(stage=stage, stages=stages))
-    assert recorder(monkeypatch, rank) is not None
-    assert [(job.stage, job.stages) for job in jobs] == [(0, 1), checked]
 
 
 class Pair(Parallel):
@@ -389,19 +350,19 @@ def test_ranks_take_each_step_of_a_captured_sum_together(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(graph_check, "CudaRecorder", Sums)
-    monkeypatch.setattr(graph_check, "current", current)
+    monkeypatch.setattr(trial, "CudaRecorder", Sums)
+    monkeypatch.setattr(trial, "current", current)
     parallel: Any = Pair(others)
     model = model_with((), parallel, torch.device("cpu"))
     model.norm.weight = torch.ones(1, dtype=torch.bfloat16)
-    assert graph_check.try_collectives(model) == reason
+    assert trial.try_collectives(model) == reason
     assert (parallel.said, count) == (said, replays)
 
 
 def test_no_rank_tries_sums_where_another_has_dropped_graphs(gpu, monkeypatch):
     gpu({})
     monkeypatch.setattr(Rank, "is_on_nccl", True, raising=False)
-    monkeypatch.setattr(graph_check, "try_collectives", None)
+    monkeypatch.setattr(selection, "try_collectives", None)
     rank = Rank(6)
     object.__setattr__(rank, "placement", Placement(size=2))
     with pytest.warns(UserWarning, match="graph: another rank dropped it"):
@@ -409,9 +370,8 @@ def test_no_rank_tries_sums_where_another_has_dropped_graphs(gpu, monkeypatch):
 
 
 def test_graphs_can_be_turned_off(gpu, monkeypatch):
-    jobs = gpu({"graph": "never asked"})
+    gpu({})
     monkeypatch.setenv(VARIABLE, "attention,sample")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert recorder(monkeypatch, Rank()) is None
-    assert [job.names for job in jobs] == [NAMES]

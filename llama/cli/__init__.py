@@ -20,6 +20,7 @@ from llama.cli import ranks
 from llama.cli.completion import COMPLETE_VARIABLE, complete_line
 from llama.cli.flags import (
     BUILD_FLAGS,
+    COMPARE_KERNELS,
     FLAGS,
     NETWORK_FLAGS,
     SAMPLING_FLAGS,
@@ -231,9 +232,11 @@ COMMANDS = {
             "ffn_shares": None,
             "pipeline_parallel_size": 1,
             "pipeline_layers": None,
+            "gpu": False,
         },
         positional=["ckpt_dir"],
         function="commands:doctor",
+        flags=FLAGS | {"gpu": COMPARE_KERNELS},
         examples=[
             "llama doctor",
             "llama doctor Meta-Llama-3-8B",

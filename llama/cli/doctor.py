@@ -29,7 +29,8 @@ from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.cli.plan.report import summary
 from llama.cli.ranks import global_rank
 from llama.common.checks import FieldError, whole_number
-from llama.gpu import selfcheck_cache
+from llama.gpu.cases import Cases, Computed, Formats
+from llama.gpu.check import check_kernels, unsupported_reason
 from llama.kernels.cpu import native
 from llama.loading.dialog_format import find_dialog_format
 from llama.loading.files import Files, check_stages, layer_counts, stays_in_codes
@@ -37,6 +38,8 @@ from llama.loading.memory import estimate_memory
 from llama.loading.shares import check_shares, column_step
 from llama.loading.sizes import Memory, default_batch_size
 from llama.model.args import ModelArgs
+from llama.model.plan import LayerPlan
+from llama.model.shapes import SHAPES
 from llama.model.shares import RankShare, distinct_ranks
 from llama.ranks.placement import WHOLE, Placement
 from llama.ranks.world import check_interfaces, started_processes
@@ -98,13 +101,15 @@ def _facts(options: argparse.Namespace) -> Iterator[Fact]:
         yield device_problem
     yield from _cpu()
     yield from environment_facts(os.environ, gpus=torch.cuda.device_count())
+    placement = Placement(size=num_ranks)
     if options.ckpt_dir is not None:
         try:
             placement = _placement(options, num_ranks)
         except FieldError as e:
             yield problem("ranks" if e.field == "pipeline_parallel_size" else e.field, str(e))
-            placement = Placement(size=num_ranks)
         yield from _checkpoint(options.ckpt_dir, device, placement, options.pipeline_layers)
+    if options.gpu:
+        yield from compared_kernels(device, options.ckpt_dir, placement)
 
 
 def _placement(options: argparse.Namespace, num_ranks: int) -> Placement:
@@ -179,29 +184,62 @@ def _device(device: torch.device) -> Iterator[Fact]:
     elif torch.version.hip is not None:
         yield Fact("support", f"ROCm {torch.version.hip}: {_ROCM}; {_NOT_RUN}")
     if device.type == "cuda":
-        yield from _gpu_kernels(device)
+        yield _gpu_kernels(device)
 
 
-def _gpu_kernels(device: torch.device) -> Iterator[Fact]:
-    """Yield the results of the self-check on such a GPU, for each model and dtype built so far."""
-    reason = selfcheck_cache.unsupported_reason(device)
+def _gpu_kernels(device: torch.device) -> Fact:
+    """Say whether this project's kernels can run on a GPU."""
+    reason = unsupported_reason(device)
     if reason:
         text = (
             f"PyTorch computes the operators, because this project's kernels cannot run: {reason}"
         )
-        yield Fact("gpu kernels", text)
+    else:
+        text = (
+            "each build compares them with PyTorch's operators; `llama doctor --gpu` does so in "
+            "all cases, which takes minutes"
+        )
+    return Fact("gpu kernels", text)
+
+
+def compared_kernels(
+    device: torch.device, ckpt_dir: str | None, placement: Placement
+) -> Iterator[Fact]:
+    """Compare each kernel of a GPU with PyTorch's operator in all cases.
+
+    Args:
+        device: The GPU.
+        ckpt_dir: The model whose sizes and formats are used; None: an 8B in each format.
+        placement: The part of the model on one rank.
+    """
+    reason = unsupported_reason(device) if device.type == "cuda" else f"the device is {device}"
+    if reason:
+        yield problem("gpu kernels", f"--gpu compares the kernels of a GPU: {reason}")
         return
-    results = selfcheck_cache.results_for(device)
-    if not results:
-        yield Fact("gpu kernels", "not checked yet: the first build on this GPU checks them")
-    for key, result, is_current in results:
-        model = f"{key['dtype']}, dim {key['dim']}, {key['n_heads']} heads"
-        if not is_current:
-            model += ", of an older version"
-        yield Fact("gpu kernels", f"{model}: {', '.join(result.passed) or 'none'}")
-        for kernel, failure in result.failed.items():
-            text = f"{model}: PyTorch replaces the kernel {kernel}: {failure}"
-            yield Fact("gpu kernels", text, problem=is_current)
+    yield from compared(Cases(_computed(device, ckpt_dir, placement), every=True))
+
+
+def _computed(device: torch.device, ckpt_dir: str | None, placement: Placement) -> Computed:
+    """Return what a rank computes, see `compared_kernels`."""
+    params = ModelArgs(**SHAPES["8b"])
+    formats: Formats = (None, *QUANTIZED)
+    if ckpt_dir is not None:
+        checkpoint = find(ckpt_dir)
+        checkpoint = replace(checkpoint, in_codes=stays_in_codes(checkpoint, device))
+        params = checkpoint.params
+        formats = Files(checkpoint, torch.bfloat16, None, placement, device).formats()
+    plan = LayerPlan.of(params, placement)
+    return Computed(plan, params.vocab_size, device, torch.bfloat16, formats)
+
+
+def compared(cases: Cases) -> Iterator[Fact]:
+    """Yield for each kernel whether it agrees with its operator in these cases."""
+    for name in cases.computed.names:
+        failure = check_kernels(cases, [name]).reasons[name]
+        if failure is None:
+            yield Fact("gpu kernels", f"{name} agrees with PyTorch's operator")
+        else:
+            yield problem("gpu kernels", f"a build does without {name}: {failure}")
 
 
 def _cpu() -> Iterator[Fact]:

@@ -322,6 +322,10 @@ _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a
     },
 }
 
+# The flag --gpu of `llama doctor`; that of `llama plan` has a value.
+COMPARE_KERNELS = Flag(
+    bool, "", "Compare each kernel of the GPU with PyTorch's operator in all cases; minutes"
+)
 FLAGS = {name: _build_flag(argument) for name, argument in BuildArgs.flags().items()} | {
     name: replace(flag, group=group)
     for group, flags in _TABLE.items()

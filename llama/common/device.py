@@ -5,7 +5,6 @@ dtype, free memory, and the number of threads. It must not know models.
 """
 
 import contextlib
-import ctypes
 import functools
 import gc
 import os
@@ -178,31 +177,6 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-_COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
-_EXCLUSIVE_PROCESS = 3  # CU_COMPUTEMODE_EXCLUSIVE_PROCESS
-
-
-def is_closed_to_others(device: torch.device) -> bool:
-    """Return whether this process has opened a GPU that takes one process only.
-
-    `nvidia-smi -c EXCLUSIVE_PROCESS` sets that compute mode, as some clusters do. The driver is
-    asked, because torch reports neither the mode nor whether the process has opened the GPU.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # ROCm, or no driver
-        return False
-    gpu = ctypes.c_int()
-    mode = ctypes.c_int()
-    flags = ctypes.c_uint()
-    is_open = ctypes.c_int()
-    driver.cuInit(0)
-    driver.cuDeviceGet(ctypes.byref(gpu), device.index)  # numbered as torch numbers them
-    driver.cuDeviceGetAttribute(ctypes.byref(mode), _COMPUTE_MODE, gpu)
-    driver.cuDevicePrimaryCtxGetState(gpu, ctypes.byref(flags), ctypes.byref(is_open))
-    return mode.value == _EXCLUSIVE_PROCESS and bool(is_open.value)
-
-
 def part_of_machine(shares: Sequence[int] = ()) -> Fraction:
     """Return the part of the cores and of the memory of its machine that this rank may use.
 
@@ -241,8 +215,8 @@ def free_unused(device: torch.device) -> None:
     """Return to a GPU's driver the memory of models that this process no longer uses.
 
     A `Llama` that was dropped is part of reference cycles, which Python collects some time later.
-    What torch's allocator keeps is for this process alone: the self-check of the kernels, in a
-    process of its own, would find no memory. Nothing is done where the process has no GPU memory.
+    What torch's allocator keeps is for this process alone, and the driver does not count it as
+    free. Nothing is done where the process has no GPU memory.
     """
     if device.type == "cuda" and torch.cuda.memory_reserved(device):
         gc.collect()

@@ -1,7 +1,5 @@
-"""Kernels and CUDA graphs that a model uses on its GPU once they passed a check there.
+"""Kernels that a model uses on its GPU once they agreed with the operators that define them.
 
 selection.py is the entry: a rank's device, dtype and sizes in, its table of kernels and its
-recorder of graphs out. The checks run in child processes: selfcheck.py tries kernels,
-graph_check.py graphs. selfcheck_cache.py starts them and stores their results. This module imports
-nothing, so that a child loads only what it tries.
+recorder of graphs out. check.py compares kernels, on the inputs of cases.py.
 """

@@ -16,7 +16,7 @@ from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.weight_files import log_choice
 from llama.common.checks import FieldError, path_like
 from llama.common.device import pick_dtype
-from llama.gpu import selfcheck_cache
+from llama.gpu.check import unsupported_reason
 from llama.kernels.cpu import native
 from llama.loading.shares import column_step
 from llama.loading.sizes import USUAL_SEQ_LEN, default_batch_size
@@ -185,5 +185,5 @@ def stays_in_codes(checkpoint: Checkpoint, device: torch.device) -> bool:
     if not checkpoint.is_quantized or native.kernels() is None:
         return False
     if device.type == "cuda":
-        return not selfcheck_cache.unsupported_reason(device)
+        return not unsupported_reason(device)
     return device.type == "cpu"

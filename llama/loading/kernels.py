@@ -9,8 +9,10 @@ from dataclasses import replace
 
 from llama.common.device import dtype_name
 from llama.gpu import selection
+from llama.gpu.cases import Computed
 from llama.kernels.host import host_kernels
 from llama.loading.files import Files
+from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ranks.parallel import Parallel
 
@@ -26,24 +28,22 @@ def choose_kernels(
     On a GPU, weights become plain where no kernel multiplies by quantized ones: PyTorch would
     dequantize them in each step.
     """
-    if files.device.type == "cpu":
-        return replace(files, kernels=host_kernels())
+    if files.device.type != "cuda":
+        is_cpu = files.device.type == "cpu"
+        return replace(files, kernels=host_kernels()) if is_cpu else files
     # The file of one rank may be truncated, which every rank must learn before kernels are chosen.
     with parallel.agree("the formats of the weights", world=True):
         formats = files.formats()
-    kernels = selection.kernels_for(
-        files.checkpoint.params,
-        parallel.placed(files.placement),
-        files.device,
-        files.dtype,
-        allowed,
-        formats,
-        kv_format,
-        files.activations,
+    placed = parallel.placed(files.placement)
+    params = files.checkpoint.params
+    plan = LayerPlan.of(params, placed.placement, kv_format)
+    computed = Computed(
+        plan, params.vocab_size, files.device, files.dtype, formats, files.activations
     )
+    kernels = selection.kernels_for(computed, placed, allowed)
     files = replace(files, kernels=kernels)
     is_plain = files.quantize is None and not files.checkpoint.in_codes
-    if files.device.type != "cuda" or is_plain or "linear" in kernels.names:
+    if is_plain or "linear" in kernels.names:
         return files
     if parallel.global_rank == 0:
         warnings.warn(

@@ -306,9 +306,10 @@ def random_weight(key: QuantKey, n: int, k: int, device: torch.device) -> Weight
         ScaleFormat.EIGHTS: 1365 / 2**17,
     }
     step = steps[ScaleFormat(key.scale_type)]
-    scale, offset = torch.randint(1, 64, (2, n, k // group)) * step
+    generator = torch.Generator().manual_seed(0)
+    scale, offset = torch.randint(1, 64, (2, n, k // group), generator=generator) * step
     num_codes = min(len(table), 127)  # code 127 of e4m3 is a NaN
-    codes = torch.randint(num_codes, (n, k), dtype=torch.uint8)
+    codes = torch.randint(num_codes, (n, k), dtype=torch.uint8, generator=generator)
     has_offset = key.per_group > 1
     coded = Coded(codes, table, scale, offset if has_offset else None)
     return on_gpu(coded, None, device)

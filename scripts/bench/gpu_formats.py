@@ -1,7 +1,7 @@
 """The section `formats` of `scripts/gpu_check.py`: the 8B shape with each quantization.
 
 In: a section. Out: for bf16, int8, fp8 and int4 the seconds of `Llama.build` from files in memory,
-which include quantizing and the self-check of the kernels; then a step at 1, 16, 64 and 128 rows,
+which include quantizing and the comparison of the kernels; then a step at 1, 16, 64 and 128 rows,
 a long prompt, and the ratio to bf16 of each. `fp8+fp8` also rounds activations to e4m3.
 """
 

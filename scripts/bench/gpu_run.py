@@ -23,6 +23,7 @@ from llama import Tokenizer, Transformer
 from llama.assembly import assemble
 from llama.engine.core import PAGE_SIZE
 from llama.gpu import selection
+from llama.gpu.cases import Computed
 from llama.kernels.cuda.table import table
 from llama.options.engine_options import EngineOptions
 from llama.options.graphs.recorder import CudaRecorder, Outputs, Recorder
@@ -114,8 +115,8 @@ class Section:
             model.use_kernels(table(names, frozenset({self.dtype})))
         else:
             allowed = selection.allowed_kernels() if has_kernels else frozenset()
-            at = model.params, model.parallel, self.device, self.dtype
-            model.use_kernels(selection.kernels_for(*at, allowed))
+            computed = Computed(model.plan, model.params.vocab_size, self.device, self.dtype)
+            model.use_kernels(selection.kernels_for(computed, model.parallel, allowed))
         assembled = assemble(
             model,
             EngineOptions(

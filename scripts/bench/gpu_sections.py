@@ -14,9 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
-from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,13 +26,13 @@ from xml.etree import ElementTree
 import torch
 
 from bench import gpu_formats, gpu_probes, gpu_steps, machine
-from bench.gpu_run import DRY_KERNELS, MODES, Again, Section, read_results
+from bench.gpu_run import DRY_KERNELS, MODES, Section, read_results
 from bench.machine import NO_TRITON, has_triton
 from bench.shapes import random_lengths, write_checkpoint
 from llama import Llama, ModelArgs, SamplingParams
 from llama.engine.core import PAGE_SIZE
-from llama.gpu import graph_check, selection, selfcheck_cache
-from llama.kernels.cuda.table import GRAPH
+from llama.gpu.cases import Cases, Computed
+from llama.gpu.check import check_kernels
 from llama.model.cost import attention_flop, prefill_flop
 from llama.ops.batch import Batch
 
@@ -78,29 +78,30 @@ def facts(at: Section) -> None:
 
 
 def checks(at: Section) -> None:
-    """Run the self-check of each kernel and of graphs, at the sizes of the 8B."""
+    """Compare each kernel and the graphs at the sizes of the 8B: as a build does, and all cases."""
     _check(at, "8b")
 
 
 def _check(at: Section, shape: str) -> None:
     model = at.model(shape, 64, 1)
-    job = selection.job_for(model.params, model.plan, at.device, at.dtype)
-    if at.dry:
-        job = replace(job, lengths=(1, 17), names=DRY_KERNELS)
-    began = time.perf_counter()
-    result = selfcheck_cache.load_or_check(job)
-    for name in job.names:
-        reason = result.reasons[name] if has_triton() else NO_TRITON
+    computed = Computed(model.plan, model.params.vocab_size, at.device, at.dtype)
+    names = DRY_KERNELS if at.dry else computed.names
+    for what, every in (("of a build", False), ("of all cases", True)):
+        began = time.perf_counter()
+        cases = Cases(computed, every=every, lengths=(1, 17) if at.dry else ())
+        checked = check_kernels(cases, names if has_triton() else ())
+        at.say(f"{shape} check {what}", time.perf_counter() - began, "s")
+        for (_, n, k, m), tile in () if every else checked.tiles.items():
+            at.say(f"{shape} tile {n} x {k}, {m} rows", list(tile))
+    for name in names:
+        reason = checked.reasons[name] if has_triton() else NO_TRITON
         _say_checked(at, f"{shape} {name}", reason)
-    for (_, n, k, m), tile in result.tiles:
-        at.say(f"{shape} tile {n} x {k}, {m} rows", list(tile))
-    if at.dry:
-        graph_check.compare(model, Again(), PAGE_SIZE)
-        reason = None
-    else:
-        reason = selection.check_graphs(job, result.passed).reasons[GRAPH]
-    _say_checked(at, f"{shape} graphs", reason)
-    at.say(f"{shape} check", time.perf_counter() - began, "s")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with at.engine(model, MODES[0], 2048) as engine:
+            has_graphs = engine.core.runner.replayer is not None
+    reasons = "; ".join(str(warning.message) for warning in caught)
+    _say_checked(at, f"{shape} graphs", None if has_graphs else reasons)
 
 
 def _say_checked(at: Section, what: str, reason: str | None) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -176,14 +177,14 @@ def _engine(batch: int, longest: int) -> LLMEngine:
     gpu_sample.top_tokens = lambda logits, **_: (ids[: len(logits)], ids[: len(logits)])
     for weight in model.parameters():
         weight.data.zero_()
-    assembled = assemble(
-        model,
-        EngineOptions(
-            num_pages=batch * (longest // PAGE_SIZE + 2),
-            async_scheduling=True,
-            recorder_for=lambda model: NoDevice(),
-        ),
+    options = EngineOptions(
+        num_pages=batch * (longest // PAGE_SIZE + 2),
+        async_scheduling=True,
+        recorder_for=lambda model: NoDevice(),
     )
+    # A device that does nothing cannot replay a step as it is computed.
+    with mock.patch("llama.options.graphs.kv_cache.replay_problem", lambda *_: None):
+        assembled = assemble(model, options)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")
         write_tokenizer(path, _VOCABULARY)

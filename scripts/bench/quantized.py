@@ -7,7 +7,7 @@
 In: formats, numbers of rows, and a limit of seconds. Out: a table of microseconds, summed over the
 four matrices of a layer, where each matrix takes its fastest tile; a table of the tiles; and the
 fastest tile of each matrix. Elements are random bits, since a kernel's time does not depend on
-them: the self-check compares results. Each time is that of a CUDA graph that multiplies by several
+them: builds compare results. Each time is that of a CUDA graph that multiplies by several
 copies of a weight, more than the GPU's cache holds. "dequantized" makes parts of the weight plain
 and multiplies by PyTorch's library, as more than 256 rows do.
 """

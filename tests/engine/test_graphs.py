@@ -5,7 +5,6 @@ capture are detected.
 """
 
 import itertools
-import json
 import math
 import random
 import subprocess
@@ -21,17 +20,13 @@ import torch
 from helpers.drafts import MostlyRight, drafter_of
 from helpers.kernels import KERNELS_RUN
 from helpers.sequences import state_of
-from helpers.tape import NotCapturable, TapeRecorder
+from helpers.tape import Again, NotCapturable, TapeRecorder
 from llama.assembly import assemble
 from llama.engine.core import EngineCore
 from llama.engine.rows import Scheduled
 from llama.engine.runner import RunningStep
 from llama.engine.sequence import SequenceState
 from llama.engine.step import Step
-from llama.gpu import graph_check
-from llama.gpu.graph_check import compare
-from llama.gpu.job import JOB, Job
-from llama.gpu.program import run
 from llama.kernels.cuda.launch import Tile
 from llama.kernels.cuda.table import NAMES, table
 from llama.model import Transformer
@@ -530,7 +525,7 @@ class FailingKernel:
 def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, name, graphs):
     """A kernel that cannot be launched is replaced by PyTorch from then on.
 
-    The self-check did not meet this failure.
+    The comparison at build did not meet this failure.
     """
     triton_errors = pytest.importorskip("triton.runtime.errors")
     error = {
@@ -718,36 +713,70 @@ def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("fault", [None, "ids", "logits", "cache"])
-def test_the_check_tells_right_replays_from_wrong_ones(model, fault):
-    """The check tells right replays from wrong ones.
+@pytest.mark.parametrize("fault", [None, "ids", "logits", "keys", "baked"])
+def test_graphs_that_replay_wrongly_are_dropped_at_build(model, fault):
+    """At build each recorded step is replayed with other inputs, and compared with the step.
 
-    It is the check before graphs are used on a GPU, run with a tape that is right and three that
-    are wrong: each of the three fails.
+    One tape is right, three write wrong results, and one keeps the inputs of its recording. Where
+    graphs are dropped, a warning names what differs, and answers stay right.
     """
 
     class Tape(TapeRecorder):
         def record(self, function, inputs):
             outputs, replay = super().record(function, inputs)
             kv_cache = next(x for x in inputs if x.dim() == 6)
+            rows = inputs[0]
+            recorded = rows.clone()
 
             def wrong() -> None:
+                if fault == "baked":
+                    rows.copy_(recorded)
                 replay()
                 if fault == "ids":
                     outputs[0].add_(1)
-                elif fault == "logits" and len(outputs) > 1:
+                elif fault == "logits":
                     outputs[1][0, 3] += 0.5
-                elif fault == "cache":
+                elif fault == "keys":
                     kv_cache[1, 1, 2, 0] += 1.0
 
             return outputs, wrong
 
-    recorder = Tape([*model.parameters(), model.freqs_cis])
-    if fault is None:
-        compare(model, recorder, PAGE)
-    else:
-        with pytest.raises(ArithmeticError, match={"cache": "keys"}.get(fault, fault)):
-            compare(model, recorder, PAGE)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        options = EngineOptions(num_pages=20, page_size=PAGE, recorder_for=Tape.of_model)
+        core = assemble(model, options).core
+    assert bool(core.runner.replayer) == (fault is None)
+    differs = [str(w.message) for w in said if "a replay of " in str(w.message)]
+    assert len(differs) == (fault is not None)
+    if fault is not None:
+        assert {"baked": "logits"}.get(fault, fault) in differs[0]
+    assert not core.runner.kv_cache.count_nonzero(), "the trial has left keys and values"
+    core.add(seq := state_of([1, 2, 3], 9, temperature=0.0))
+    plain = core_of(model, 20, graphs=False, ahead=False)
+    plain.add(alone := state_of([1, 2, 3], 9, temperature=0.0))
+    for each in (core, plain):
+        while each.has_unfinished():
+            each.step()
+    assert seq.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("cache", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_replays_are_compared_in_the_dtypes_of_a_gpu(dtype, cache):
+    """Replays are compared in bf16 and fp16, over a cache of that type and one in 8 bits."""
+    args = ModelArgs(
+        dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=512, multiple_of=32, max_seq_len=70,
+        max_batch_size=9,
+    )  # fmt: skip
+    made = Transformer(args, dtype=dtype, kv_format=FORMATS[cache])
+    for weight in made.parameters():
+        weight.data.normal_(0, 0.1 if weight.dim() > 1 else 1.0)
+    recorder = Again()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a replay that differs
+        core = assemble(made, EngineOptions(num_pages=9, recorder_for=lambda model: recorder)).core
+    assert core.runner.replayer and recorder.num_replays == 5
+    assert not core.runner.kv_cache[:, :, :9].count_nonzero()
 
 
 def in_format(name: str) -> Transformer:
@@ -788,7 +817,10 @@ def test_a_format_is_recorded_and_replayed(monkeypatch, name):
     from llama.kernels.cuda import attention, elementwise, linear, quantized
 
     made = in_format(name)
-    compare(made, TapeRecorder.of_model(made), PAGE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a replay that differs
+        assert core_of(made, 16, graphs=True, ahead=True).runner.replayer
+    monkeypatch.setattr("llama.options.graphs.kv_cache.replay_problem", lambda *_: None)
     for matrix in [x for x in made.modules() if isinstance(x, Linear) and name != "cache"]:
         weight: Any = matrix.weight
         matrix.weight = weight.in_fragments()  # as the kernels of a GPU read it
@@ -810,25 +842,6 @@ def test_a_format_is_recorded_and_replayed(monkeypatch, name):
         products = launched & {"product_kernel", "few_rows_kernel", "many_rows_kernel"}
         assert bool(products) == bool(held)
         assert ("plain_kernel" in launched) == (not held and name != "cache")
-
-
-def test_the_program_tries_the_sizes_and_kernels_of_its_job(monkeypatch, capsys):
-    job = Job(
-        "cpu", "bf16", ("graph",), dim=96, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=64,
-        vocab_size=300, vocab_rows=150, page_size=PAGE, in_use=("sample",),
-    )  # fmt: skip
-    tried = []
-
-    def wrong(model, recorder, page_size):
-        tried.append((model.params.n_heads, model.params.head_dim, model.kernels.names, page_size))
-        raise ArithmeticError("logits are off by 1")
-
-    monkeypatch.setattr(graph_check, "CudaRecorder", lambda device: None)
-    for found, reason in ((wrong, "logits are off by 1"), (lambda *_: None, None)):
-        monkeypatch.setattr(graph_check, "compare", found)
-        assert run(JOB.dump_json(job).decode(), graph_check.check_graphs) == 0
-        assert json.loads(capsys.readouterr().out)["reasons"] == {"graph": reason}
-    assert tried == [(4, 16, {"sample"}, PAGE)]
 
 
 def test_a_hook_that_comes_later_is_called(model):

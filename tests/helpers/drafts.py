@@ -15,8 +15,8 @@ from helpers.sequences import state_of
 from llama import Llama, SamplingParams
 from llama.engine.core import EngineCore
 from llama.engine.sequence import SequenceState
-from llama.gpu.cases import read_cache
 from llama.model import Transformer
+from llama.ops.cache_values import read_cache
 from llama.options.engine_options import EngineOptions
 from llama.options.speculation.drafter import Drafter, DraftState
 from llama.options.speculation.hook import Speculation, speculate

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from helpers.batches import batch_of, in_8_bits
-from llama.gpu.cases import read_cache
 from llama.kernels.cpu import native
 from llama.kernels.cpu.table import KERNELS
 from llama.ops import attention
 from llama.ops.batch import Batch
+from llama.ops.cache_values import read_cache
 
 CPU = torch.device("cpu")
 _rng = random.Random(3)

@@ -492,6 +492,7 @@ def staged(
             folder, None, 128, 8, dtype="bf16", device="cpu", mute_ranks=False,
             pipeline_parallel_size=stages, **options,
         )  # fmt: skip
+    again.num_replays = 0  # without those of the trial at build
     ask = functools.partial(drafts.answers_of, llama)
     answers = list(map(repr, (llama.lead(ask) if leads else ask()) or []))
     vectors = drafts.vectors_of(llama)

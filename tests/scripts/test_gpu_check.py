@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +23,6 @@ from bench.gpu_run import BARS, H200, MODES, Section, read_results
 from bench.gpu_sections import LIMITS, LIMITS_ALONE, kernel_times
 from helpers import warm
 from helpers.launch import REPO, environment
-from llama.gpu import program, selection, selfcheck_cache
-from llama.gpu.job import CheckResult, Job
 from llama.kernels.cpu import native
 
 
@@ -93,7 +90,7 @@ def test_a_section_ends_with_the_run_that_asked_for_it(tmp_path):
     A past fault: when the run was killed with its group, the section stayed on the GPU.
     """
     command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--out", str(tmp_path)]
-    orphan = environment(**{program.PARENT: "1"})
+    orphan = environment(**{gpu_check._PARENT: "1"})
     done = warm.run([*command, "--dry", "--section", "facts"], env=orphan, timeout=60)
     assert done.returncode == 1 and "that asked for this check has ended" in done.stderr
     assert not (tmp_path / "results.jsonl").exists()
@@ -119,32 +116,6 @@ def test_what_is_timed_in_turn_is_all_captured(monkeypatch):
     calls = [functools.partial(captured.append, i) for i in range(21)]
     assert gpu_sections._device_seconds(at, calls) == 2.0
     assert captured == [0, *range(21)]
-
-
-def test_what_a_build_asks_is_what_was_checked(tmp_path, monkeypatch):
-    """A build looks up what was checked.
-
-    It must ask for the same graphs with the same key; otherwise a build checks them again.
-    """
-    keys: list[str] = []
-
-    def load_or_check(job: Job, program: object = ()) -> CheckResult:
-        keys.append(str(replace(job, device="")))
-        return CheckResult(dict.fromkeys(job.names))
-
-    monkeypatch.setattr(selfcheck_cache, "load_or_check", load_or_check)
-    monkeypatch.setattr(selfcheck_cache, "unsupported_reason", lambda device: None)
-    at = Section("checks", tmp_path, dry=True)
-    model = at.model("8b", 64, 1)
-    monkeypatch.setattr(at, "model", lambda *_: model)
-    at.dry, at.dtype = False, torch.bfloat16
-    gpu_sections._check(at, "8b")
-    checked, keys[:] = keys[:], []
-    device = torch.device("cuda", 0)
-    selection.kernels_for(
-        model.params, model.parallel, device, at.dtype, selection.allowed_kernels()
-    )
-    assert checked == keys and len(keys) == 2
 
 
 def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
@@ -192,7 +163,7 @@ def test_a_profile_counts_the_device_alone_and_tells_products_apart():
 
 def test_one_section_that_fails_is_not_all(tmp_path, monkeypatch):
     """One failing section does not end the others, which in a dry run share its process."""
-    monkeypatch.setattr(program, "end_with_parent", lambda: None)
+    monkeypatch.setattr(gpu_check, "end_with_parent", lambda: None)
     given = ["gpu_check.py", "--dry", "--out", str(tmp_path), "--section", "nowhere,facts"]
     monkeypatch.setattr(sys, "argv", given)
     assert gpu_check.main() == 1

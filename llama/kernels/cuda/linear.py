@@ -1,9 +1,8 @@
 """A few rows times a plain weight on a GPU, where that beats the library that torch calls.
 
 In: x (..., K) of at most 16 rows, and a plain weight (N, K). Out: (..., N). Each program streams
-its rows of the weight past the few rows of x. Which tile is fastest, and whether the library is
-faster, depends on the GPU, N, K and M. The self-check times the `candidates`, and a model's
-table holds the fastest. Where it has none, torch multiplies. quantized.py has the kernels for
+its rows of the weight past the few rows of x. tiles.py says which of the `candidates` a product
+uses; where it uses none, torch's library multiplies. quantized.py has the kernels for
 quantized weights.
 
 Shapes: M rows, in any leading dimensions; N outputs, K inputs.

@@ -1,10 +1,10 @@
 """The table of the Triton kernels that one model may run on its GPU.
 
-In: the names of kernels that passed their check, the model's dtype, and the fastest tiles of
-products. Out: for each operator a function that launches its kernel, or returns None for tensors
-that it does not take. The module of a kernel is imported at its first launch, so that making a
-table does not need Triton. Tests make tables for the CPU, where TRITON_INTERPRET=1 runs the kernels
-in Triton's interpreter.
+In: the names of kernels that agreed with their ops, the model's dtype, and the tiles of products.
+Out: for each operator a function that launches its kernel, or returns None for tensors that it does
+not take. The module of a kernel is imported at its first launch, so that making a table does not
+need Triton. Tests make tables for the CPU, where TRITON_INTERPRET=1 runs the kernels in Triton's
+interpreter.
 
 Shapes: M rows, N outputs and K inputs of a product.
 """

@@ -31,7 +31,7 @@ from llama.options.graphs.recorder import CaptureError, Outputs, Recorder
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # then multiples of 64
 _MIN_TABLE_WIDTH = 64  # pages; wider tables are powers of two times it
 
-_Shape = tuple[int, int, bool]  # rows, pages of a row's table, and whether logits are wanted
+Shape = tuple[int, int, bool]  # rows, pages of a row's table, and whether logits are wanted
 
 
 class DecodeGraphs:
@@ -91,7 +91,7 @@ class DecodeGraphs:
         self._widths = [self._max_pages]
         if "attention" not in model.kernels.names:
             self._widths = _table_widths(self._max_pages)
-        self._graphs: dict[_Shape, tuple[Outputs, Callable[[], None]]] = {}
+        self._graphs: dict[Shape, tuple[Outputs, Callable[[], None]]] = {}
         self._path: object = None  # the model's execution path when the graphs were recorded
 
     def prepare(self, sampled: list[Scheduled]) -> DecodeStep | None:
@@ -156,7 +156,7 @@ class DecodeGraphs:
         """Run what `run` replays operator by operator, in the same shape."""
         return self._results(self._step(*self._fill(step, x, wants_logits)))
 
-    def _fill(self, step: DecodeStep, x: Tensor | None, wants_logits: bool) -> _Shape:
+    def _fill(self, step: DecodeStep, x: Tensor | None, wants_logits: bool) -> Shape:
         """Copy the inputs of a step to where the graphs read them, and return its shape."""
         self._inputs.fill(step)
         if self._arrived is not None:
@@ -169,7 +169,7 @@ class DecodeGraphs:
     def _results(self, outputs: Outputs) -> Decoded | Tensor:
         return Decoded(*outputs) if self._has_lm_head else outputs[0]
 
-    def _shapes(self) -> list[_Shape]:
+    def shapes(self) -> list[Shape]:
         """Return all shapes up to `recorded_rows`, the largest first."""
         buckets = {bucket_of(n + 1) for n in range(self._recorded_rows)}
         # Several ranks exchange the top ids of greedy rows, and need no logits for that.
@@ -186,7 +186,7 @@ class DecodeGraphs:
         the second one takes the driver's own memory of a graph, as each further one does. They stay
         until the recorder is closed.
         """
-        shapes = self._shapes()
+        shapes = self.shapes()
         used = 0
         for shape in (*shapes, *shapes)[:2]:
             free = self._recorder.free_bytes()
@@ -201,7 +201,7 @@ class DecodeGraphs:
         Raises:
             CaptureError: A shape cannot be recorded.
         """
-        for shape in self._shapes():
+        for shape in self.shapes():
             self._graphs[shape] = self._record(*shape)
 
     def _record(

@@ -14,6 +14,7 @@ from llama.model.transformer import Transformer
 from llama.ops.kernels import KernelError
 from llama.options.graphs.decode_graphs import DecodeGraphs, warn_of_no_graphs
 from llama.options.graphs.recorder import CaptureError, Recorder
+from llama.options.graphs.trial import replay_problem
 from llama.options.largest_step import largest_step
 
 
@@ -117,6 +118,8 @@ def _allocate_with_graphs(
         if parallel.size > 1:
             raise
         problem = error
+    else:
+        problem = replay_problem(graphs, model, kv_cache, last_ids)
     if not parallel.all_reduce_min(int(problem is None)):  # all stages alike
         warn_of_no_graphs(problem or CaptureError("another rank cannot record them"))
         graphs.close()
