@@ -130,7 +130,8 @@ SKIP_OTHER_TYPES = WrapValidator(_unless_other_type)
 
 def _check_no_images(content: Any) -> Any:
     for index, part in enumerate(content if isinstance(content, list) else ()):
-        if isinstance(part, dict) and part.get("type") in _IMAGE_TYPES:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in _IMAGE_TYPES:
             raise FieldError(
                 "", f"[{index}] is an image, and the model reads text alone: leave it out"
             )

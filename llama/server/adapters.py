@@ -6,6 +6,7 @@ only safetensors files.
 """
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,7 +78,7 @@ def path_in(folder: Path, path: str) -> str:
             message = f"lora_path={brief(path)} leads out of the folder for adapters"
             raise ApiError(400, message, param="lora_path")
     for file in (found / CONFIG_FILE, found / _WEIGHTS_FILE):
-        if not file.is_file():
+        if not os.path.isfile(file):  # also where the system refuses the path, as too long
             message = f"lora_path={brief(path)} has no {file.name} in the folder for adapters"
             raise ApiError(404, message, param="lora_path")
     return str(found.resolve())

@@ -9,8 +9,9 @@ import contextlib
 import inspect
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -107,9 +108,10 @@ async def _read_body(http: Request, adapter: TypeAdapter[Any], ignored: list[str
     length = http.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > memory.max_body_bytes:
         raise memory.too_large()
-    with memory.new_body() as data:
+    sender = http.state.tenant or (http.client and http.client.host) or None
+    with memory.new_body(sender) as data:
         async for part in http.stream():  # `BoundedProtocol` ends a request that is too slow.
-            memory.add(data, part)
+            memory.add(sender, data, part)
         http.state.has_large_body = len(data) > _SMALL_BODY
         return await beside_if_large(http, _parse, data, adapter, ignored)
 
@@ -163,40 +165,61 @@ class BodyMemory:
 
     The first 16 KiB of each body do not count, so that small requests always come through.
 
+    Half of all bytes is the most that the bodies of one sender may have, so that whoever sends
+    slowly keeps no other out. A sender is a tenant, or an address where there is one tenant.
+
     Attributes:
         max_body_bytes: bytes of one body.
         max_total_bytes: bytes of all bodies together.
         used: bytes that count now.
+        used_by: bytes that count now, by their sender.
     """
 
     max_body_bytes: int
     max_total_bytes: int
     used: int = 0
+    used_by: Counter[object] = field(default_factory=Counter)
 
     @contextlib.contextmanager
-    def new_body(self) -> Iterator[bytearray]:
-        """Yield an empty body, whose bytes count until the context ends."""
+    def new_body(self, sender: object) -> Iterator[bytearray]:
+        """Yield an empty body, whose bytes count until the context ends.
+
+        Args:
+            sender: the tenant or the address that sends it; None if neither is known.
+        """
         data = bytearray()
         try:
             yield data
         finally:
-            self.used -= _counted(len(data))
+            self._count(sender, -_counted(len(data)))
 
-    def add(self, data: bytearray, part: bytes) -> None:
-        """Append a part to a body.
+    def _count(self, sender: object, num_bytes: int) -> None:
+        self.used += num_bytes
+        self.used_by[sender] += num_bytes
+        if not self.used_by[sender]:
+            del self.used_by[sender]
+
+    def add(self, sender: object, data: bytearray, part: bytes) -> None:
+        """Append a part to a body of a sender.
 
         Raises:
-            ApiError: 413 if the body becomes too large, 503 if all bodies together do.
+            ApiError: 413 if the body becomes too large, 503 if all bodies together do, or those of
+                the sender.
         """
         new_size = len(data) + len(part)
         if new_size > self.max_body_bytes:
             raise self.too_large()
         num_more = _counted(new_size) - _counted(len(data))
-        if self.used + num_more > self.max_total_bytes:
+        is_full = self.used + num_more > self.max_total_bytes
+        # One body alone may have all of them where the limits are so small.
+        used_by_sender = self.used_by[sender] - _counted(len(data))
+        if sender is not None and used_by_sender > 0 and num_more > 0:
+            is_full |= self.used_by[sender] + num_more > self.max_total_bytes // 2
+        if is_full:
             message = "too many large requests are being sent at once: send this one again"
             raise ApiError(503, message)
         data += part
-        self.used += num_more
+        self._count(sender, num_more)
 
     def too_large(self) -> ApiError:
         """Return the error of a body that is too large."""

@@ -31,6 +31,7 @@ from helpers.bad_bodies import (
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+_ASKED = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 EMBEDDINGS = "/v1/embeddings"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 KEY = {"Authorization": "Bearer k"}
@@ -86,6 +87,20 @@ GATE = [
     BadRequest("/health", None, 400, None, "the Host header", {"Host": "x"}, "GET"),
     BadRequest(TEXT, {"prompt": "x"}, 431, None, "more than 65536 bytes", {"X": "a" * 70_000}),
     BadRequest("/nowhere", {}, 404, None, "POST /nowhere: Not Found"),
+    *(
+        row
+        for kind in (["x"], {"a": 1}, 5, [])  # They are no text, and some have no hash.
+        for row in (
+            BadRequest(MESSAGES, {**_ASKED, "thinking": {"type": kind}}, 400, "thinking", ".type"),
+            BadRequest(
+                CHAT,
+                {"messages": [{"role": "user", "content": [{"type": kind, "text": "x"}]}]},
+                400,
+                "messages",
+                "messages[0].content",
+            ),
+        )
+    ),
     BadRequest("/" + "%01" * 3000, None, 400, None, "control character", {}, "GET"),
     BadRequest(f"{MESSAGES}/batches", {}, 404, None, "Not Found"),
     BadRequest("/health", {}, 405, None, "Method Not Allowed"),

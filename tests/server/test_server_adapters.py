@@ -14,6 +14,8 @@ from helpers.launch import DEMO
 from helpers.server import RunningServer, run_server
 from helpers.web import web
 from llama import Llama
+from llama.server.adapters import path_in
+from llama.server.errors import ApiError
 
 TEXT = "Once upon a time"
 LIMITS = ("--max_seq_len", "256", "--max_loras", "3", "--dtype", "fp32")
@@ -157,3 +159,10 @@ def test_a_server_without_adapters_takes_any_name(server):
     body = {"model": "whatever", "prompt": TEXT, "max_tokens": 1}
     assert web.post(f"{server.url}/v1/completions", json=body).status_code == 200
     assert load(server, "one", "one").status_code in (404, 405)
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "x/" + "é" * 200, "a\0b", "a/" * 2000, "b" * 4096])
+def test_a_path_that_the_system_refuses_is_an_error_of_the_client(tmp_path, path):
+    with pytest.raises(ApiError) as caught:
+        path_in(tmp_path, path)
+    assert caught.value.status in (400, 404) and caught.value.param == "lora_path"

@@ -249,6 +249,8 @@ class CountBody(AcceptedFields, SamplingFields):
         options: dict[str, Any] = effort_options(effort)
         thinking = self.thinking or {}
         kind = thinking.get("type")
+        if not isinstance(kind, str | None):
+            raise FieldError.of("thinking.type", f"={brief(kind)} must be a text")
         if kind in _SWITCHES:
             options["enable_thinking"] = _SWITCHES[kind]
         budget = thinking.get("budget_tokens")
