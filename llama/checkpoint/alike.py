@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from llama.checkpoint.files import MappedTensor, open_tensors
+from llama.checkpoint.files import MappedTensor
+from llama.checkpoint.names import open_model_tensors
 
 LM_HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -64,7 +65,7 @@ def is_lm_head_the_embedding(files: Sequence[Path]) -> bool:
     """Return whether files of Hugging Face's layout hold no lm_head, or one like the embedding."""
     tensors: dict[str, MappedTensor] = {}
     for file in files:
-        tensors |= open_tensors(file)
+        tensors |= open_model_tensors(file)
     heads = [name for name in tensors if name.startswith("lm_head.")]
     if not heads:
         return True

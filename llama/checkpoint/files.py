@@ -34,6 +34,7 @@ _ZIP = b"PK\x03\x04"
 _ZIP_LENGTHS_OFFSET = 26  # two lengths in a record's header: name and extra fields
 _ZIP_LENGTHS = struct.Struct("<HH")
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STATE_KEYS = ("model", "state_dict", "module")
 _PIECE = 4 << 20  # bytes that a thread reads at a time
 _BUFFER = 64 << 20  # bytes of a pinned buffer
 _MAX_THREADS = 16
@@ -153,14 +154,19 @@ def _open_pth(file: Path) -> dict[str, Tensor]:
         ) from e
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a dict of tensors, not {type(content).__name__}")
-    for name, data in content.items():
+    tensors: dict[str, Tensor] = content
+    for key in _STATE_KEYS:  # Training scripts save other things with the model.
+        inner: Any = tensors.get(key)
+        if isinstance(inner, dict):
+            tensors = inner
+    for name, data in tensors.items():
         is_dense = isinstance(data, Tensor) and data.layout == torch.strided and not data.is_meta
         if not (is_dense and isinstance(name, str)):
             raise ValueError(
-                f"{file}: the entry {brief(name)} is not a tensor with a name and values: this "
-                "file is not the weights of a model; download it again"
+                f"{file}: the entry {brief(name)} is not a tensor with a name and values: save the "
+                "state dict of the model alone"
             )
-    return content
+    return tensors
 
 
 def _check_entries(file: Path) -> None:

@@ -16,11 +16,12 @@ from typing import Any
 
 from llama.checkpoint import meta_quantized
 from llama.checkpoint.alike import is_lm_head_the_embedding
-from llama.checkpoint.files import MappedTensor, open_tensors, read_metadata
+from llama.checkpoint.files import MappedTensor, read_metadata
 from llama.checkpoint.gguf import args as gguf_args
 from llama.checkpoint.hf import config as huggingface
 from llama.checkpoint.hf import quantized as hf_quantized
 from llama.checkpoint.lora.adapters import TIED, Adapter, open_adapters
+from llama.checkpoint.names import open_model_tensors
 from llama.checkpoint.pooling import GENERATES, PoolingSettings, is_causal, settings_of
 from llama.checkpoint.vision import VisionParts, split_config, split_params
 from llama.checkpoint.weight_files import (
@@ -312,7 +313,7 @@ def _find_meta(folder: Path, shards: list[Path]) -> Checkpoint:
     quantization = meta_quantized.config_of(content, str(path), len(shards))
     params = ModelArgs.from_params(content, source=str(path))
     if not params.tied_output and quantization is None:
-        tied = all(is_tied(open_tensors(file)) for file in shards)
+        tied = all(is_tied(open_model_tensors(file)) for file in shards)
         params = replace(params, tied_output=tied)
     if (folder / "fp8_scales_0.pt").exists():
         quantization = {"quant_method": "fp8"}

@@ -10,9 +10,10 @@ from torch import Size
 
 from llama.checkpoint import meta_quantized
 from llama.checkpoint.alike import LM_HEAD, check_shards
-from llama.checkpoint.files import MappedTensor, open_tensors
+from llama.checkpoint.files import MappedTensor
 from llama.checkpoint.find import Checkpoint, is_tied
 from llama.checkpoint.hf.quantized import join_parts
+from llama.checkpoint.names import open_model_tensors
 from llama.checkpoint.pooling import HEAD
 from llama.checkpoint.table import name_in, shard_shapes
 from llama.common.checks import brief
@@ -35,7 +36,7 @@ def open_shards(checkpoint: Checkpoint) -> list[Shard]:
             are named.
     """
     first = checkpoint.header or checkpoint.shards[0]  # a header need not be read again
-    shards = [open_tensors(file) for file in (first, *checkpoint.shards[1:])]
+    shards = [open_model_tensors(file) for file in (first, *checkpoint.shards[1:])]
     if checkpoint.vision is not None:
         shards = [checkpoint.vision.text_tensors(shard) for shard in shards]
     for shard in shards:
@@ -73,7 +74,7 @@ def open_head(checkpoint: Checkpoint) -> MappedTensor:
         OSError: A file cannot be read.
         ValueError: There is no such tensor, or it is wrong; the error names it.
     """
-    shard = _merge([open_tensors(file) for file in checkpoint.shards])
+    shard = _merge([open_model_tensors(file) for file in checkpoint.shards])
     path = checkpoint.params_path
     head = checkpoint.pooling.head
     assert head is not None
@@ -134,9 +135,13 @@ def _check(checkpoint: Checkpoint, shards: list[Shard]) -> None:
         _check_head(checkpoint, source, missing, [name for name in shard if name not in expected])
         if missing:
             more = f" and {len(missing) - 1} more are" if missing[1:] else " is"
+            others = [x for x in shard if x not in expected and not x.endswith(_COMPUTED)]
+            cause = "the two do not belong together, or a file is incomplete: download it again"
+            if others:
+                cause = f"{brief(others[0])} is there, which is no name of a Llama in this layout"
             raise ValueError(
-                f"{source}: {missing[0]}{more} missing from the tensors that {path} describes: the "
-                "two do not belong together, or a file is incomplete: download it again"
+                f"{source}: {missing[0]}{more} missing from the tensors that {path} describes: "
+                f"{cause}"
             )
         for name, tensor in shard.items():
             if not name.endswith(_COMPUTED):

@@ -130,7 +130,9 @@ class LoadCheck:
         self._rank = local_rank if divides else 0
         self._num_ranks = torchrun_number("LOCAL_WORLD_SIZE") if divides else 1
         self._archives = {
-            path: zipfile.ZipFile(path) for path in checkpoint.shards if path.suffix == ".pth"
+            path: zipfile.ZipFile(path)
+            for path in checkpoint.shards
+            if path.suffix in (".pth", ".bin")
         }
         self._records = {path: _summed(archive) for path, archive in self._archives.items()}
         self._checked: set[tuple[Path, int]] = set()
@@ -204,7 +206,7 @@ def _checks_of(path: Path, md5: str | None) -> _FileChecks:
     cached = cached_digest(path)
     if cached is not None:
         return _FileChecks("SHA-256 matches", [check_digest(path, cached)])
-    if path.suffix in (".pth", ".pt"):
+    if path.suffix in (".pth", ".pt", ".bin"):
         archive = zipfile.ZipFile(path)
         records = _summed(archive)
         if records:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama.checkpoint.files import read_metadata
+from llama.checkpoint.foreign import describe_foreign
 from llama.common.checks import torchrun_number
 from llama.storage import gguf
 from llama.storage.downloads import read_json, shown
@@ -28,7 +29,8 @@ _MAX_NAME_BYTES = 255  # limit of file systems for the name of a file
 _NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 # Weights in safetensors that are no model of Hugging Face's layout: an adapter, and Meta's names.
 _STRAYS = re.compile(r"(adapter_model|consolidated).*\.safetensors")
-_WEIGHTS = ("*.safetensors", _META_FILES, "*.gguf", "pytorch_model*.bin", f"original/{_META_FILES}")
+_BINS = "pytorch_model*.bin"  # what transformers wrote before safetensors
+_WEIGHTS = ("*.safetensors", _META_FILES, "*.gguf", _BINS, f"original/{_META_FILES}")
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -75,8 +77,8 @@ def weight_files(folder: Path) -> WeightFiles:
     """Return the weights that a folder holds.
 
     Of several layouts the first one counts whose sizes are there, too: Hugging Face's safetensors,
-    Meta's .pth, packed weights, a GGUF file, and at last Meta's files in `original/`, where
-    repositories of Hugging Face's hub have a copy of what was published.
+    Meta's .pth, pytorch_model.bin, packed weights, a GGUF file, and at last Meta's files in
+    `original/`, where repositories of Hugging Face's hub have a copy of what was published.
 
     Raises:
         FileNotFoundError: There are no weights, or a file of them is missing.
@@ -88,6 +90,9 @@ def weight_files(folder: Path) -> WeightFiles:
     if not candidates:
         for program in folder.glob("*.pte"):
             raise ValueError(f"{program} {EXECUTORCH}")
+        foreign = describe_foreign(folder)
+        if foreign:
+            raise ValueError(foreign)
         raise FileNotFoundError(
             f"{folder} holds no weights: neither consolidated.00.pth (nor does original/) nor "
             f"*.safetensors nor *.gguf is there; {FETCH}"
@@ -98,6 +103,12 @@ def weight_files(folder: Path) -> WeightFiles:
             files = _hf_shards(folder)
         case "meta":
             files = _meta_shards(chosen.folder)
+        case "bin":
+            single = folder / "pytorch_model.bin"
+            index = folder / f"{single.name}.index.json"
+            files = [single] if single.exists() else chosen.files
+            if index.exists() and not single.exists():
+                files = _indexed_shards(folder, index)
         case "gguf":
             files = [_only_model(folder, chosen.files)]
         case _:
@@ -105,7 +116,8 @@ def weight_files(folder: Path) -> WeightFiles:
     taken = {*files, *(folder.glob("*.gguf") if chosen.layout == "gguf" else ())}
     found = itertools.chain.from_iterable(sorted(folder.glob(pattern)) for pattern in _WEIGHTS)
     left = tuple(path for path in found if path not in taken)
-    return WeightFiles(chosen.layout, chosen.folder, files, left)
+    layout = "hf" if chosen.layout == "bin" else chosen.layout
+    return WeightFiles(layout, chosen.folder, files, left)
 
 
 def log_choice(choice: str) -> None:
@@ -137,9 +149,11 @@ def _candidates(folder: Path) -> list[_Candidate]:
     models = {gguf.first_part(path) for path in folder.glob("*.gguf")}
     original = folder / "original"
     hugging = [path for path in safetensors if path not in packed and not _is_stray(path)]
+    bins = sorted(folder.glob(_BINS))
     return [
         _Candidate("hf", folder, hugging, "config.json"),
         _Candidate("meta", folder, sorted(folder.glob(_META_FILES)), "params.json"),
+        _Candidate("bin", folder, bins, "config.json"),
         _Candidate("packed", folder, packed, "params.json"),
         _Candidate("gguf", folder, sorted(models)),
         _Candidate("meta", original, sorted(original.glob(_META_FILES)), "params.json"),

@@ -3,9 +3,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
 import torch
+import torch.distributed.checkpoint as distributed_checkpoint
 from safetensors.torch import save_file
 
 from helpers.checkpoints import random_state, write_meta
@@ -133,6 +136,98 @@ def test_part_of_a_download_is_not_passed_over_for_original(tmp_path):
     last.unlink()
     with pytest.raises(FileNotFoundError, match=rf"names {last.name}, which is .*, or give .*orig"):
         find(tmp_path)
+
+
+class Wrapped(torch.nn.Module):
+    """A module around a model, as training scripts have."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def compile_part(model: Any) -> torch.nn.Module:
+    model.model = torch.compile(model.model)
+    return model
+
+
+WRAPPERS: dict[str, Callable] = {
+    "plain": lambda model: model,
+    "torch.compile": torch.compile,
+    "a compiled part": compile_part,
+    "DataParallel": torch.nn.DataParallel,
+    "another module": Wrapped,
+    "both": lambda model: torch.nn.DataParallel(torch.compile(Wrapped(model))),
+}
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".safetensors", "-sharded.bin"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_names_of_wrappers_and_bin_files_are_read(tmp_path, name, suffix):
+    model = hf_model()
+    expected = hf_logits(model, tokens_of())
+    model.config.save_pretrained(tmp_path)
+    state = WRAPPERS[name](model).state_dict()
+    parts = [dict(list(state.items())[i::2]) for i in range(2)]
+    if suffix == ".safetensors":
+        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    elif suffix == ".bin":
+        torch.save({"model": state, "step": 3, "args": {}}, tmp_path / "pytorch_model.bin")
+    else:
+        files = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+        for file, part in zip(files, parts, strict=True):
+            torch.save(part, tmp_path / file)
+        named = [(key, file) for file, part in zip(files, parts, strict=True) for key in part]
+        index = tmp_path / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"weight_map": dict(named)}))
+    logits = loaded(find(tmp_path))(tokens_of(), 0)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    verify(tmp_path)
+
+
+def test_other_names_are_named_and_not_called_an_incomplete_download(tmp_path):
+    model = hf_model()
+    model.config.save_pretrained(tmp_path)
+    state = {f"policy.{key}": tensor for key, tensor in model.state_dict().items()}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"'policy\.\S+' is there, which is no name") as caught:
+        loaded(find(tmp_path))
+    assert "download" not in str(caught.value)
+
+
+FOREIGN = {
+    "checkpoint-500/model.safetensors": r"a Trainer \(.*such as \S+/checkpoint-500",
+    "checkpoint-20/pytorch_model.bin": r"a Trainer \(.*such as \S+/checkpoint-20",
+    "pytorch_model_fsdp_0/__0_0.distcp": r"accelerate merge-weights \S+/pytorch_model_fsdp_0",
+    "zero_to_fp32.py": r"DeepSpeed \(zero_to_fp32\.py\): convert it: python \S+zero_to_fp32\.py",
+    "global_step9/mp_rank_00_model_states.pt": r"python -m deepspeed\.utils\.zero_to_fp32",
+    "meta_model_0.pt": r"rename \S+meta_model_0\.pt to consolidated\.00\.pth",
+    "hf_model_0001_0.pt": r"torchtune's files .* rename each to pytorch_model",
+    "consolidated.safetensors": r"safetensors with Meta's names",
+    "tf_model.h5": r"weights for TensorFlow \(tf_model\.h5\)",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_weights_of_another_form_are_named_with_what_converts_them(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    with pytest.raises(ValueError, match=FOREIGN[name]):
+        find(tmp_path)
+
+
+def test_what_torch_and_peft_write_is_named(tmp_path):
+    model = hf_model()
+    distributed_checkpoint.save(
+        {"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True
+    )
+    with pytest.raises(ValueError, match=r"torch\.distributed\.checkpoint \(__0_0\.distcp\)"):
+        find(tmp_path / "dcp")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(str(tmp_path / "lora"))
+    with pytest.raises(ValueError, match=r"a LoRA adapter, and no model .*--lora \S+/lora"):
+        find(tmp_path / "lora")
 
 
 def test_loading_logs_which_weights_are_taken(tmp_path, caplog):
