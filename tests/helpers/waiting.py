@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-LIMIT_S = 60.0  # generous for a busy machine: it ends a test that would never end
+LIMIT_S = 120.0  # generous for a busy machine: it ends a test that would never end
 T = TypeVar("T")
 
 

@@ -1,10 +1,10 @@
-"""The program of ranks/test_failures.py: ranks that fail, stall or leave.
+"""The program of ranks/test_failures.py: a rank of a job in which one rank fails, stalls or leaves.
 
-They are started by torchrun or forked here. A case is {"world", "fault", "rank", "when",
-"timeout_s"}. Under torchrun one case is given as JSON, and also after --ranks, for a launch of two
-ranks. Otherwise the argument is a file of cases: torch is imported once, and each case gets forked
-ranks, three cases at a time. Each case writes NAME.json: exit statuses (null: still there after 60
-seconds, and killed), the stderr of the ranks, and the seconds from the fault to the end.
+    python failing.py CASE FOLDER MARK            # the rank that the environment names
+    python failing.py --ranks CASE FOLDER MARK    # a launch of two ranks
+
+CASE is JSON: which `fault` happens to which `rank`, and `when`. FOLDER has the model. The faulty
+rank writes the time to MARK. The ranks wait for one another by files of its name with suffixes.
 """
 
 import json
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from helpers.ports import reserved_port
 from helpers.waiting import wait_until
 from llama import Llama
 from llama.checkpoint import loader
@@ -32,9 +31,8 @@ from llama.ranks.launch import launch
 from llama.ranks.rendezvous import Rendezvous, Store
 from llama.ranks.signals import SIGNALS
 
-AT_ONCE = 5
 MEETING = ("never", "came", "groups")  # the moments before the groups are complete
-LIMIT_S = 60.0  # generous: distinguishes a hang from a slow end
+SLEEP_S = 300.0  # longer than any test waits
 
 
 def fail(fault: str, mark: Path) -> None:
@@ -50,7 +48,7 @@ def fail(fault: str, mark: Path) -> None:
     if fault == "exit":
         sys.exit(0)
     if fault == "sleep":
-        time.sleep(2 * LIMIT_S)
+        time.sleep(SLEEP_S)
     if fault in ("SIGKILL", "SIGSTOP", "SIGTERM"):
         os.kill(os.getpid(), getattr(signal, fault))
     if fault == "agent":
@@ -142,6 +140,10 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     torch.set_num_threads(1)
     rank, when = int(os.environ["RANK"]), case["when"]
     is_faulty = rank == case["rank"]
+    if case.get("starts_together"):  # limits of time count from here, not from the first import
+        mark.with_suffix(f".started-{rank}").touch()
+        started = [mark.with_suffix(f".started-{i}") for i in range(case["world"])]
+        wait_until(lambda: all(path.exists() for path in started))
     if "drain_s" in case:
         SIGNALS.drain_s = case["drain_s"]
     if case.get("is_apart"):  # each rank takes itself for a machine of its own
@@ -186,7 +188,7 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
             fail(case["fault"], mark)
         if rank:
             llama.model.parallel.broadcast_bytes(b"")  # waits in C++ for rank 0
-        time.sleep(2 * LIMIT_S)
+        time.sleep(SLEEP_S)
     if when == "pause":  # all ranks, longer than any step may take
         if is_faulty:
             fail(case["fault"], mark)
@@ -196,76 +198,13 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
         llama.generate(prompts, 16, 0)
 
 
-def run_case(case: dict[str, Any], folder: str, out: Path) -> None:
-    """Run the ranks of a case, and write the result."""
-    mark, errors = out.with_suffix(".mark"), out.with_suffix(".err")
-    os.setpgid(0, 0)  # a group of these processes alone
-    os.dup2(os.open(errors, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND), 2)
-    with reserved_port() as port:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        statuses, ended = run_ranks(case, folder, mark)
-    done = {
-        "statuses": [statuses.get(rank) for rank in range(case["world"])],
-        "seconds": ended - float(mark.read_text()) if mark.exists() else None,
-        "said": errors.read_text(),
-    }
-    out.write_text(json.dumps(done))
-    os._exit(0)
-
-
-def run_ranks(case: dict[str, Any], folder: str, mark: Path) -> tuple[dict[int, int], float]:
-    """Fork the ranks and wait for them; return {rank: exit code} and the time of the last exit."""
-    world = case["world"]
-    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    pids = []
-    for rank in range(world):
-        if not (pid := os.fork()):
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            work(case, folder, mark)
-            sys.exit()  # exits like a script, with its exit handlers
-        pids.append(pid)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    statuses: dict[int, int] = {}
-    began = ended = time.time()
-    while len(statuses) < world and time.time() - began < LIMIT_S:
-        for rank, pid in enumerate(pids):
-            # The process is not waited for yet, so that the other ranks read how it has ended.
-            how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            if rank not in statuses and (end := os.waitid(os.P_PID, pid, how)):
-                is_exit = end.si_code == os.CLD_EXITED
-                statuses[rank] = end.si_status if is_exit else -end.si_status
-                ended = time.time()
-                if len(statuses) == world - 1:
-                    mark.with_suffix(".alone").touch()
-        if case.get("goes_on") and len(statuses) == world - 1:
-            os.kill(pids[case["rank"]], signal.SIGCONT)
-        time.sleep(0.02)
-    for rank, pid in enumerate(pids):
-        if rank not in statuses:
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return statuses, ended
-
-
-def main(cases_file: str, folder: str) -> None:
-    running: set[int] = set()
-    cases = json.loads(Path(cases_file).read_text())
-    for name, case in cases.items():
-        if len(running) == AT_ONCE:
-            running.remove(os.wait()[0])
-        if not (pid := os.fork()):
-            run_case(case, folder, Path(cases_file).with_name(f"{name}.json"))
-        running.add(pid)
-    for pid in running:
-        os.waitpid(pid, 0)
+def main(arguments: list[str]) -> int:
+    if arguments[0] == "--ranks":
+        return launch([__file__, *arguments[1:]], 2)
+    case, folder, mark = arguments
+    work(json.loads(case), folder, Path(mark))
+    return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--ranks":  # the case of a launch, given as under torchrun
-        sys.exit(launch([__file__, *sys.argv[2:]], 2))
-    if "RANK" in os.environ:  # under torchrun
-        work(json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
-    else:
-        main(*sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -1,23 +1,26 @@
 """One rank fails, stalls or leaves, in real processes: the job ends, and one message says why.
 
-Ranks are forked from a program that has imported torch once; where torchrun takes part, it is the
-real torchrun. No time is asserted but 60 seconds, which distinguish a hang from a slow end.
+Each rank is a process of programs/failing.py, started as torchrun would start it; where torchrun
+takes part, it is the real torchrun. Limits of time distinguish a hang from a slow end.
 """
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
-from helpers import warm
 from helpers.launch import PROGRAMS, environment
 from helpers.ports import reserved_port
 from llama.ranks.errors import NotMetError
@@ -28,9 +31,10 @@ from llama.ranks.world import GroupSizes
 
 pytestmark = pytest.mark.dist
 
-LIMIT_S = 60  # distinguishes a hang from a slow end
+LIMIT_S = 120  # distinguishes a hang from a slow end
 SLACK_S = 30  # slack for a busy machine
 HOST = socket.gethostname()
+PROGRAM = str(PROGRAMS / "failing.py")
 KILLED = "was killed by SIGKILL (if nobody sent it, memory ran out: check `dmesg`)"
 STALLED = ": the others waited 2 s in "
 LIMIT = " (the limit is timeout_s)"
@@ -71,12 +75,6 @@ MEETINGS = {  # name: as above; the message of one of the ranks that wait for an
     "never-0": (2, "SIGKILL", 0, "never", 2, ""),  # it would have made the store
     "came": (4, "SIGKILL", 1, "came", 6, KILLED + ", before all ranks had met"),
 }
-DRAINS = {  # name: fault, seconds to finish
-    "drain": ("stop", 20.0),
-    "second": ("stop twice", 20.0),
-    "too-long": ("stop, and go on", 0.5),
-}
-PAUSE = {"world": 2, "fault": "pause", "rank": 0, "when": "pause", "timeout_s": 4.0}
 
 
 @pytest.fixture(scope="module")
@@ -84,56 +82,116 @@ def folder(make_checkpoint) -> str:
     return str(make_checkpoint(n_kv_heads=4)[0])
 
 
-@pytest.fixture(scope="module")
-def ended(folder, tmp_path_factory) -> dict[str, Any]:
-    """The results of every case, and the remaining processes.
+@dataclass
+class Ended:
+    """How a job has ended."""
 
-    One program forks all of them, in a session of its own.
+    statuses: list[int | None]  # the exit code of each rank, or the negative signal; None: it hangs
+    seconds: float  # from the fault to the end of the last rank; infinite without a fault
+    said: str  # the stderr of all ranks
+
+
+def job(
+    world: int, fault: str, rank: int, when: str, timeout_s: float, *_: str, **more: Any
+) -> dict[str, Any]:
+    """Return a case of programs/failing.py; further words of a table are not for the program."""
+    own = {"world": world, "fault": fault, "rank": rank, "when": when, "timeout_s": timeout_s}
+    return own | {"starts_together": True} | more
+
+
+@pytest.fixture
+def run(folder, tmp_path) -> Callable[[dict[str, Any]], Ended]:
+    """A function that runs the ranks of a case, after which nothing may be left.
+
+    There is no process, and hence no socket (all are without files), and no segment of shared
+    memory.
     """
-    keys = ("world", "fault", "rank", "when", "timeout_s")
-    cases = {name: dict(zip(keys, case, strict=False)) for name, case in (CASES | MEETINGS).items()}
-    for name, case in STAGED.items():
-        cases[name] = {**dict(zip(keys, case, strict=False)), "stages": 2}
-    for name, shares in SHARES.items():
-        cases[name]["shares"] = shares
-    cases["pause"] = PAUSE
-    for name, (fault, drain_s) in DRAINS.items():
-        cases[name] = {**PAUSE, "fault": fault, "when": "decode", "drain_s": drain_s}
-        cases[name]["timeout_s"] = 60
-    cases["drain-chat"] = cases["drain"] | {"is_chat": True}
-    cases["apart"] = cases["stop"] | {"is_apart": True, "timeout_s": 60, "silence_s": 4}
-    cases["apart"]["goes_on"] = True
-    cases["apart-3"] = cases["kill-prefill"] | {"is_apart": True}
-    out = tmp_path_factory.mktemp("cases")
-    (out / "cases").write_text(json.dumps(cases))
-    command = [sys.executable, str(PROGRAMS / "failing.py"), str(out / "cases"), folder]
-    with warm.Popen(command, env=environment(), start_new_session=True) as program:
-        assert program.wait(240) == 0
-    found = {name: json.loads((out / f"{name}.json").read_text()) for name in cases}
-    for name in DRAINS:
-        found[name]["lines"] = (out / f"{name}.out").read_text().splitlines()
-    return found | {"processes": processes_of(program.pid)}
+
+    def run(case: dict[str, Any]) -> Ended:
+        mark, errors = tmp_path / "mark", tmp_path / "errors"
+        with reserved_port() as port, errors.open("ab") as stderr:
+            ranks = start_ranks(case, [folder, str(mark)], port, stderr)
+            statuses, ended = wait_for_ranks(case, ranks, mark)
+        assert processes_of(ranks[0].pid) == []
+        assert list(Path("/dev/shm").glob("*llama*")) == []
+        return Ended(
+            statuses=[statuses.get(rank) for rank in range(case["world"])],
+            seconds=ended - float(mark.read_text()) if mark.exists() else math.inf,
+            said=errors.read_text(),
+        )
+
+    return run
 
 
-def processes_of(session: int) -> list[str]:
-    """Return the kernel's record of each process of a session (proc_pid_stat(5))."""
+def start_ranks(
+    case: dict[str, Any], arguments: list[str], port: int, stderr: IO[bytes]
+) -> list[subprocess.Popen]:
+    """Start the ranks, as a group of processes that a signal can reach."""
+    world = str(case["world"])
+    variables = environment(
+        WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    ranks: list[subprocess.Popen] = []
+    for rank in range(case["world"]):
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, PROGRAM, json.dumps(case), *arguments],
+                env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                process_group=ranks[0].pid if ranks else 0,
+            )
+        )
+    return ranks
+
+
+def wait_for_ranks(
+    case: dict[str, Any], ranks: list[subprocess.Popen], mark: Path
+) -> tuple[dict[int, int], float]:
+    """Wait for the ranks, and kill those that hang; return statuses and the time of the last end.
+
+    A rank is not reaped before all have ended, so that the others can read how it has ended.
+    """
+    statuses: dict[int, int] = {}
+    began = ended = time.time()
+    while len(statuses) < len(ranks) and time.time() - began < LIMIT_S:
+        for rank, process in enumerate(ranks):
+            how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if rank not in statuses and (end := os.waitid(os.P_PID, process.pid, how)):
+                is_exit = end.si_code == os.CLD_EXITED
+                statuses[rank] = end.si_status if is_exit else -end.si_status
+                ended = time.time()
+        if len(statuses) == len(ranks) - 1:
+            mark.with_suffix(".alone").touch()
+            if case.get("goes_on"):
+                os.kill(ranks[case["rank"]].pid, signal.SIGCONT)
+        time.sleep(0.02)
+    for process in ranks:
+        process.kill()
+        process.wait()
+    return statuses, ended
+
+
+def processes_of(group: int) -> list[str]:
+    """Return the kernel's record of each process of a group (proc_pid_stat(5))."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended
             found.append(path.read_text())
-    return [stat for stat in found if int(stat.rpartition(")")[2].split()[3]) == session]
+    return [stat for stat in found if int(stat.rpartition(")")[2].split()[2]) == group]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_that_fails_ends_the_job_with_one_message(name, ended):
+def test_a_rank_that_fails_ends_the_job_with_one_message(name, run):
     """A rank that fails ends the job with one message.
 
     No rank is left, none ends with success, and one message names the rank and the cause; there is
     one traceback for an exception, and none otherwise; no rank ends with SIGABRT.
     """
     world, fault, rank, _, _, cause = CASES[name]
-    statuses, said = ended[name]["statuses"], ended[name]["said"]
-    assert None not in statuses, f"still there after 60 s: {statuses}\n{said}"
+    ended = run(job(*CASES[name], shares=SHARES.get(name)))
+    statuses, said = ended.statuses, ended.said
+    assert None not in statuses, f"still there after {LIMIT_S} s: {statuses}\n{said}"
     left_early = name == "left"
     assert all(s for r, s in enumerate(statuses) if not (left_early and r == rank)), statuses
     assert -signal.SIGABRT not in statuses
@@ -142,34 +200,36 @@ def test_a_rank_that_fails_ends_the_job_with_one_message(name, ended):
     if name != "no-memory":  # a lack of memory may suppress the message
         assert said.count("Traceback") == (fault in ("exception", "memory") or name == "exit"), said
     if name in ("stop-idle", "no-memory") or fault == "SIGKILL":
-        assert ended[name]["seconds"] < 5 + SLACK_S
+        assert ended.seconds < 5 + SLACK_S
     elif fault in ("SIGSTOP", "sleep"):
         assert said.count("--- rank ") == world - (fault == "SIGSTOP"), "a stack of each that can"
         assert LIMIT in said
 
 
 @pytest.mark.parametrize("name", STAGED)
-def test_a_rank_of_a_stage_that_fails_is_named_with_its_stage(name, ended):
+def test_a_rank_of_a_stage_that_fails_is_named_with_its_stage(name, run):
     """One message names stage, rank, host and cause, and no rank is left."""
     _, _, rank, _, _, cause = STAGED[name]
-    statuses, said = ended[name]["statuses"], ended[name]["said"]
+    ended = run(job(*STAGED[name], stages=2))
+    statuses, said = ended.statuses, ended.said
     assert None not in statuses and all(statuses), f"{statuses}\n{said}"
     assert said.count("error: ") == 1, said
     assert f"error: rank {rank} (stage {1 - rank} of 2) on {HOST} {cause}" in said
-    assert ended[name]["seconds"] < 5 + SLACK_S
+    assert ended.seconds < 5 + SLACK_S
 
 
 @pytest.mark.parametrize("name", MEETINGS)
-def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(name, ended):
+def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(name, run):
     """A rank that does not come ends the others within the limit.
 
     One rank says which ranks came and which did not, or where they were to meet. With "came", rank
     3 arrives when all others have ended, and must report that the store is gone.
     """
     _, _, rank, _, limit_s, cause = MEETINGS[name]
-    statuses, said = ended[name]["statuses"], ended[name]["said"]
+    ended = run(job(*MEETINGS[name]))
+    statuses, said = ended.statuses, ended.said
     assert None not in statuses and all(statuses), f"{statuses}\n{said}"
-    assert ended[name]["seconds"] < limit_s + 15, "the limit is a bound, not torch's own"
+    assert ended.seconds < limit_s + SLACK_S, "the limit is a bound, not torch's own"
     first, *others = [line for line in said.splitlines() if "NotMetError: " in line]
     if cause:
         assert f"rank {rank} on {HOST} {cause}" in first
@@ -230,14 +290,14 @@ def test_a_wrong_address_or_port_is_one_line_with_the_remedy(monkeypatch):
             open_alone(monkeypatch, 5.0, MASTER_PORT=closed)
 
 
-def test_idle_is_not_a_stall(ended):
+def test_idle_is_not_a_stall(run):
     """Idle ranks are not stalled.
 
     Ranks that are idle for longer than a step may take continue afterwards. So they do when all of
     them are stopped, as by Ctrl-Z, for longer than a single one may be.
     """
-    assert ended["pause"]["statuses"] == [0, 0], ended["pause"]["said"]
-    assert ended["pause"]["said"] == ""
+    ended = run(job(2, "pause", 0, "pause", 4.0))
+    assert (ended.statuses, ended.said) == ([0, 0], "")
 
 
 def test_a_stall_on_another_machine_is_named():
@@ -271,73 +331,70 @@ def test_a_stage_that_has_finished_its_step_is_not_the_one_that_stalls():
     assert found is not None and found.startswith("rank 1 (stage 1 of 3) on b is in the step, but")
 
 
-def test_a_machine_whose_ranks_are_stopped_is_given_up_by_the_others(ended):
+def test_a_machine_whose_ranks_are_stopped_is_given_up_by_the_others(run):
     """The other machine says which one is silent, and ends.
 
     No process of this job can kill the stopped rank: it ends when it continues.
     """
-    said = ended["apart"]["said"]
-    assert ended["apart"]["statuses"] == [1, 1], said
-    here, there = [line for line in said.splitlines() if line.startswith("error: ")]
+    ended = run(job(2, "SIGSTOP", 1, "decode", 60, is_apart=True, silence_s=4, goes_on=True))
+    assert ended.statuses == [1, 1], ended.said
+    here, there = [line for line in ended.said.splitlines() if line.startswith("error: ")]
     assert "(rank 1) did not respond for 4 s: the machine, its processes or the network" in here
     assert "torch's store at" in there and f"does not answer: rank 0 on {HOST}" in there
-    assert ended["apart"]["seconds"] < 4 + 10 + SLACK_S
+    assert ended.seconds < 4 + 10 + SLACK_S
 
 
-def test_one_of_the_other_machines_says_which_one_is_gone(ended):
+def test_one_of_the_other_machines_says_which_one_is_gone(run):
     """Rank 0 has the store, and stays until the ranks of other machines have read the cause.
 
     The rank is killed in the middle of a step, so that its connections break: the others do not
     wait for the whole limit of silence.
     """
-    assert ended["apart-3"]["statuses"] == [1, -signal.SIGKILL, 1], ended["apart-3"]["said"]
-    assert ended["apart-3"]["said"].count("error: ") == 1
-    assert "(rank 1) did not respond for 3 s: the machine, its" in ended["apart-3"]["said"]
+    ended = run(job(*CASES["kill-prefill"], is_apart=True))
+    assert ended.statuses == [1, -signal.SIGKILL, 1], ended.said
+    assert ended.said.count("error: ") == 1
+    assert "(rank 1) did not respond for 3 s: the machine, its" in ended.said
 
 
-def test_nothing_is_left_of_the_jobs(ended):
-    """Nothing is left of the jobs.
-
-    There is no process, and hence no socket (all are without files), and no segment of shared
-    memory.
-    """
-    assert ended["processes"] == []
-    shm = Path("/dev/shm")
-    assert not [p for p in shm.iterdir() if "llama" in p.name] if shm.is_dir() else True
-
-
-def test_a_signal_lets_a_batch_job_finish_what_runs(ended):
+@pytest.mark.parametrize(
+    ("fault", "drain_s"), [("stop", 20.0), ("stop twice", 20.0), ("stop, and go on", 0.5)]
+)
+def test_a_signal_lets_a_batch_job_finish_what_runs(fault, drain_s, run, tmp_path):
     """A signal lets a batch job finish what runs.
 
     The four running requests are answered completely, no new one starts, and the exit code is 0. A
     second signal ends the job at once; so does the time limit, which is an error.
     """
-    done = ended["drain"]
-    assert done["statuses"] == [0, 0], done["said"]
-    assert done["said"].startswith("SIGTERM: running requests have 20 s to finish, and no new")
-    assert done["said"].count("\n") == 1
-    assert len(done["lines"]) == 4 and all(json.loads(x)["error"] is None for x in done["lines"])
-    assert ended["second"]["statuses"] == [128 + signal.SIGTERM] * 2
-    assert ended["second"]["said"].count("\n") == 1 and not ended["second"]["lines"]
-    late = ended["too-long"]
-    assert late["statuses"] == [1, 1]
-    assert late["said"].count("error: the requests did not finish within 0.5 s") == 1
+    ended = run(job(2, fault, 0, "decode", 60, drain_s=drain_s))
+    lines = (tmp_path / "mark.out").read_text().splitlines()
+    if fault == "stop":
+        assert ended.statuses == [0, 0], ended.said
+        assert ended.said.startswith("SIGTERM: running requests have 20 s to finish, and no new")
+        assert ended.said.count("\n") == 1
+        assert len(lines) == 4
+        assert all(json.loads(line)["error"] is None for line in lines)
+    elif fault == "stop twice":
+        assert ended.statuses == [128 + signal.SIGTERM] * 2
+        assert ended.said.count("\n") == 1 and not lines
+    else:
+        assert ended.statuses == [1, 1]
+        assert ended.said.count("error: the requests did not finish within 0.5 s") == 1
 
 
-def test_a_signal_lets_a_chat_finish_its_answer(ended):
+def test_a_signal_lets_a_chat_finish_its_answer(run):
     """A signal lets a chat finish its answer.
 
     The answer is complete, no next question is read, and the exit code is 0.
     """
-    done = ended["drain-chat"]
-    assert done["statuses"] == [0, 0], done["said"]
-    assert done["said"].startswith("SIGTERM: running requests have 20 s to finish")
-    assert "cut at max_gen_len | " in done["said"] and "Traceback" not in done["said"]
+    ended = run(job(2, "stop", 0, "decode", 60, drain_s=20.0, is_chat=True))
+    assert ended.statuses == [0, 0], ended.said
+    assert ended.said.startswith("SIGTERM: running requests have 20 s to finish")
+    assert "cut at max_gen_len | " in ended.said and "Traceback" not in ended.said
 
 
 def launched(
     folder: str, mark: Path, before: list[str], after: list[str], **cases: tuple[int, str]
-) -> tuple[dict[str, warm.Popen], dict[str, str]]:
+) -> tuple[dict[str, subprocess.Popen], dict[str, str]]:
     """Ranks under the launchers: the arguments before and after the program, the fault, rank and
     time.
 
@@ -349,13 +406,13 @@ def launched(
         case = {"fault": fault, "rank": rank, "when": when, "timeout_s": 60, "world": 2}
         command = [
             sys.executable, *before, *(leaving if fault == "leaves" else []),
-            str(PROGRAMS / "failing.py"), *after, json.dumps(case), folder, str(mark),
+            PROGRAM, *after, json.dumps(case), folder, str(mark),
         ]  # fmt: skip
-        launches[fault] = warm.Popen(
+        launches[fault] = subprocess.Popen(
             command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
         )
     # The pipe ends when the last process that could write to it is gone.
-    return launches, {fault: x.communicate(timeout=100)[1] for fault, x in launches.items()}
+    return launches, {fault: x.communicate(timeout=240)[1] for fault, x in launches.items()}
 
 
 def test_torchrun_and_its_ranks_end_together(folder, tmp_path):
@@ -393,9 +450,7 @@ def test_ranks_without_torchrun_end_together(folder, tmp_path):
     assert {fault: x.returncode for fault, x in launches.items()} == {"agent": -9, "SIGKILL": 137}
     started = f"error: llama --ranks (process {launches['agent'].pid}) on {HOST}, which started"
     assert said["agent"].startswith(started) and said["agent"].count("\n") == 1
-    # beside torch's stack trace, which is disabled in a launch
-    assert said["SIGKILL"].count("error: ") == 1
-    assert said["SIGKILL"].endswith(f"error: rank 0 on {HOST} {KILLED}\n")
+    assert said["SIGKILL"] == f"error: rank 0 on {HOST} {KILLED}\n"
 
 
 LAUNCH = """
