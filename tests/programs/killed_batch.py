@@ -2,84 +2,43 @@
 
     PYTHONPATH=.:tests python tests/programs/killed_batch.py --kills 200
 
-Each start is torchrun's own agent, forked from this process, which imports torch once, and two
-ranks forked from the agent. After a random time SIGKILL ends a rank, or the agent; the next start
-resumes. When a job is done before all kills were made, another one begins. The last line is JSON. A
-start that does not end within 60 seconds, a doubled or missing record, and an answer that differs
+Each start is torchrun with two ranks. At a random moment SIGKILL ends a rank, or torchrun; the next
+start resumes. When a job is done before all kills were made, another one begins. The last line is
+JSON. A start that does not end in time, a doubled or missing record, and an answer that differs
 from an undisturbed job's are errors.
 """
 
 import argparse
 import contextlib
-import ctypes
 import json
-import mmap
-import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from typing import Any, NamedTuple
 
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
-from llama.cli import main as command
-from llama.cli.batch.job import run_batch  # noqa: F401  imported once, for all forks
-from llama.generation import Llama  # noqa: F401
+from helpers.launch import environment
+from helpers.waiting import num_lines, wait_until
 
 PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
     "multiple_of": 32, "norm_eps": 1e-5, "rope_theta": 10000.0,
 }  # fmt: skip
-LIMIT_S = 60.0  # generous: distinguishes a hang from a slow end
-_PR_SET_CHILD_SUBREAPER = 36
+LIMIT_S = 120.0  # generous: distinguishes a hang from a slow end
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-def rank(words: list[str]) -> None:
-    """Run one rank in a process of its own: the command, as torchrun would start it."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits the handler of torchrun's agent
-    Path(words[0]).with_name(f"began-{os.environ['RANK']}").touch()
-    torch.set_num_threads(1)
-    sys.exit(command(["batch", *words]))
+class Kill(NamedTuple):
+    """Whom to kill, a rank or torchrun, and when."""
 
-
-class SharedFlag:
-    """A replacement for multiprocessing's Event, whose `set` waits forever for a killed waiter.
-
-    torchrun's agent uses it only for ranks that it forks, not for those that it starts by itself.
-    """
-
-    def __init__(self, *_: Any) -> None:
-        self._byte = mmap.mmap(-1, 1)
-
-    def set(self) -> None:
-        self._byte[0] = 1
-
-    def wait(self) -> None:
-        while not self._byte[0]:
-            time.sleep(0.01)
-
-
-def agent(words: list[str], folder: Path) -> None:
-    """Run torchrun's agent; it does not return."""
-    for number, name in ((1, "out.log"), (2, "err.log")):
-        os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
-    fork: Any = type(multiprocessing.get_context("fork"))
-    fork.Event = SharedFlag
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, start_method="fork", rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, run_id="kills",
-    )  # fmt: skip
-    code = 1
-    with contextlib.suppress(Exception):
-        codes = elastic_launch(config, rank)(words)
-        code = max(int(code or 0) for code in codes.values())
-    os._exit(code)
+    whom: int | None  # a rank; None: torchrun
+    num_lines: int  # the number of results that are in the file by then
+    delay_s: float  # later than that
 
 
 def children_of(pid: int) -> list[int]:
@@ -89,37 +48,42 @@ def children_of(pid: int) -> list[int]:
     return []
 
 
-def start_and_kill(words: list[str], folder: Path, after_s: float, whom: str) -> dict[str, Any]:
-    """Start once and kill `whom` after a delay, unless it ended before; wait until all is gone."""
-    # before that, a rank runs only torchrun's own code
-    marks = [folder / f"began-{i}" for i in range(2)]
-    for mark in marks:
-        mark.unlink(missing_ok=True)
-    began = time.monotonic()
-    pid = os.fork()
-    if not pid:
-        agent(words, folder)
-    status, killed = None, 0.0
-    while time.monotonic() - began < LIMIT_S:
-        is_time = time.monotonic() - began >= after_s
-        if not killed and is_time and all(mark.exists() for mark in marks):
-            ranks = children_of(pid)
-            victim = pid if whom == "agent" else (ranks[int(whom)] if len(ranks) == 2 else 0)
-            if victim and status is None:
-                os.kill(victim, signal.SIGKILL)
-                killed = time.monotonic()
+def start(words: list[str], out: Path, kill: Kill | None) -> dict[str, Any]:
+    """Start once, make the kill unless the job ends before, and wait until all is gone."""
+    command = [sys.executable, *TORCHRUN, "-m", "llama", "batch", *words]
+    killed = 0.0
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as torchrun:
+        if kill is not None and (pid := pid_at(kill, torchrun, out)):
+            os.kill(pid, signal.SIGKILL)
+            killed = time.monotonic()
         try:
-            ended, its_status = os.waitpid(-1, os.WNOHANG)  # includes orphans
-        except ChildProcessError:
-            break  # no process is left
-        if ended == pid:
-            status = its_status
-        if not ended:
-            time.sleep(0.01)
-    else:
-        raise SystemExit(f"killed {whom} after {after_s:.2f} s: still there after {LIMIT_S:g} s")
+            # The pipe ends when the last process that could write to it is gone.
+            _, said = torchrun.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            torchrun.kill()
+            raise SystemExit(f"{kill}: still there after {LIMIT_S:g} s") from None
     seconds = time.monotonic() - killed if killed else 0.0
-    return {"status": status, "killed": bool(killed), "seconds": seconds}
+    return {
+        "status": torchrun.returncode, "said": said, "killed": bool(killed), "seconds": seconds
+    }  # fmt: skip
+
+
+def pid_at(kill: Kill, torchrun: subprocess.Popen, out: Path) -> int:
+    """Wait for the moment of the kill, and return the process; 0: the job has ended before."""
+    ranks: list[int] = []
+
+    def is_time() -> bool:
+        ranks[:] = children_of(torchrun.pid)
+        is_working = len(ranks) == 2 and num_lines(out) >= kill.num_lines
+        return is_working or torchrun.poll() is not None
+
+    wait_until(is_time)
+    time.sleep(kill.delay_s)
+    if torchrun.poll() is not None or children_of(torchrun.pid) != ranks:
+        return 0
+    return torchrun.pid if kill.whom is None else ranks[kill.whom]
 
 
 def records(path: Path) -> dict[str, Any]:
@@ -145,32 +109,38 @@ def run(kills: int, lines: int, folder: Path, rng: random.Random) -> dict[str, A
         "--ckpt_dir", str(model), "--max_seq_len", "128", "--max_batch_size", "4", "--dtype",
         "fp32", "--device", "cpu", "--model_parallel_size", "1", "--temperature", "1",
     ]  # fmt: skip
-    paths, whole_path = [str(folder / "in")], folder / "whole"
-    began = time.monotonic()
-    start = start_and_kill([*paths, str(whole_path), *flags], folder, LIMIT_S, "0")
-    if start["status"] != 0:
-        raise SystemExit((folder / "err.log").read_text())
-    length_s, whole = time.monotonic() - began, records(whole_path)
+    source, whole_path = str(folder / "in"), folder / "whole"
+    ended = start([source, str(whole_path), *flags], whole_path, None)
+    if ended["status"] != 0:
+        raise SystemExit(ended["said"])
+    whole = records(whole_path)
     assert len(whole) == lines
     done: dict[str, Any] = {"kills": 0, "agents": 0, "starts": 0, "jobs": 0, "slowest_s": 0.0}
     is_whole = False
     while done["kills"] < kills or not is_whole:
         out, is_whole = folder / f"out-{done['jobs']}", False
-        whom = rng.choice(["0", "1", "0", "1", "agent"])
-        after_s = rng.uniform(0.0, length_s) if done["kills"] < kills else LIMIT_S
-        start = start_and_kill([*paths, str(out), *flags, "--resume"], folder, after_s, whom)
+        kill = random_kill(num_lines(out), lines, rng) if done["kills"] < kills else None
+        ended = start([source, str(out), *flags, "--resume"], out, kill)
         done["starts"] += 1
         if done["starts"] % 20 == 0:
             print(json.dumps(done), file=sys.stderr, flush=True)
-        done["kills"] += start["killed"]
-        done["agents"] += start["killed"] and whom == "agent"
-        done["slowest_s"] = round(max(done["slowest_s"], start["seconds"]), 2)
-        if start["status"] == 0 and not start["killed"]:
+        done["kills"] += ended["killed"]
+        done["agents"] += ended["killed"] and kill is not None and kill.whom is None
+        done["slowest_s"] = round(max(done["slowest_s"], ended["seconds"]), 2)
+        if ended["status"] == 0 and not ended["killed"]:
             found = records(out)
             assert found == whole, f"{len(found)} records of {lines}, or other answers"
             is_whole = True
             done["jobs"] += 1
     return done
+
+
+def random_kill(num_done: int, lines: int, rng: random.Random) -> Kill:
+    """Return a kill before the ranks have met, or after some more results."""
+    whom = rng.choice([0, 1, 0, 1, None])
+    if rng.random() < 0.25:
+        return Kill(whom, 0, rng.uniform(0.0, 5.0))
+    return Kill(whom, rng.randint(num_done, lines), rng.uniform(0.0, 0.1))
 
 
 def main() -> None:
@@ -179,8 +149,6 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1):
-        raise SystemExit("orphans cannot be waited for here")
     with tempfile.TemporaryDirectory() as folder:
         done = run(options.kills, options.lines, Path(folder), random.Random(options.seed))
     print(json.dumps(vars(options) | done))
