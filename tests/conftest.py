@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 
-from helpers import forked, warm
-
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, as other libraries may do
 # The suite starts hundreds of processes: without __pycache__, which git ignores, each would compile
 # the package anew, and each worker the tests. An empty variable counts as unset.
@@ -185,12 +183,8 @@ def _what_a_file_imports_stays() -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End the forking process of the tests, so that it counts in the summary."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["spent"] = dict(_spent)
-    warm.close()
-    forked.close()
-    if hasattr(session.config, "workeroutput"):
         atexit.register(os._exit, 0)  # a million objects need not be torn down one by one
 
 

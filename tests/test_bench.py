@@ -27,10 +27,9 @@ from bench.engines.vllm import vllm_environment
 from bench.linear import kernels
 from bench.machine import best_seconds
 from bench.quality import compare
-from helpers import warm
 from helpers.gguf_files import MIXED, PARAMS, write_gguf
 from helpers.kernels import KERNELS_RUN, without_amx
-from helpers.launch import REPO, environment
+from helpers.launch import REPO, environment, run_program
 from helpers.waiting import wait_until
 from llama import ModelArgs
 from llama.checkpoint.find import find
@@ -56,7 +55,6 @@ def bench(monkeypatch, capsys):
     """
     monkeypatch.setattr(run, "read_bandwidth", lambda device: 1e10)
     monkeypatch.setattr(run, "matrix_flops", lambda device, dtype: 1e11)
-    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
 
     def command(line: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", ["bench", *line.split()])
@@ -84,7 +82,7 @@ def test_the_limits_of_this_machine_are_measured(monkeypatch):
 
 def test_the_program_is_run_by_its_folder():
     program = [sys.executable, str(REPO / "scripts" / "bench"), "nothing"]
-    done = warm.run(program, env=environment())
+    done = run_program(program)
     assert done.returncode == 2 and done.stderr.startswith("error: ")
 
 

@@ -25,9 +25,8 @@ import pytest
 from torch.distributed import DistNetworkError
 
 import llama
-from helpers import warm
 from helpers.flags import read
-from helpers.launch import DEMO, REPO, environment
+from helpers.launch import DEMO, REPO, environment, run_program
 from llama import Llama
 from llama.checkpoint.verify import verify
 from llama.cli import COMMANDS, main, model, ranks, run_script
@@ -703,7 +702,7 @@ def test_an_answer_that_a_full_disk_does_not_take_is_one_line_of_all_ranks():
     """
     command = [sys.executable, "-m", "llama", "complete", *GREEDY, "--prompt", "a", "--ranks", "2"]
     with open("/dev/full", "w") as full:
-        process = warm.Popen(
+        process = subprocess.Popen(
             command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment()
         )
         _, told = process.communicate(timeout=120)
@@ -723,7 +722,7 @@ def test_complete_on_two_ranks(demo):
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
         "-m", "llama", "complete", *GREEDY,
     ]  # fmt: skip
-    done = warm.run(command, input="The capital of France is\n", env=environment(), timeout=240)
+    done = run_program(command, input="The capital of France is\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout == continuation(demo, "The capital of France is")
     assert done.stderr.count("Loaded in") == 1 and "Warning" not in done.stderr

@@ -12,8 +12,7 @@ import torch
 
 from demo_model.corpus import facts
 from helpers import meta as oracle
-from helpers import warm
-from helpers.launch import DEMO, environment
+from helpers.launch import DEMO, run_program
 from helpers.pages import PAGES, blocks
 from llama import Dialog, Llama
 
@@ -143,6 +142,6 @@ def test_the_python_of_a_page_runs(path, tmp_path):
         return
     (tmp_path / "page.py").write_text("\n".join(PYTHON[path]))
     program = [sys.executable, str(tmp_path / "page.py")]
-    done = warm.run(program, cwd=REPO, env=environment(), timeout=280)
+    done = run_program(program, cwd=REPO, timeout=280)
     assert done.returncode == 0, done.stderr
     assert SHOWN[path.stem] in done.stdout

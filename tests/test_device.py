@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import warm
 from helpers.fake_cuda import FakeCuda
-from helpers.launch import environment
+from helpers.launch import environment, run_program
 from llama.build_args import BuildArgs
 from llama.common import device as device_module
 from llama.common.device import (
@@ -236,7 +235,7 @@ def test_torchrun_s_default_is_told_from_a_choice(tmp_path):
     variables = environment()
     del variables["OMP_NUM_THREADS"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
-    done = warm.run(command, env=variables, timeout=240)
+    done = run_program(command, env=variables)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == ["1", "1", "2", "4"]
 

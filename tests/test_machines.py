@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from bench.network import link, on_both
-from helpers import warm
-from helpers.launch import PROGRAMS, REPO, WORKER, environment
+from helpers.launch import PROGRAMS, REPO, WORKER, run_program
 from helpers.machines import two_machines
 from helpers.prompts import prompts_of
 from llama import Llama
@@ -95,7 +94,6 @@ def test_two_namespaces_answer_as_one_process(make_checkpoint, tmp_path, monkeyp
     Each agent is in a network namespace of its own, with a link of 1 ms between them.
     """
     monkeypatch.setenv("PYTHONPATH", str(REPO))
-    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     folder, delay_s = make_checkpoint(seed=5)[0], 1e-3
     work = [*jobs(folder, None), {"do": "half_round_trip", "folder": str(folder)}]
     (tmp_path / "jobs.json").write_text(json.dumps(work))
@@ -130,13 +128,13 @@ def test_a_restarted_batch_job_does_the_rest(make_checkpoint, tmp_path):
     (tmp_path / "in").write_text(
         "".join(json.dumps({"prompt": "x" * i, "max_tokens": 4}) + "\n" for i in range(1, 81))
     )
-    done = warm.run(
+    done = run_program(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
          "--max-restarts=1", str(PROGRAMS / "restarted_batch.py"), str(tmp_path / "in"),
          str(tmp_path / "out"), "--ckpt_dir", str(make_checkpoint()[0]),
          "--model_parallel_size", "1", "--device", "cpu", "--dtype", "fp32",
          "--max_seq_len", "128", "--max_batch_size", "4"],
-        env=environment(), timeout=120,
+        timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     ids = [json.loads(line)["custom_id"] for line in (tmp_path / "out").read_text().splitlines()]

@@ -4,8 +4,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ import pytest
 import torch
 import transformers
 
-from helpers import warm
 from helpers.adapters import PREFIX, write_adapter
 from helpers.checkpoints import ffn_dim, write_byte_tokenizer, write_meta
 from helpers.embedders import write_model
 from helpers.fixtures import PARAMS as TINY
 from helpers.kernels import HAS_KERNELS, without_amx
-from helpers.launch import PROGRAMS, REPO, environment, torchrun, torchrun_groups
+from helpers.launch import PROGRAMS, REPO, environment, run_program, torchrun, torchrun_groups
 from helpers.prompts import prompts_of
 from helpers.weights import flip_a_bit
 from llama import Llama
@@ -544,7 +543,7 @@ def test_every_launch_of_a_rank_is_on_its_own_gpu(tmp_path):
     """
     program = [str(PROGRAMS / "current_devices.py"), str(tmp_path)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
-    done = warm.run([*command, *program], env=environment(), timeout=120)
+    done = run_program([*command, *program], timeout=120)
     assert done.returncode == 0, done.stderr
     for rank in range(3):
         seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
@@ -561,7 +560,7 @@ def test_no_rank_splits_the_communicator_for_others(tmp_path):
     """
     program = [str(PROGRAMS / "current_devices.py"), str(tmp_path)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = warm.run([*command, *program], env=environment(GROUP_SIZE="1"), timeout=120)
+    done = run_program([*command, *program], env=environment(GROUP_SIZE="1"), timeout=120)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
@@ -577,7 +576,7 @@ def test_ranks_that_find_the_same_gpu_say_so(tmp_path):
     program = [str(PROGRAMS / "current_devices.py"), str(tmp_path)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     variables = environment(SHARED_GPU="GPU-1", CUDA_VISIBLE_DEVICES="0")
-    done = warm.run([*command, *program], env=variables, timeout=120)
+    done = run_program([*command, *program], env=variables, timeout=120)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         error = json.loads((tmp_path / f"rank{rank}.json").read_text())
@@ -592,43 +591,29 @@ def test_one_process_has_groups_without_a_port(variables):
     As after Meta's build, scripts that ask for their rank, or reduce over the group, go on.
     """
     program = [sys.executable, str(PROGRAMS / "groups_of_one.py")]
-    out = warm.run(program, env=environment() | variables, timeout=60)
+    out = run_program(program, env=environment() | variables, timeout=60)
     assert json.loads(out.stdout) == [[0, 1, 0, 1, 1], 3.0, 3.0, [{"a": 1}], [], 0]
     assert out.stderr == ""
 
 
-def test_torchrun_example_on_two_cpu_ranks(tmp_path):
+def test_torchrun_example_on_two_cpu_ranks():
     """The torchrun example runs on two CPU ranks.
 
-    torchrun_examples/two_cpu_ranks.sh runs as for a user, with the demo model, to the end of
-    Python's exit; torchrun is started in a cheaper way. A GPU in the machine, which two ranks
-    cannot share, is not used.
+    torchrun_examples/two_cpu_ranks.sh runs as for a user, with the demo model. A GPU in the
+    machine, which two ranks cannot share, is not used.
     """
-    started = tmp_path / "started"
-    (tmp_path / "torchrun").write_text(
-        f"""#!/bin/sh
-        printf '%s\\t' "$PWD" "$OMP_NUM_THREADS" "$@" >> {started}; echo >> {started}"""
-    )
-    (tmp_path / "torchrun").chmod(0o755)
     script = REPO / "torchrun_examples" / "two_cpu_ranks.sh"
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", str(script), "--dtype", "fp32", "--temperature", "0"]
-    command += ["--max_gen_len", "24"]
-    subprocess.run(command, env={**os.environ, "PATH": path}, timeout=60, check=True)
-    shown = ""
-    for line in started.read_text().splitlines():
-        folder, threads, *words, _ = line.split("\t")
-        env = environment(
-            PYTHONPATH=f"{PROGRAMS / 'one_gpu'}{os.pathsep}{REPO}",
-            OMP_NUM_THREADS=threads,
-            WARM_END="",
-        )
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *words]
-        done = warm.run(torchrun, env=env, cwd=folder, timeout=240)
-        assert done.returncode == 0, done.stderr
-        shown += done.stdout
-    assert "The capital of France is Paris." in shown
-    assert shown.count("| ranks 2 | float32") == shown.count("Loaded in ") == 2
+    env = environment(
+        PATH=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}",
+        PYTHONPATH=f"{PROGRAMS / 'one_gpu'}{os.pathsep}{REPO}",
+    )
+    del env["OMP_NUM_THREADS"]  # the script sets it, or torchrun would warn
+    done = run_program([*command, "--max_gen_len", "24"], env=env)
+    assert done.returncode == 0, done.stderr
+    assert "OMP_NUM_THREADS" not in done.stderr
+    assert "The capital of France is Paris." in done.stdout
+    assert done.stdout.count("| ranks 2 | float32") == done.stdout.count("Loaded in ") == 2
 
 
 def test_layers_split_over_ranks_are_the_whole_layer():

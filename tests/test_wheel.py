@@ -11,11 +11,9 @@ import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from helpers import warm
 from helpers.dockerfile import copied
 from helpers.kernels import HAS_KERNELS, can_run, library, objects_folder, path_of
 from llama.kernels.cpu import build
@@ -35,14 +33,12 @@ print(json.dumps([llama.__file__, library and library._name, ids, bits]))
 """
 
 
-def generated(
-    program: Path, folder: Path, checkpoint: Path, *, run: Any = subprocess.run, **environment: str
-) -> list:
+def generated(program: Path, folder: Path, checkpoint: Path, **environment: str) -> list:
     """Return the paths of package and kernels, and ids and log probabilities of two answers."""
-    done = run(
+    done = subprocess.run(
         [sys.executable, str(program), str(checkpoint)],
         env={**os.environ, "PYTHONPATH": str(folder), **environment},
-        cwd=checkpoint, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=checkpoint, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -131,7 +127,7 @@ def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(wheel, tmp_path
     assert package == str(site / "llama" / "__init__.py")
     assert library is not None and library.startswith(str(site))
     assert list(home.iterdir()) == []
-    _, compiled, *expected = generated(program, REPO, REPO / "checkpoints" / "demo", run=warm.run)
+    _, compiled, *expected = generated(program, REPO, REPO / "checkpoints" / "demo")
     assert not compiled.startswith(str(REPO))
     assert answers == expected
 

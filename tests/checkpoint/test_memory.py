@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import warm
 from helpers.checkpoints import write_meta
-from helpers.launch import environment
+from helpers.launch import environment, run_program
 from helpers.weights import PARAMS, shapes_of
 from llama.checkpoint.write import convert
 
@@ -84,7 +83,7 @@ def test_private_memory_is_the_rank_s_own_weights_and_one_tensor(large, tmp_path
     """
     (tmp_path / "measure.py").write_text(MEASURE)
     program = [sys.executable, str(tmp_path / "measure.py"), str(large), str(tmp_path)]
-    run = warm.run(program, env=environment(OMP_NUM_THREADS="1"))
+    run = run_program(program, env=environment(OMP_NUM_THREADS="1"))
     assert run.returncode == 0, run.stderr
     largest, slack = 8192 * 1024 * 4, 8 << 20
     lines = run.stdout.splitlines()

@@ -5,10 +5,11 @@ A job is {"do": name, ...}, a function of programs/ranks.py; each rank writes it
 
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-
-from helpers import warm
+from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent.parent
 PROGRAMS = REPO / "tests" / "programs"
@@ -25,6 +26,28 @@ def environment(**extra: str) -> dict[str, str]:
     paths = [str(REPO), os.environ.get("PYTHONPATH", "")]
     found = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return {"OMP_NUM_THREADS": "1", **os.environ, **found, **extra}
+
+
+def run_program(
+    command: Sequence[str | Path],
+    *,
+    env: dict[str, str] | None = None,
+    timeout: float = 240,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Return the result of subprocess.run, with its output captured as text.
+
+    The program has `environment()`, unless `env` is given.
+    """
+    return subprocess.run(
+        command,
+        env=env or environment(),
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
 
 
 def torchrun_groups(
@@ -59,7 +82,7 @@ def torchrun(
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc_per_node={world}", WORKER, str(folder / "jobs.json"), str(folder),
     ]  # fmt: skip
-    done = warm.run(command, env=environment(), timeout=240)
+    done = run_program(command)
     assert done.returncode == 0, done.stdout + done.stderr
     ends = [(folder / f"rank{r}.end").read_text() for r in range(world)]
     assert ends == ["False"] * world, "a process that leaves its groups can end with SIGABRT"

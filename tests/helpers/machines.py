@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from helpers import warm
 from helpers.launch import WORKER, environment
 from helpers.ports import reserved_port
 
@@ -30,7 +29,7 @@ def agent(
             "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", "--rdzv-id=test",
             f"--rdzv-conf=is_host={int(machine == 0)}", f"--local-addr={address}",
         ]  # fmt: skip
-    return warm.Popen(
+    return subprocess.Popen(
         [*within, sys.executable, "-m", "torch.distributed.run", f"--nnodes={of}",
          f"--nproc_per_node={ranks}", *where, *program],
         env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

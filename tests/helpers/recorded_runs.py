@@ -14,8 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from helpers import warm
-from helpers.launch import REPO, environment
+from helpers.launch import REPO, environment, run_program
 from helpers.ports import reserved_port
 
 PORT = "OVER_RANKS_PORT"  # variable: the port of the store where ranks wait after each test
@@ -68,7 +67,7 @@ class Run:
         with reserved_port() as port:
             path = f"{REPO}:{REPO / 'tests'}"
             env = environment(**{PORT: str(port)}) | {"PYTHONPATH": path}
-            done = warm.run([sys.executable, *command], env=env, timeout=_TIMEOUT_S)
+            done = run_program([sys.executable, *command], env=env, timeout=_TIMEOUT_S)
         (own / "log").write_text(done.stdout + done.stderr)
 
 

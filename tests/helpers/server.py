@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
-from helpers import warm
 from helpers.launch import environment
 from helpers.waiting import wait_until
 from helpers.web import web
 
-START_S = 60.0
+START_S = 120.0  # several processes may import torch at once
 
 
 @dataclass
@@ -60,7 +59,7 @@ def run_server(
         "stderr": subprocess.PIPE,
         "text": True,
     } | popen
-    process = warm.Popen(command, **options)
+    process = subprocess.Popen(command, **options)
     log: list[str] = []
     assert process.stderr is not None
     reader = threading.Thread(target=_read, args=(process.stderr, log), daemon=True)

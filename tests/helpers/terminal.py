@@ -7,12 +7,12 @@ import re
 import select
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import time
 from pathlib import Path
 
-from helpers import warm
 from helpers.launch import REPO, environment
 
 _PASTE_MODE = re.compile(r"\x1b\[\?2004(h|l\r?)")  # "pastes are marked from here on", or no longer
@@ -36,12 +36,11 @@ class Session:
         self.main, self.side = pty.openpty()
         fcntl.ioctl(self.main, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
         self.mode = termios.tcgetattr(self.side)
-        self.process = warm.Popen(
+        self.process = subprocess.Popen(
             command,
             stdin=self.side, stdout=self.side, stderr=self.side, start_new_session=True,
             env=environment(**{"TERM": "xterm", "LLAMA_NO_HISTORY": "1"} | variables),
-            # warm.py takes the terminal on Linux
-            preexec_fn=None if sys.platform == "linux" else self._take_terminal,
+            preexec_fn=self._take_terminal,
         )  # fmt: skip
         self.shown = ""  # output that no test has expected yet
         self.expect("/bye ends the chat")

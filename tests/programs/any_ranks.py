@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from helpers import warm
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
-from helpers.launch import WORKER, environment
+from helpers.launch import WORKER, run_program
 from helpers.prompts import prompts_of
 
 _ARGUMENTS = ("3", "5", "6", "7", "8", "5,2,1", "3,3,2", "1,1,1,1,4")
@@ -64,7 +63,7 @@ def run_jobs(size: int, jobs: list[dict[str, Any]], folder: Path) -> list[list[A
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc_per_node={size}", WORKER, str(folder / "jobs.json"), str(folder),
     ]  # fmt: skip
-    done = warm.run(command, env=environment(), timeout=1200)
+    done = run_program(command, timeout=1200)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
 

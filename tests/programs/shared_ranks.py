@@ -1,21 +1,26 @@
 """The program that test_shared_memory.py runs on each rank: shared memory, but no torchrun.
 
-Input: the name of a function here and its arguments. Output: its result, or the text of its error,
-through a pipe. The ranks meet through files in a folder.
+    python shared_ranks.py FOLDER RANK CALLS
+
+CALLS is a list in JSON: for each call the number of ranks that take part, a function of this file,
+and its arguments. For each call in which it takes part, a rank prints the result as a line of JSON,
+or the text of its error. The ranks meet through files in the folder.
 """
 
 import contextlib
 import ctypes
 import hashlib
+import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,8 +37,8 @@ NAMES = [10, 11, 12, 13, 14, 15, 16]  # ranks in a larger world
 
 
 class Rank:
-    def __init__(self, folder: str, rank: int, size: int) -> None:
-        self.folder, self.rank, self.size = Path(folder), rank, size
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self.folder, self.rank, self.size = folder, rank, size
         self._meetings = 0
 
     def exchange(self, data: bytes) -> list[bytes]:
@@ -54,12 +59,19 @@ class Rank:
         return shared
 
 
-def main(pipe: Connection, do: str, folder: str, rank: int, size: int, args: list) -> None:
+def main(folder: str, rank: int, calls: list[list[Any]]) -> None:
+    """Take part in the calls, one after another; each has a folder of its own."""
     torch.set_num_threads(1)
-    try:
-        pipe.send(globals()[do](Rank(folder, rank, size), *args))
-    except (RankError, KeyboardInterrupt) as e:
-        pipe.send(f"{type(e).__name__}: {e}")
+    for number, (size, function, *arguments) in enumerate(calls):
+        if rank >= size:
+            continue
+        own = Path(folder, str(number))
+        own.mkdir(exist_ok=True)
+        try:
+            result = globals()[function](Rank(own, rank, size), *arguments)
+        except (RankError, KeyboardInterrupt) as e:
+            result = f"{type(e).__name__}: {e}"
+        print(json.dumps(result), flush=True)
 
 
 def inputs(size: int, count: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
@@ -295,13 +307,17 @@ def without(rank: Rank, lacking: str, where: int) -> bool:
     def fails(*args: object) -> None:
         raise OSError(lacking)
 
-    if rank.rank == where:
-        replaced: dict[str, Callable] = {
-            "_machine": lambda: "elsewhere",
-            "_create": lambda ranks: None,
-            "_open": fails,
-            "kernels": lambda: None,
-        }
-        place = shared_memory.native if lacking == "kernels" else shared_memory
-        setattr(place, lacking, replaced[lacking])
-    return SharedMemory.join(rank.rank, NAMES[: rank.size], rank.exchange, 5.0) is None
+    replaced: dict[str, Callable] = {
+        "_machine": lambda: "elsewhere",
+        "_create": lambda ranks: None,
+        "_open": fails,
+        "kernels": lambda: None,
+    }
+    place: Any = shared_memory.native if lacking == "kernels" else shared_memory
+    function = replaced[lacking] if rank.rank == where else getattr(place, lacking)
+    with patch.object(place, lacking, function):
+        return SharedMemory.join(rank.rank, NAMES[: rank.size], rank.exchange, 5.0) is None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))

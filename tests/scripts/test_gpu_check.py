@@ -21,8 +21,7 @@ import gpu_check
 from bench import gpu_probes, gpu_sections
 from bench.gpu_run import BARS, H200, MODES, Section, read_results
 from bench.gpu_sections import LIMITS, LIMITS_ALONE, kernel_times
-from helpers import warm
-from helpers.launch import REPO, environment
+from helpers.launch import REPO, environment, run_program
 from llama.kernels.cpu import native
 
 
@@ -39,7 +38,7 @@ def dry_run(tmp_path_factory) -> tuple[list[str], Path, subprocess.CompletedProc
         shutil.copy(library._name, cache)
     command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--dry", "--minutes", "9"]
     command += ["--out", str(out), "--only", ",".join([*LIMITS, "tests", "formats", "probes"])]
-    return command, out, warm.run(command, env=environment(WARM_CHILDREN="1"), timeout=400)
+    return command, out, run_program(command, timeout=400)
 
 
 @pytest.mark.slow
@@ -75,8 +74,7 @@ def test_all_sections_run_dry_and_only_once(dry_run, monkeypatch, capsys):
     assert capsys.readouterr().out.count("done before") == len(LIMITS | LIMITS_ALONE)
 
 
-def test_a_section_that_hangs_or_fails_costs_its_own_time_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
+def test_a_section_that_hangs_or_fails_costs_its_own_time_alone(tmp_path):
     assert gpu_check._run_child("decode", tmp_path, 0.5, dry=True).startswith(
         "stopped at its limit"
     )
@@ -91,7 +89,7 @@ def test_a_section_ends_with_the_run_that_asked_for_it(tmp_path):
     """
     command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--out", str(tmp_path)]
     orphan = environment(**{gpu_check._PARENT: "1"})
-    done = warm.run([*command, "--dry", "--section", "facts"], env=orphan, timeout=60)
+    done = run_program([*command, "--dry", "--section", "facts"], env=orphan, timeout=60)
     assert done.returncode == 1 and "that asked for this check has ended" in done.stderr
     assert not (tmp_path / "results.jsonl").exists()
 

@@ -11,8 +11,7 @@ import sys
 
 import pytest
 
-from helpers import warm
-from helpers.launch import DEMO, PROGRAMS, environment
+from helpers.launch import DEMO, PROGRAMS, run_program
 from llama import Llama
 from programs import meta_examples
 
@@ -40,7 +39,7 @@ def test_many_ranks_show_what_one_shows(world, shown_by_one):
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc_per_node={world}", str(PROGRAMS / "meta_examples.py"), *FLAGS,
     ]  # fmt: skip
-    done = warm.run(command, env=environment(), timeout=240)
+    done = run_program(command)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == len(shown_by_one)

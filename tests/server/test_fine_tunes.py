@@ -15,10 +15,9 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from helpers import warm
 from helpers.chat_templates import HERMES, R1, TULU
 from helpers.fine_tunes import chain_model, make_model
-from helpers.launch import environment
+from helpers.launch import run_program
 from helpers.scripted import ScriptedServer
 from helpers.weights import from_hf
 from llama import Llama
@@ -234,7 +233,7 @@ def test_a_forced_call_in_a_batch_file(folders, tmp_path):
     command = [sys.executable, "-m", "llama", "batch", str(tmp_path / "in.jsonl")]
     command += [str(tmp_path / "out.jsonl"), "--ckpt_dir", str(folders["hermes"])]
     command += ["--max_seq_len", "2048"]
-    done = warm.run(command, env=environment())
+    done = run_program(command)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "out.jsonl").read_text())
     (choice,) = record["response"]["body"]["choices"]
@@ -254,7 +253,7 @@ def known(tmp_path_factory) -> Path:
 def test_a_piped_chat_prints_the_content_alone(known):
     command = [sys.executable, "-m", "llama", "chat", str(known), "--temperature", "0"]
     flags = ["--max_seq_len", "256", "--device", "cpu"]
-    done = warm.run([*command, *flags], input="How is it?\nAnd now?\n", env=environment())
+    done = run_program([*command, *flags], input="How is it?\nAnd now?\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["Yes.", "Yes."]
 
@@ -265,7 +264,7 @@ def test_a_batch_has_the_reasoning_apart(known, tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps(line | {"body": body}) + "\n")
     command = [sys.executable, "-m", "llama", "batch", str(tmp_path / "in.jsonl")]
     command += [str(tmp_path / "out.jsonl"), "--ckpt_dir", str(known), "--max_seq_len", "256"]
-    done = warm.run(command, env=environment())
+    done = run_program(command)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "out.jsonl").read_text())
     (choice,) = record["response"]["body"]["choices"]

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from helpers import warm
-from helpers.launch import PROGRAMS, environment
+from helpers.launch import PROGRAMS, environment, run_program
 from helpers.server import run_server
 from llama.server.encoding import EventStream
 from llama.server.errors import broken
@@ -103,7 +102,7 @@ def test_no_request_holds_the_event_loop_up():
     words += ["20,000", "99,000 lists"]
     command = [sys.executable, str(PROGRAMS / "loop_times.py"), *words]
     env = environment(PYTHONPATH=f"{PROGRAMS.parent}:{PROGRAMS.parent.parent}")
-    done = warm.run(command, env=env, timeout=60)
+    done = run_program(command, env=env, timeout=60)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) >= 10

@@ -23,9 +23,8 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from helpers import warm
 from helpers.batch import answers, written
-from helpers.launch import PROGRAMS, REPO, environment
+from helpers.launch import PROGRAMS, REPO, environment, run_program
 from helpers.waiting import num_lines, wait_until
 from llama import Llama
 from llama.cli import main
@@ -346,7 +345,7 @@ def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path, capfd):
     (tmp_path / "in").write_bytes(written(requests(90, 40)))
     flags = ["--ckpt_dir", checkpoint_dir[0], *SIZES, "--temperature", "1"]
     command = script(tmp_path / "in", tmp_path / "out", *flags)
-    running = warm.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
     wait_until(lambda: num_lines(tmp_path / "out") >= 10 or running.poll() is not None)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
@@ -355,7 +354,7 @@ def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path, capfd):
     before = len(records(tmp_path / "out"))
     assert 10 <= before < 90
 
-    done = warm.run([*command, "--resume"], env=environment())
+    done = run_program([*command, "--resume"])
     told = done.stdout + done.stderr
     assert done.returncode == 0 and f"{90 - before} results added, 1 errors in the file" in told
     assert "| ranks 1 | float32" in told and "Traceback" not in told
@@ -373,7 +372,7 @@ def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path, capfd):
 def torchrun(world: int, *command: str | Path) -> subprocess.CompletedProcess:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words = [*launch, f"--nproc_per_node={world}", *map(str, command)]
-    return warm.run(words, env=environment(), timeout=240)
+    return run_program(words)
 
 
 def test_the_last_sums_of_a_replica_are_read():
@@ -426,7 +425,7 @@ def test_the_script_on_two_ranks_of_one_model(undisturbed, checkpoint_dir):
     out = undisturbed / "mp2"
     program = script(undisturbed / "in", out, "--ckpt_dir", checkpoint_dir[0], *SIZES)
     words = [*map(str, program), "--temperature", "1", "--ranks", "2"]
-    done = warm.run(words, env=environment(), timeout=240)
+    done = run_program(words)
     assert done.returncode == 0, done.stderr
     assert "90 results added, 1 errors in the file" in done.stderr and "| ranks 2 |" in done.stdout
     assert records(out) == records(undisturbed / "whole")
@@ -434,6 +433,7 @@ def test_the_script_on_two_ranks_of_one_model(undisturbed, checkpoint_dir):
 
 @pytest.mark.slow
 @pytest.mark.dist
+@pytest.mark.timeout(600)
 def test_replicas_killed_at_random_moments_lose_and_double_nothing():
     """Replicas killed at random moments lose and double nothing.
 
@@ -443,7 +443,7 @@ def test_replicas_killed_at_random_moments_lose_and_double_nothing():
     """
     program = [sys.executable, str(PROGRAMS / "killed_batch.py"), "--kills", "3", "--lines", "50"]
     path = os.pathsep.join([str(REPO), str(REPO / "tests")])
-    done = warm.run(program, env=environment(PYTHONPATH=path), timeout=240)
+    done = run_program(program, env=environment(PYTHONPATH=path), timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(done.stdout)
     assert counts["kills"] == 3 and counts["jobs"] > 0

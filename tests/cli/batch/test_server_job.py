@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from helpers import warm
 from helpers.batch import answers, written
 from helpers.launch import environment
 from helpers.ports import reserved_port
@@ -61,7 +60,7 @@ def of_file(path: Path) -> list[dict[str, Any]]:
 
 def start_job(folder: Path, url: str, *flags: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "llama", "batch", str(folder / "in"), str(folder / "out")]
-    return warm.Popen(
+    return subprocess.Popen(
         [*command, "--url", url, "--max_gen_len", "40", "--concurrency", "4", *flags],
         env=environment(LLAMA_API_KEY="k"), stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

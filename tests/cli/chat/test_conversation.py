@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from demo_model.corpus import facts
-from helpers import warm
-from helpers.launch import REPO, environment
+from helpers.launch import REPO, environment, run_program
 from helpers.prompts import FRANCE, JAPAN, STORY, replies, user
 from llama import Llama, Message
 from llama.cli import main
@@ -519,7 +518,7 @@ def test_piped_into_the_script_on_two_ranks(demo):
         "--temperature", "0", "--dtype", "fp32", "--device", "cpu", "--system", "42",
     ]  # fmt: skip
     text = f'/system\n/clear all\n{FRANCE}\n"""\nAnd of\nJapan?\n"""\n/nope\n/bye\nnever asked\n'
-    done = warm.run(command, input=text, env=environment(), timeout=120)
+    done = run_program(command, input=text, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == replies(demo, FRANCE, "And of\nJapan?")
     assert done.stderr.count("tokens/s") == 2 and done.stderr.count("Loaded in") == 1
@@ -578,7 +577,7 @@ def test_an_answer_cannot_steer_the_terminal(capsys):
 def test_a_reader_that_leaves_is_no_traceback():
     """A reader that leaves causes no traceback, as in `chat.py | head -1`."""
     script = Path(REPO, "scripts", "chat.py")
-    process = warm.Popen(
+    process = subprocess.Popen(
         [sys.executable, script, "--device", "cpu"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
     )  # fmt: skip

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers import warm
-from helpers.launch import PROGRAMS, REPO
+from helpers.launch import PROGRAMS, REPO, run_program
 
 _PRODUCTS = ("product_kernel", "few_rows_kernel", "many_rows_kernel")
 pytestmark = pytest.mark.timeout(900)  # without a cache, more than a minute of processor time
@@ -20,7 +19,7 @@ def compiled() -> list[dict[str, Any]]:
     """One line for each kernel, shape and capability; Triton caches the compiled code."""
     clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(PROGRAMS / "compiled_kernels.py")]
-    done = warm.run(command, env={**clean, "PYTHONPATH": str(REPO)}, timeout=800)
+    done = run_program(command, env={**clean, "PYTHONPATH": str(REPO)}, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -97,7 +96,7 @@ def test_kernels_fit_an_amd_gpu_except_for_a_tile():
     """Kernels compile for AMD's MI300 and fit its 64 KiB, except for a tile that is left out."""
     clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(PROGRAMS / "compiled_kernels.py"), "gfx942"]
-    done = warm.run(command, env={**clean, "PYTHONPATH": str(REPO)}, timeout=400)
+    done = run_program(command, env={**clean, "PYTHONPATH": str(REPO)}, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {"prefill_kernel", "decode_kernel", "product_kernel"} < {x["kernel"] for x in rows}

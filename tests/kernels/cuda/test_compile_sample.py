@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import warm
+from helpers.launch import run_program
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -19,7 +19,7 @@ def test_registers_suffice_for_the_real_vocabulary():
     program = str(ROOT / "tests" / "programs" / "compile_sample.py")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, program, "80", "90"]
-    done = warm.run(command, env=environment | {"PYTHONPATH": str(ROOT)}, timeout=280)
+    done = run_program(command, env=environment | {"PYTHONPATH": str(ROOT)}, timeout=280)
     assert done.returncode == 0, done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(kernels) == 24
