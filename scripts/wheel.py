@@ -1,8 +1,9 @@
 """Build a wheel: add compiled CPU kernels and the demo model to the package.
 
-In: setuptools' commands, which pyproject.toml points here. Out: on Linux x86-64 with g++, one
-library per instruction set, so that users need no compiler; elsewhere none. An editable install
-gets neither: a checkout compiles the kernels at first use, and has the demo in checkpoints/.
+In: setuptools' commands, which pyproject.toml points here. Out: on Linux with g++, one library per
+instruction set of the table in llama/kernels/cpu/build.py that the compiler knows, so that users
+need no compiler; elsewhere none. An editable install gets neither: a checkout compiles the kernels
+at first use, and has the demo in checkpoints/.
 """
 
 import importlib.util

@@ -6,6 +6,7 @@ tests/test_cli.py has its output for a single process.
 import re
 import shutil
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,7 @@ from llama.cli.doctor import (
     environment_facts,
     thread_facts,
 )
+from llama.kernels.cpu import build, native
 from llama.loading.files import Files
 from llama.loading.memory import estimate_memory
 from llama.loading.sizes import Memory, choose_sizes, step_bytes
@@ -272,3 +274,19 @@ def test_a_base_model_without_a_template_is_no_problem(tmp_path, monkeypatch):
     facts = list(_checkpoint(str(tmp_path / "hf"), CPU))
     assert not problems(*facts)
     assert Fact("chat", "the files hold no chat template") in facts
+
+
+def test_the_instruction_sets_of_the_table_are_reported(monkeypatch):
+    """An entry for another machine needs nothing in `llama doctor`."""
+    neon = build.InstructionSet("neon", (), frozenset({"asimd"}), machine="aarch64")
+    with monkeypatch.context() as other:
+        other.setattr(build, "INSTRUCTION_SETS", (*build.INSTRUCTION_SETS, neon))
+        other.setattr("sys.platform", "linux")
+        other.setattr("platform.machine", lambda: "aarch64")
+        with other.context() as reading:
+            reading.setattr(Path, "read_text", lambda _: "processor : 0\nFeatures : fp asimd\n")
+            flags = native.cpu_flags.__wrapped__()
+        other.setattr(native, "cpu_flags", lambda: flags)
+        other.setattr(doctor, "_cpu_kernels", lambda: Fact("kernels", ""))
+        facts = {fact.name: fact.text for fact in doctor._cpu()}
+    assert facts["cpu"] == "aarch64 with neon"

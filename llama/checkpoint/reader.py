@@ -25,7 +25,7 @@ from llama.checkpoint.lora.merged import copy_merged
 from llama.checkpoint.lora.merging import Update
 from llama.checkpoint.shards import Shard, check_alike, open_shards
 from llama.checkpoint.stacked import Part, StackedParts
-from llama.checkpoint.table import ROTATED, as_slice, name_in, share, whole_shapes
+from llama.checkpoint.table import as_slice, is_rotated, name_in, share, whole_shapes
 from llama.common.checks import errors_in
 from llama.ops.formats import N_BLOCK
 from llama.ranks.placement import WHOLE, Placement
@@ -236,7 +236,7 @@ class CheckpointReader:
 
     def _fill(self, name: str, layout: str) -> Fill:
         """Return the function that copies rows of the files into the order of a layout."""
-        if (layout == "hf") == (self.layout == "hf") or not name.endswith(ROTATED):
+        if (layout == "hf") == (self.layout == "hf") or not is_rotated(name):
             return Tensor.copy_
         return functools.partial(hf.copy_rows, head_dim=self.params.head_dim, to=layout)
 

@@ -1,69 +1,45 @@
 """The tensors of a model: their names in all layouts, and the shape that each rank holds.
 
 In: a `ModelArgs` and a `Placement`. Out: names, shapes and ranges of rows. No file is opened, and
-no tensor or module is made: shapes follow from params.json and from one table, which load, reshard
-and convert all use.
+no tensor or module is made: shapes follow from params.json and from the entries of the kinds of
+half layers, which load, reshard and convert all use.
 """
 
-import re
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from torch import Size
 
+from llama.checkpoint.gguf.args import ROPE_DIVISORS
 from llama.model.args import ModelArgs
+from llama.model.kinds import KINDS, HalfKind, TensorEntry
+from llama.model.plan import LayerPlan
 from llama.model.shares import RankShare
 from llama.ranks.placement import WHOLE, Placement
 
 
-class Entry(NamedTuple):
-    """One tensor of the table.
-
-    Attributes:
-        hf: Hugging Face's name.
-        shape: A letter for each dimension: V vocabulary, E model dim, F feed-forward, Q and K query
-            and key-value heads times head dim.
-        dim: The dimension that the ranks of a group divide; None if each holds the whole.
-    """
-
-    hf: str
-    shape: str
-    dim: int | None
+def _in_layer(kinds: Iterable[HalfKind | type[HalfKind]]) -> dict[str, TensorEntry]:
+    """Return the tensors of a layer, by Meta's name within it: those of the halves, then norms."""
+    entries = {
+        f"{kind.name}.{name}": entry for kind in kinds for name, entry in kind.tensors.items()
+    }
+    return entries | {f"{kind.norm_name}.weight": kind.norm for kind in kinds}
 
 
-# By Meta's name; N is the index of a layer.
-TABLE = {
-    "tok_embeddings.weight": Entry("model.embed_tokens.weight", "VE", 0),
-    "layers.N.attention.wq.weight": Entry("model.layers.N.self_attn.q_proj.weight", "QE", 0),
-    "layers.N.attention.wk.weight": Entry("model.layers.N.self_attn.k_proj.weight", "KE", 0),
-    "layers.N.attention.wv.weight": Entry("model.layers.N.self_attn.v_proj.weight", "KE", 0),
-    "layers.N.attention.wo.weight": Entry("model.layers.N.self_attn.o_proj.weight", "EQ", 1),
-    "layers.N.feed_forward.w1.weight": Entry("model.layers.N.mlp.gate_proj.weight", "FE", 0),
-    "layers.N.feed_forward.w2.weight": Entry("model.layers.N.mlp.down_proj.weight", "EF", 1),
-    "layers.N.feed_forward.w3.weight": Entry("model.layers.N.mlp.up_proj.weight", "FE", 0),
-    "layers.N.attention_norm.weight": Entry("model.layers.N.input_layernorm.weight", "E", None),
-    "layers.N.ffn_norm.weight": Entry("model.layers.N.post_attention_layernorm.weight", "E", None),
-    "norm.weight": Entry("model.norm.weight", "E", None),
-    "output.weight": Entry("lm_head.weight", "VE", 0),
-}
-# The rows of these have another order in Hugging Face's layout: see `huggingface.copy_rows`.
-ROTATED = ("attention.wq.weight", "attention.wk.weight")
-# llama.cpp's names of the parts that have another name than Meta's.
-_GGUF = {
-    "tok_embeddings": "token_embd",
-    "attention.wq": "attn_q",
-    "attention.wk": "attn_k",
-    "attention.wv": "attn_v",
-    "attention.wo": "attn_output",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w2": "ffn_down",
-    "feed_forward.w3": "ffn_up",
-    "attention_norm": "attn_norm",
-    "norm": "output_norm",
+_OF_LAYERS = _in_layer(KINDS)
+_EMBEDDING = "tok_embeddings.weight"
+_NORM = "norm.weight"
+_LM_HEAD = "output.weight"
+_OTHERS = {
+    _EMBEDDING: TensorEntry("model.embed_tokens.weight", "token_embd.weight", "VE", 0),
+    _NORM: TensorEntry("model.norm.weight", "output_norm.weight", "E", None),
+    _LM_HEAD: TensorEntry("lm_head.weight", "output.weight", "VE", 0),
 }
 
 
-def _entry(name: str) -> Entry:
-    return TABLE[re.sub(r"^layers\.\d+", "layers.N", name)]
+def _entry(name: str) -> TensorEntry:
+    if name.startswith("layers."):
+        return _OF_LAYERS[name.split(".", 2)[2]]
+    return _OTHERS[name]
 
 
 def name_in(layout: str, name: str) -> str:
@@ -71,16 +47,21 @@ def name_in(layout: str, name: str) -> str:
 
     Args:
         layout: "meta", "hf" or "gguf".
-        name: Meta's name.
+        name: Meta's name, or that of a tensor which GGUF alone has.
     """
-    number = name.split(".")[1]
-    if layout == "hf":
-        return _entry(name).hf.replace("N", number)
-    if layout == "gguf":
-        part = re.sub(r"^layers\.\d+\.|\.weight$", "", name)
-        prefix = f"blk.{number}." if name.startswith("layers.") else ""
-        return f"{prefix}{_GGUF.get(part, part)}.weight"
-    return name
+    if layout not in ("hf", "gguf") or name == ROPE_DIVISORS:
+        return name
+    entry = _entry(name)
+    prefix = ""
+    if name.startswith("layers."):
+        number = name.split(".")[1]
+        prefix = f"model.layers.{number}." if layout == "hf" else f"blk.{number}."
+    return prefix + (entry.hf if layout == "hf" else entry.gguf)
+
+
+def is_rotated(name: str) -> bool:
+    """Return whether the rows of a tensor have another order in Hugging Face's layout."""
+    return _entry(name).is_rotated
 
 
 def whole_shapes(params: ModelArgs) -> dict[str, Size]:
@@ -88,19 +69,16 @@ def whole_shapes(params: ModelArgs) -> dict[str, Size]:
 
     A tied lm_head is left out.
     """
-    whole_model = RankShare.of(params, WHOLE)
-    shapes = {}
-    for name, entry in TABLE.items():
-        shapes[name] = Size(len(whole_model.rows(letter)) for letter in entry.shape)
-    embedding, *layer, norm, lm_head = shapes
-    whole = {embedding: shapes[embedding]}
-    for i in range(params.n_layers):
-        for name in layer:
-            whole[name.replace("N", str(i))] = shapes[name]
-    whole[norm] = shapes[norm]
+    plan = LayerPlan.of(params)
+    entries = {_EMBEDDING: _OTHERS[_EMBEDDING]}
+    for layer in plan.layers:
+        for name, entry in _in_layer(layer.kinds).items():
+            entries[f"layers.{layer.index}.{name}"] = entry
+    entries[_NORM] = _OTHERS[_NORM]
     if not params.tied_output:
-        whole[lm_head] = shapes[lm_head]
-    return whole
+        entries[_LM_HEAD] = _OTHERS[_LM_HEAD]
+    sizes = {letter: len(plan.share.rows(letter)) for letter in "VEFQK"}
+    return {name: Size(sizes[letter] for letter in entry.shape) for name, entry in entries.items()}
 
 
 def share(params: ModelArgs, name: str, placement: Placement) -> tuple[int, range]:

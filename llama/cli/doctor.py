@@ -31,7 +31,7 @@ from llama.cli.ranks import global_rank
 from llama.common.checks import FieldError, whole_number
 from llama.gpu.cases import Cases, Computed, Formats
 from llama.gpu.check import check_kernels, unsupported_reason
-from llama.kernels.cpu import native
+from llama.kernels.cpu import build, native
 from llama.loading.dialog_format import find_dialog_format
 from llama.loading.files import Files, check_stages, layer_counts, stays_in_codes
 from llama.loading.memory import estimate_memory
@@ -47,7 +47,6 @@ from llama.weights.choice import QUANTIZED
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _OWN_NAMES = ("llama-runtime", "llama")  # distribution names; the second was used before 0.5.0
-_INSTRUCTION_SETS = ("avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 _LAYOUTS = {"meta": "Meta's", "hf": "Hugging Face's", "gguf": "GGUF's"}
 _MIB = 2**20
 _GIB = 2**30
@@ -252,8 +251,9 @@ def _cpu() -> Iterator[Fact]:
         f"OMP_NUM_THREADS is {chosen}",
     )
     yield from thread_facts(os.environ, llama.common.device.machine_cores())
-    present = [name for name in _INSTRUCTION_SETS if name in native.cpu_flags()]
-    yield Fact("cpu", f"{platform.machine()} with {', '.join(present) or 'no AVX2'}")
+    present = [x.name for x in build.INSTRUCTION_SETS if native.cpu_flags() >= x.needs]
+    names = ", ".join(present) or "no instructions that the kernels need"
+    yield Fact("cpu", f"{platform.machine()} with {names}")
     yield Fact("g++", shutil.which("g++") or shutil.which("c++") or "not found")
     yield _cpu_kernels()
 

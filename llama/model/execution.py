@@ -70,7 +70,7 @@ NOTHING_WATCHED = Watched()
 
 @dataclass(frozen=True)
 class SubLayer:
-    """The weights of a half layer: x + second(body(first(norm(x)) + bias)).
+    """The weights of a half layer: x + after_sum(second(body(first(norm(x)) + bias))).
 
     Attributes:
         kind: The kind, which says whether the CPU's kernels have its body.
@@ -146,6 +146,7 @@ class OpLayers:
             updates = batch.updates_of(sublayer.half.second.names)
             part = sublayer.second.linear(part, context=batch, updates=updates)
             part = self.parallel.all_reduce(part)
+            part = sublayer.kind.after_sum(sublayer.half, part, batch)
             if norm is None:
                 return x + part
             x, normed = add_norm(x, part, norm.weight, norm.eps, kernels)

@@ -2,13 +2,13 @@
 
 A layer of Llama is two halves, x + half(norm(x)): attention, then the feed-forward block. A kind
 describes one half completely: its module, which holds the weights and computes what stands between
-its two products (its body), the keys and values that it stores, and the name of its body. The layer
-plan lists the kinds of each layer; modules, executors, the memory estimate and kernels read them
-there.
+its two products (its body), the names of its tensors in files, the keys and values that it stores,
+and the name of its body. The layer plan lists the kinds of each layer; modules, executors, the
+table of tensors, the memory estimate and kernels read them there.
 
-To add a kind, write a `HalfKind` and its module here, name it in `LayerPlan.of`, and either add its
-body to a kernel for whole layers or leave `body_name` None: such a layer then runs operator by
-operator.
+To add a kind, write a `HalfKind` and its module here, name it in `KINDS` and in `LayerPlan.of`, and
+either add its body to a kernel for whole layers or leave `body_name` None: such a layer then runs
+operator by operator.
 
 Shapes: T tokens, E model dim, H query heads, K kv heads, D head dim, F ffn columns; H, K and F are
 those of this rank.
@@ -16,7 +16,7 @@ those of this rank.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -37,6 +37,25 @@ _NO_CACHE = (
     "keys and values are not kept in the layers: the engine's are in "
     "llama.engine.runner.kv_cache, by page, and those of Transformer.forward stay between its calls"
 )
+
+
+class TensorEntry(NamedTuple):
+    """A tensor of a model, as files hold it.
+
+    Attributes:
+        hf: Its name in Hugging Face's layout; for a tensor of a layer, the name within the layer.
+        gguf: Its name in GGUF files, likewise.
+        shape: A letter for each dimension, see `RankShare.rows`.
+        dim: The dimension that the ranks of a group divide; None if each holds the whole.
+        is_rotated: Whether its rows have another order in Hugging Face's layout, see
+            `llama.checkpoint.hf.config.copy_rows`.
+    """
+
+    hf: str
+    gguf: str
+    shape: str
+    dim: int | None
+    is_rotated: bool = False
 
 
 class HalfLayer(FusedBlock):
@@ -96,6 +115,9 @@ class HalfKind(ABC):
     Attributes:
         name: The name of its module within a layer, as Meta calls it.
         norm_name: The name of the norm before it.
+        module: The class of its module, made of the kind, E and the ranks.
+        tensors: The tensors of its module, by Meta's name within the module.
+        norm: The tensor of the norm.
         body_name: The name by which a kernel for whole layers knows its body; None if none does.
         takes_rows_alone: Whether its module takes no more than the rows, as Meta's feed-forward
             block does.
@@ -103,6 +125,9 @@ class HalfKind(ABC):
 
     name: ClassVar[str]
     norm_name: ClassVar[str]
+    module: ClassVar[type[Any]]
+    tensors: ClassVar[dict[str, TensorEntry]]
+    norm: ClassVar[TensorEntry]
     body_name: ClassVar[str | None] = None
     takes_rows_alone: ClassVar[bool] = False
 
@@ -111,9 +136,10 @@ class HalfKind(ABC):
         """Return the keys and values that it stores for each token; None if it stores none."""
         return None
 
-    @abstractmethod
     def build(self, dim: int, parallel: Parallel) -> HalfLayer:
         """Make the module, for a model of dimension `dim`."""
+        made: HalfLayer = self.module(self, dim, parallel)
+        return made
 
     def run(
         self,
@@ -125,9 +151,21 @@ class HalfKind(ABC):
     ) -> Tensor:
         """Call the module with the arguments that it takes; x (..., E) -> (..., E)."""
         if self.takes_rows_alone:
-            return apply(module, x, batch)
+            return self.after_sum(module, apply(module, x, batch), batch)
         out: Tensor = module(x, freqs_cis, batch, kv_cache)
-        return out
+        return self.after_sum(module, out, batch)
+
+    def after_sum(self, module: HalfLayer, part: Tensor, batch: Batch) -> Tensor:
+        """Return what is added to the residual stream: the second product, or a gate times it.
+
+        A kind that changes the product has no `body_name`.
+
+        Args:
+            module: The module, which may hold a gate.
+            part: The second product, summed over the ranks, (..., E).
+            batch: The tokens of the step.
+        """
+        return part
 
     @abstractmethod
     def elements_per_token(self) -> int:
@@ -184,7 +222,17 @@ class AttentionKind(HalfKind):
 
     name: ClassVar[str] = "attention"
     norm_name: ClassVar[str] = "attention_norm"
-    body_name: ClassVar[str] = "causal_attention"
+    module: ClassVar[type[Attention]] = Attention
+    tensors: ClassVar[dict[str, TensorEntry]] = {
+        "wq.weight": TensorEntry("self_attn.q_proj.weight", "attn_q.weight", "QE", 0, True),
+        "wk.weight": TensorEntry("self_attn.k_proj.weight", "attn_k.weight", "KE", 0, True),
+        "wv.weight": TensorEntry("self_attn.v_proj.weight", "attn_v.weight", "KE", 0),
+        "wo.weight": TensorEntry("self_attn.o_proj.weight", "attn_output.weight", "EQ", 1),
+    }
+    norm: ClassVar[TensorEntry] = TensorEntry(
+        "input_layernorm.weight", "attn_norm.weight", "E", None
+    )
+    body_name: ClassVar[str | None] = "causal_attention"
 
     n_heads: int
     n_kv_heads: int
@@ -194,10 +242,6 @@ class AttentionKind(HalfKind):
     def kv_shape(self) -> KVShape:
         """Return the keys and values of this rank's heads."""
         return KVShape(self.n_kv_heads, self.head_dim)
-
-    def build(self, dim: int, parallel: Parallel) -> Attention:
-        """Make the module, for a model of dimension `dim`."""
-        return Attention(self, dim, parallel)
 
     def elements_per_token(self) -> int:
         """Return queries, keys and values, twice: as multiplied and as rotated."""
@@ -214,11 +258,8 @@ class BidirectionalAttention(Attention):
 class BidirectionalAttentionKind(AttentionKind):
     """Grouped-query attention without a causal mask, of models that do not generate."""
 
-    body_name: ClassVar[str] = "bidirectional_attention"
-
-    def build(self, dim: int, parallel: Parallel) -> BidirectionalAttention:
-        """Make the module, for a model of dimension `dim`."""
-        return BidirectionalAttention(self, dim, parallel)
+    module: ClassVar[type[Attention]] = BidirectionalAttention
+    body_name: ClassVar[str | None] = "bidirectional_attention"
 
 
 class FeedForward(HalfLayer):
@@ -257,15 +298,23 @@ class FeedForwardKind(HalfKind):
 
     name: ClassVar[str] = "feed_forward"
     norm_name: ClassVar[str] = "ffn_norm"
-    body_name: ClassVar[str] = "swiglu"
+    module: ClassVar[type[FeedForward]] = FeedForward
+    tensors: ClassVar[dict[str, TensorEntry]] = {
+        "w1.weight": TensorEntry("mlp.gate_proj.weight", "ffn_gate.weight", "FE", 0),
+        "w2.weight": TensorEntry("mlp.down_proj.weight", "ffn_down.weight", "EF", 1),
+        "w3.weight": TensorEntry("mlp.up_proj.weight", "ffn_up.weight", "FE", 0),
+    }
+    norm: ClassVar[TensorEntry] = TensorEntry(
+        "post_attention_layernorm.weight", "ffn_norm.weight", "E", None
+    )
+    body_name: ClassVar[str | None] = "swiglu"
     takes_rows_alone: ClassVar[bool] = True
 
     ffn_dim: int
 
-    def build(self, dim: int, parallel: Parallel) -> FeedForward:
-        """Make the module, for a model of dimension `dim`."""
-        return FeedForward(self, dim, parallel)
-
     def elements_per_token(self) -> int:
         """Return gate and up with their product."""
         return 3 * self.ffn_dim
+
+
+KINDS: tuple[type[HalfKind], ...] = (AttentionKind, BidirectionalAttentionKind, FeedForwardKind)

@@ -57,7 +57,12 @@ class RankShare:
         )
 
     def rows(self, dimension: str) -> range:
-        """Return the rows or columns of a dimension, by its letter in `llama.checkpoint.table`."""
+        """Return the rows or columns of a dimension by its letter.
+
+        Args:
+            dimension: V vocabulary, E model dim, F feed-forward, Q and K query and key-value heads
+                times head dim.
+        """
         if dimension == "Q":
             return _elements(self.heads, self.head_dim)
         if dimension == "K":

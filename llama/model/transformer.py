@@ -28,7 +28,7 @@ from llama.model.execution import (
     Watched,
 )
 from llama.model.forward_cache import PAGE_SIZE, ForwardCache
-from llama.model.kinds import Attention, BidirectionalAttention, FeedForward
+from llama.model.kinds import KINDS, Attention, FeedForward
 from llama.model.layers import (
     ColumnParallelLinear,
     Matrix,
@@ -98,12 +98,10 @@ class AbsentLayer(nn.Module):
     """Stands where another pipeline stage holds the layer, so that Meta's numbering stays."""
 
 
-_LAYER_CLASSES = (
+_LAYER_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerBlock,
     AbsentLayer,
-    Attention,
-    BidirectionalAttention,
-    FeedForward,
+    *(kind.module for kind in KINDS),
     RMSNorm,
     ColumnParallelLinear,
     RowParallelLinear,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llama.checkpoint.hf import config as hf
 from llama.checkpoint.lora.merging import Merge, Update, work_dtype
-from llama.checkpoint.table import ROTATED, Size, as_slice, share
+from llama.checkpoint.table import Size, as_slice, is_rotated, share
 from llama.model.args import ModelArgs
 from llama.ranks.placement import Placement
 
@@ -81,7 +81,7 @@ def copy_merged(
 
 def _in_order(params: ModelArgs, name: str, layout: str, rows: Tensor) -> Tensor:
     """Return rows of an adapter, which has Hugging Face's order, in the order of a layout."""
-    if layout == "hf" or not name.endswith(ROTATED):
+    if layout == "hf" or not is_rotated(name):
         return rows
     ordered = torch.empty_like(rows, memory_format=torch.contiguous_format)
     hf.copy_rows(ordered, rows.contiguous(), params.head_dim, to=layout)

@@ -15,7 +15,7 @@ from torch import Tensor
 from llama.checkpoint.hf import config as hf
 from llama.checkpoint.lora.adapters import open_adapters
 from llama.checkpoint.lora.merging import LowRank, Update
-from llama.checkpoint.table import ROTATED, share
+from llama.checkpoint.table import is_rotated, share
 from llama.common.checks import errors_in
 from llama.kernels.cpu import native
 from llama.kernels.cpu.adapters import PackedAdapter
@@ -130,7 +130,7 @@ def _parts(
 
 def _in_metas_order(name: str, rows: Tensor, head_dim: int) -> Tensor:
     """Return rows of Hugging Face's layout in the order of Meta's, some whole heads."""
-    if not name.endswith(ROTATED):
+    if not is_rotated(name):
         return rows
     ordered = torch.empty_like(rows, memory_format=torch.contiguous_format)
     hf.copy_rows(ordered, rows.contiguous(), head_dim, to="meta")

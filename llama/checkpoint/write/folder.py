@@ -73,7 +73,8 @@ class ConversionReader(CheckpointReader):
 
     def quantize_for(self, name: str) -> str | None:
         """Return the format in which a tensor is written, None for a plain one."""
-        return self.quantize if name.startswith("layers.") and "norm" not in name else None
+        is_matrix = name.startswith("layers.") and len(self.shapes[name]) == 2
+        return self.quantize if is_matrix else None
 
     def num_bytes(self, num_ranks: int) -> dict[str, int]:
         """Return the bytes of one rank's share of each tensor; estimates of quantized ones."""

@@ -40,6 +40,7 @@ class InstructionSet(NamedTuple):
         sources: The stems of the sources that use what this set adds to `base`. The object code of
             the others is the same with the flags of either set. A source that is missing here
             is correct, but uses slower instructions.
+        machine: The machines that have it, as `platform.machine` names them.
     """
 
     name: str
@@ -48,6 +49,7 @@ class InstructionSet(NamedTuple):
     slow_on: frozenset[str] = frozenset()
     base: "InstructionSet | None" = None
     sources: frozenset[str] = frozenset()
+    machine: str = "x86_64"
 
     def flags_of(self, stem: str) -> tuple[str, ...]:
         """Return the compiler's flags for the source of that stem."""
@@ -112,8 +114,9 @@ INSTRUCTION_SETS = (  # the fastest first
 
 
 def is_supported_system() -> bool:
-    """Return whether the kernels are for this system: Linux on x86-64, where a long has 64 bits."""
-    return sys.platform == "linux" and platform.machine() == "x86_64"
+    """Return whether the kernels are for this system: Linux, where a long has 64 bits."""
+    machines = {instruction_set.machine for instruction_set in INSTRUCTION_SETS}
+    return sys.platform == "linux" and platform.machine() in machines
 
 
 def find_compiler() -> str | None:

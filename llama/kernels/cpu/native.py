@@ -40,7 +40,7 @@ def cpu_flags() -> frozenset[str]:
     if not build.is_supported_system():
         return frozenset()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    flags = next((x for x in lines if x.startswith("flags")), "")
+    flags = next((x for x in lines if x.startswith(("flags", "Features"))), "")
     return frozenset(flags.split())
 
 
