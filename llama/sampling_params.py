@@ -76,7 +76,7 @@ def _schema(value: Any) -> str | None:
 
 @checked_dataclass
 class StructuredOutput:
-    """The format that an answer must have; exactly one field is given.
+    """The format that an answer must have; exactly one field is given, and `calls` alone or too.
 
     An answer that ends before its length limit has this format. The names are vLLM's. A
     `FieldError` names the field.
@@ -90,6 +90,8 @@ class StructuredOutput:
         choice: the texts that the answer is one of, at most 100,000 characters together.
         grammar: a grammar, in Lark (llguidance's dialect) or GBNF (llama.cpp's), that the answer is
             a sentence of.
+        calls: a grammar of tool calls, as `llama.prompts.grammar` makes it. The answer is a
+            sentence of it, or has the format that another field gives.
     """
 
     path_prefix = "structured_output"
@@ -99,11 +101,12 @@ class StructuredOutput:
     regex: _LongText = None
     choice: Annotated[Sequence[str], TupleOf(_LongText, 1, 1024)] | None = None
     grammar: _LongText = None
+    calls: _LongText = None
 
     def __post_init__(self) -> None:
         """Check that exactly one of the fields is given."""
         given = [name for name in _FORMATS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        if len(given) != 1 and not (self.calls and not given):
             fields = ", ".join(_FORMATS)
             text = f" must have one of {fields}, got {' and '.join(given) or 'none'}"
             raise FieldError.of("structured_output", text)
@@ -114,8 +117,9 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """Name of the field that is given."""
-        return next(name for name in _FORMATS if getattr(self, name) not in (None, False))
+        """Name of the field that is given; "calls" if there is no other."""
+        given = (name for name in _FORMATS if getattr(self, name) not in (None, False))
+        return next(given, "calls")
 
 
 @checked_dataclass
@@ -163,7 +167,7 @@ def _structured_output(value: Any) -> StructuredOutput | None:
     if not isinstance(value, Mapping):
         text = f"={brief(value)} must be a StructuredOutput, or be None"
         raise FieldTypeError("", text)
-    unknown = sorted(value.keys() - set(_FORMATS))
+    unknown = sorted(value.keys() - {*_FORMATS, "calls"})
     if unknown:
         raise FieldError("", f" has no field {unknown[0]!r}")
     return StructuredOutput(**value)

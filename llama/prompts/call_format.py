@@ -77,7 +77,7 @@ class CallFormat:
         for i, function in enumerate(functions):
             head = literal(self.before + function["name"] + self.between)
             rules.append(f"f{i}: {head} f{i}_json {literal(self.after)}")
-            rules.append(f"f{i}_json: {json_rule(function)}")
+            rules.append(f"f{i}_json: {json_rule(function, tools)}")
         rules.append("call: " + " | ".join(f"f{i}" for i in range(len(functions))))
         further = ""
         if tools.several and self.separator is not None:

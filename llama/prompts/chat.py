@@ -34,22 +34,22 @@ def chat_params(
     tools: Tools | None,
     dialog_format: DialogFormat,
     options: PromptOptions,
-    format_field: str,
 ) -> SamplingParams:
     """Return the parameters of a chat in this format.
 
     They have the stop strings of the format, the marks and the budget of its reasoning, and the
-    grammar of the calls, if a grammar must constrain the answer.
+    grammar of the calls, if a grammar must constrain the answer. An answer that must have a format
+    may be a call instead.
 
     Args:
         params: the parameters of the request.
         tools: the tools of the request.
         dialog_format: the format of the model's dialogs.
         options: the options of the prompt. They have no effect on a model that does not reason.
-        format_field: the field of the request that may ask for another format.
 
     Raises:
-        FieldError: the request asks for another format, or for a budget that cannot be kept.
+        FieldError: the request asks for a budget that cannot be kept.
+        ValueError: the model cannot call the tools.
     """
     if dialog_format.stop_strings:
         params = replace(params, stop=(*params.stop, *dialog_format.stop_strings))
@@ -57,12 +57,13 @@ def chat_params(
         params = replace(params, reasoning=_reasoning_rule(dialog_format.reasoning, options))
     if tools is None or not tools.needs_grammar:
         return params
-    if params.structured_output is not None:
-        field = "tool_choice" if tools.must_call else "tools"
-        text = f": a call that is forced, or strict, cannot be combined with {format_field}"
-        raise FieldError.of(field, text)
-    grammar = StructuredOutput(grammar=dialog_format.call_grammar(tools))
-    return replace(params, structured_output=grammar)
+    if tools.must_call or params.structured_output is None:
+        output = StructuredOutput(calls=dialog_format.call_grammar(tools))
+    else:
+        calls = dialog_format.call_grammar(replace(tools, must_call=True))
+        assert isinstance(params.structured_output, StructuredOutput)
+        output = replace(params.structured_output, calls=calls)
+    return replace(params, structured_output=output)
 
 
 def _reasoning_rule(marks: ReasoningMarks, options: PromptOptions) -> ReasoningRule:
@@ -86,10 +87,14 @@ class JsonSchema(Fields):
 
     def structured_output(self, path: str) -> StructuredOutput:
         """Return the format; raise a `FieldError` at this path if it is no JSON schema."""
-        try:
-            return StructuredOutput(json=self.json_schema)
-        except FieldError as e:
-            raise e.at(path) from None
+        return _schema_format(self.json_schema, path)
+
+
+def _schema_format(schema: Any, path: str) -> StructuredOutput:
+    try:
+        return StructuredOutput(json=schema)
+    except FieldError as e:
+        raise e.at(path) from None
 
 
 class ResponseFormat(Fields):
@@ -97,9 +102,14 @@ class ResponseFormat(Fields):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Annotated[JsonSchema, with_message(_NO_SCHEMA, of_parts=True)] | None = None
+    object_schema: dict[str, Any] | None = Field(None, alias="schema")
 
     def structured_output(self) -> StructuredOutput | None:
         """Return the format, or None for any text; raise a `FieldError` without a valid schema."""
+        if self.object_schema is not None:
+            if self.type != "json_object":
+                raise FieldError.of("response_format.schema", " needs the type json_object")
+            return _schema_format(self.object_schema, "response_format.schema")
         if self.type != "json_schema":
             return StructuredOutput(json_object=True) if self.type == "json_object" else None
         if self.json_schema is None:
@@ -168,7 +178,14 @@ class ChatOptions:
     @cached_property
     def tool_request(self) -> Tools | None:
         """The tools that may be called."""
-        return self._read.tool_request()
+        tools = self._read.tool_request()
+        has_format = self._structured_output is not None
+        return tools and replace(tools, has_format=has_format)
+
+    @cached_property
+    def _structured_output(self) -> StructuredOutput | None:
+        response_format = self._read.response_format
+        return None if response_format is None else response_format.structured_output()
 
     @cached_property
     def prompt_options(self) -> PromptOptions:
@@ -180,10 +197,8 @@ class ChatOptions:
 
         The text of an answer that may have calls contains no special tokens.
         """
-        response_format = self._read.response_format
-        if response_format is not None:
-            params = replace(params, structured_output=response_format.structured_output())
+        if self._structured_output is not None:
+            params = replace(params, structured_output=self._structured_output)
         if self.tool_request is not None:
             params = replace(params, skip_special_tokens=True)
-        options = self.prompt_options
-        return chat_params(params, self.tool_request, dialog_format, options, "response_format")
+        return chat_params(params, self.tool_request, dialog_format, self.prompt_options)

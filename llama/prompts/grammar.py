@@ -2,7 +2,8 @@
 
 In: the tools of a request. Out: a grammar in llguidance's dialect of Lark, in which %json {...} is
 a JSON schema and <|...|> a special token. `ToolCallParser` reads as a call whatever the grammar
-accepts as one.
+accepts as one. A schema has its place in the request as "$comment"; it is lenient where the tool is
+not strict, so that the compiler loosens what it cannot enforce.
 """
 
 import json
@@ -36,10 +37,10 @@ def call_grammar(tools: Tools, tool_format: ToolFormat) -> str:
     functions = functions_of(tools)
     answers = [_built_in(name) for name in tools.built_in if name in names]
     if tool_format is not ToolFormat.LLAMA_3_2:
-        rules = _json_rules(functions)
+        rules = _json_rules(functions, tools)
         answers += [f"f{i}" for i in range(len(functions))]
     elif functions:
-        rules = _python_rules(functions)
+        rules = _python_rules(functions, tools)
         further = ' (", " function)*' if tools.several else ""
         answers.append(f'"[" function{further} "]"')
     else:
@@ -65,21 +66,21 @@ def texts_that_call_none(first_characters: str) -> str:
     return rf"/([ \t\r\n]{{0,8}}[^ \t\r\n{excluded}](.|\n)*)?/"
 
 
-def _json_rules(functions: list[Mapping[str, Any]]) -> list[str]:
+def _json_rules(functions: list[Mapping[str, Any]], tools: Tools) -> list[str]:
     """Return the rules f0, f1, ... for calls as JSON."""
     rules: list[str] = []
     for i, function in enumerate(functions):
         head = f'{{"name": "{function["name"]}", "parameters": '
         rules.append(f'f{i}: {text_rule(head)} f{i}_json "}}"')
-        rules.append(f"f{i}_json: {json_rule(function)}")
+        rules.append(f"f{i}_json: {json_rule(function, tools)}")
     return rules
 
 
-def _python_rules(functions: list[Mapping[str, Any]]) -> list[str]:
+def _python_rules(functions: list[Mapping[str, Any]], tools: Tools) -> list[str]:
     """Return the rule `function` for calls in Python's notation, and the rules it is made of."""
     rules: list[str] = []
     for i, function in enumerate(functions):
-        rules += _python_call(f"f{i}", function)
+        rules += _python_call(f"f{i}", function, _origin(function, tools))
     rules.append("function: " + " | ".join(f"f{i}" for i in range(len(functions))))
     return rules
 
@@ -96,31 +97,43 @@ def text_rule(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}"
+    first = {key: schema[key] for key in ("$comment",) if key in schema}
+    return f"%json {json.dumps({**first, 'x-guidance': _SPACING, **schema})}"
 
 
-def json_rule(function: Mapping[str, Any]) -> str:
+def json_rule(function: Mapping[str, Any], tools: Tools) -> str:
     """Return a rule for the arguments of a function, as a JSON object."""
-    return _json(_schema(function))
+    return _json({**_schema(function), **_origin(function, tools)})
+
+
+def _origin(function: Mapping[str, Any], tools: Tools) -> dict[str, Any]:
+    """Return the place of a schema in the request, and whether the schema must be enforced."""
+    name = function["name"]
+    place = tools.places.get(name)
+    path = "tools" if place is None else f"tools[{place}].function.parameters"
+    return {"$comment": path, "x-guidance": {**_SPACING, "lenient": name not in tools.strict}}
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
     return {**(function.get("parameters") or {"properties": {}}), "type": "object"}
 
 
-def _python_call(rule: str, function: Mapping[str, Any]) -> Iterator[str]:
+def _python_call(
+    rule: str, function: Mapping[str, Any], origin: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield rules for f(a=1, b="x"), or for f(**{...}) if keywords cannot express the schema."""
     schema = _schema(function)
     properties = schema.get("properties", {})
     if not _fits_keywords(schema, properties):
         yield f'{rule}: {text_rule(function["name"] + "(**")} {rule}_json ")"'
-        yield f"{rule}_json: {_json(schema)}"
+        yield f"{rule}_json: {_json({**schema, **origin})}"
         return
     definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
     yield f'{rule}: {text_rule(function["name"] + "(")} {rule}_first0 ")"'
     required = set(schema.get("required", []))
     for i, (key, value) in enumerate(properties.items()):
-        yield f"{rule}_value{i}: {_python_value(value, definitions)}"
+        of_value = {**origin, "$comment": f"{origin['$comment']}.properties.{key}"}
+        yield f"{rule}_value{i}: {_python_value(value, {**definitions, **of_value})}"
         # _first{i}: no argument has been written before the i-th; _next{i}: it needs a comma.
         for state, separator in (("first", ""), ("next", ", ")):
             if state == "next" and i == 0:
@@ -145,14 +158,18 @@ def _fits_keywords(schema: Mapping[str, Any], properties: Mapping[str, Any]) -> 
     )
 
 
-def _python_value(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+def _python_value(schema: Mapping[str, Any], further: Mapping[str, Any]) -> str:
     """Return a rule for a value: True, False or None of these types, else JSON.
 
     The parser reads both notations.
+
+    Args:
+        schema: the schema of the value.
+        further: definitions of the schema of all arguments, and the origin of this one.
     """
     if schema.keys() <= {"type"} | _NOTES:
         if schema.get("type") == "boolean":
             return '"True" | "False"'
         if schema.get("type") == "null":
             return '"None"'
-    return _json({**schema, **definitions})
+    return _json({**schema, **further})

@@ -18,6 +18,7 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import from_json
 
@@ -64,14 +65,36 @@ def check_json(value: _T) -> _T:
     raise ValueError(f"nested more than {_MAX_DEPTH} deep")
 
 
-class TextPart(Fields):
+class PartLabels(Fields):
+    """Fields that clients add to the parts of messages, and that change no text."""
+
+    id: str | None = None
+    index: int | str | None = None
+    annotations: list[Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    extras: dict[str, Any] | None = None
+
+
+class TextPart(PartLabels):
     """A part of a message that is text."""
 
     type: Literal["text"]
     text: str
 
 
+class RefusalPart(PartLabels):
+    """A part of a message of the assistant in which it refuses to answer."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
 Content = Annotated[str | list[TextPart], with_message(_CONTENT, of_parts=True), NO_IMAGES]
+AnswerContent = Annotated[
+    str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]],
+    with_message(_CONTENT, of_parts=True),
+    NO_IMAGES,
+]
 
 
 def _arguments(given: Any) -> Any:
@@ -119,6 +142,7 @@ def _call(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
 
 
 _NO_CALLS = with_message(" need the role assistant")
+_ANSWERS_ONLY = with_message(" needs the role assistant")
 
 
 class _Labelled(Fields):
@@ -127,7 +151,7 @@ class _Labelled(Fields):
     unknown_message: ClassVar[str] = " has unknown keys [{names}]: leave them out"
 
     name: str | None = None
-    refusal: str | None = None
+    refusal: Annotated[str | None, Field(max_length=0), _ANSWERS_ONLY] = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name
     tool_call_id: str | None = None
@@ -142,13 +166,30 @@ class TextMessage(_Labelled):
 
 
 class AssistantMessage(_Labelled):
-    """A message of the model: text, calls, or text followed by calls; reasoning may precede it."""
+    """A message of the model: text, calls, or text followed by calls; reasoning may precede it.
+
+    A refusal is text of the message.
+    """
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: AnswerContent | None = None
+    refusal: str | None = None  # a part of the content, once it is read
     tool_calls: Annotated[
         list[Annotated[ToolCall, WrapValidator(_call)]], with_message(" must be a list of calls")
     ] = Field(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _join_refusal(cls, value: Any) -> Any:
+        """Append the refusal to the content."""
+        refusal = value.get("refusal") if isinstance(value, dict) else None
+        if not isinstance(refusal, str) or not refusal:
+            return value
+        content = value.get("content") or []
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list):
+            return value
+        return {**value, "content": [*parts, {"type": "refusal", "refusal": refusal}]}
 
     @property
     def reasoning_text(self) -> str | None:

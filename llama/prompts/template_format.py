@@ -353,8 +353,8 @@ class TemplateFormat(DialogFormat):
             raise FieldError(
                 "tools",
                 "tools: a call cannot be forced with this model, as its chat template does not "
-                "show how calls are written: use tool_choice auto without strict, or start with "
-                "--tool_call_parser NAME",
+                "show how calls are written: use tool_choice auto without strict and without a "
+                "format of the answer, or start with --tool_call_parser NAME",
             )
         return self.call_format.grammar(tools, self.tokenizer.special_tokens)
 

@@ -4,7 +4,7 @@ Each field either has an effect or is an error that names it. It runs no tool an
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
@@ -27,10 +27,7 @@ from llama.prompts.messages import check_json
 CODE = "code_interpreter"
 SEARCHES = ("brave_search", "wolfram_alpha")  # a call is written brave_search.call(query="...")
 MAX_TOOLS = 128  # tools in one request, OpenAI's limit
-_NAME = (
-    " must be 1 to 64 letters, digits, dots, dashes and underscores, and begin with a letter or an "
-    "underscore"
-)
+_NAME = " must be 1 to 128 letters, digits, dots, dashes and underscores"
 _FUNCTIONS_ONLY = " must be 'function': other kinds of tools cannot be used"
 _SHOWN = ("name", "description", "parameters")  # the fields that the prompt contains
 _NAMED = "{'type': 'function', 'function': {'name': ...}}"
@@ -70,6 +67,8 @@ class Tools:
         only: the name of the only tool that may be called.
         parallel: the answer may have several calls.
         strict: names of the tools whose arguments must fit their schema.
+        has_format: an answer that is no call must have a format of its own.
+        places: the index of each function in the request, by name.
     """
 
     functions: tuple[Mapping[str, Any], ...] = ()
@@ -78,6 +77,8 @@ class Tools:
     only: str | None = None
     parallel: bool = True
     strict: frozenset[str] = frozenset()
+    has_format: bool = False
+    places: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Sequence[Any]) -> "Tools":
@@ -123,7 +124,7 @@ class Tools:
     @property
     def needs_grammar(self) -> bool:
         """Whether a grammar must constrain the answer; see `call_grammar`."""
-        return self.must_call or bool(self.strict)
+        return self.must_call or bool(self.strict) or self.has_format
 
     @property
     def several(self) -> bool:
@@ -153,7 +154,7 @@ def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
     return check_json(schema)
 
 
-ToolName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_.-]{0,63}$"), with_message(_NAME)]
+ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$"), with_message(_NAME)]
 Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
 
 
@@ -220,7 +221,33 @@ def _choice(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
 
 TOOLS: Any = Field(max_length=MAX_TOOLS, fail_fast=True)
 ToolList = Annotated[list[Annotated[Tool, SKIP_OTHER_TYPES]], TOOLS]
-ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedFunction, WrapValidator(_choice)]
+
+
+class AllowedFunctions(Fields):
+    """Some of the functions, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction]
+
+
+class AllowedTools(Fields):
+    """The choice among some of the functions."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The choice among the functions with these names; `mode` is "auto" or "required"."""
+
+    mode: str
+    names: frozenset[str]
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedFunction | AllowedTools, WrapValidator(_choice)
+]
 
 
 class ToolFields(Fields):
@@ -233,18 +260,24 @@ class ToolFields(Fields):
     def tool_request(self) -> Tools | None:
         """Return the tools that may be called; see the function `tool_request`."""
         functions = [tool.function for tool in self.tools or ()]
-        choice = self.tool_choice
-        chosen = choice.function if isinstance(choice, NamedFunction) else choice
+        chosen: Any = self.tool_choice
+        if isinstance(chosen, NamedFunction):
+            chosen = chosen.function
+        elif isinstance(chosen, AllowedTools):
+            among = chosen.allowed_tools
+            chosen = Allowed(among.mode, frozenset(tool.function.name for tool in among.tools))
         return tool_request(functions, chosen, self.parallel_tool_calls)
 
 
 def tool_request(
-    functions: Sequence[Function], choice: str | FunctionName | None, parallel: bool | None
+    functions: Sequence[Function],
+    choice: str | FunctionName | Allowed | None,
+    parallel: bool | None,
 ) -> Tools | None:
     """Return the tools that may be called.
 
     Without tools, or with the choice "none", this is None: the prompt does not name the tools, so
-    that no call is to be expected.
+    that no call is to be expected. Nor does it name tools that are not among the allowed ones.
 
     Raises:
         FieldError: names the field.
@@ -255,11 +288,17 @@ def tool_request(
         if repeated in names[:i]:
             text = f" has the name {repeated!r} of an earlier tool: rename it"
             raise FieldError.of(f"tools[{i}]", text)
+    if isinstance(choice, Allowed):
+        if choice.names - set(names):
+            problem = f" names {min(choice.names - set(names))!r}, which is not among the tools"
+            raise FieldError.of("tool_choice", problem)
+        functions = [function for function in functions if function.name in choice.names]
+        choice = choice.mode
     if name is not None and name not in names:
         raise FieldError("tool_choice", "tool_choice names a function that is not among the tools")
-    if choice == "required" and not names:
+    if choice == "required" and not functions:
         raise FieldError.of("tool_choice", " asks for a call, and there are no tools to call")
-    if not names or choice == "none":
+    if not functions or choice == "none":
         return None
     return replace(
         Tools.of([function.as_tool() for function in functions]),
@@ -267,4 +306,5 @@ def tool_request(
         only=name,
         parallel=parallel is not False,
         strict=frozenset(function.name for function in functions if function.strict),
+        places={name: i for i, name in enumerate(names)},
     )

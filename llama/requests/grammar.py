@@ -10,7 +10,8 @@ import json
 import re
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -39,6 +40,19 @@ _MAX_STEP_ITEMS = 500_000
 # White space between the tokens of JSON. A small model that may write more of it writes little
 # else, and one that may write none does not end its numbers.
 _WHITESPACE = " ?"
+# The beginning of the schema of a tool in a grammar of calls (`llama.prompts.grammar`).
+_TOOL = '%json {"$comment": "tools'
+_ANY_TYPE = ["object", "array", "string", "number", "boolean", "null"]
+# What llguidance enforces of `format`, the keywords whose objects have names as keys, and those
+# whose values are no schemas.
+_FORMATS = frozenset(
+    "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()
+)
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+_BAD_SCHEMA = "failed to compile JSON schema"
+_AT_LINE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_OPTION = re.compile(r"\. Enable '\w+' option[^\n]*")  # llguidance has such an option
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # A backslash, or a character of which the package's conversion would lose a leading zero.
 _ESCAPE = re.compile(r"(\\\\)|\\u0([1-9a-f][\da-f]{2}|0[89a-f][\da-f])", re.IGNORECASE)
@@ -94,6 +108,43 @@ class Matcher:
             self._num_consumed += len(new)
 
 
+class Alternatives:
+    """The position of one sequence in several grammars; it follows any of them.
+
+    Their tokens are allowed together. Grammars would be combined within llguidance if its lexer did
+    not commit to the longest literal: after `{"`, a call as JSON would exclude every other object.
+    """
+
+    def __init__(self, matchers: list[Matcher]) -> None:
+        self._matchers = matchers
+
+    @property
+    def failure(self) -> str | None:
+        """Why none of the grammars can go on."""
+        return None if self._following else self._matchers[-1].failure
+
+    @property
+    def _following(self) -> list[Matcher]:
+        return [matcher for matcher in self._matchers if matcher.failure is None]
+
+    def fill_allowed(
+        self, tokens: list[int], first: int, drafts: list[int], bits: np.ndarray
+    ) -> None:
+        """Set the bits of the tokens that may follow; see `Constraint.fill_allowed`."""
+        bits.fill(0)
+        own_bits = np.empty_like(bits)
+        for matcher in self._following:
+            matcher.fill_allowed(tokens, first, drafts, own_bits)
+            bits |= own_bits
+
+    def draft(self, output: list[int], prediction: list[int]) -> tuple[list[int], bool]:
+        """Return tokens that must or may follow; see `Constraint.draft`."""
+        drafts = [matcher.draft(output, prediction) for matcher in self._following]
+        if len(drafts) == 1:
+            return drafts[0]
+        return max((tokens for tokens, _ in drafts), key=len, default=[]), False
+
+
 class GrammarCompiler:
     """A compiler of grammars for one tokenizer, for use by any thread.
 
@@ -105,7 +156,9 @@ class GrammarCompiler:
         self._compiled = functools.lru_cache(_CACHE_SIZE)(self._compile_for)
         self._starting = threading.Lock()
 
-    def matcher(self, response_format: StructuredOutput, root: bytes = b"") -> Matcher:
+    def matcher(
+        self, response_format: StructuredOutput, root: bytes = b""
+    ) -> Matcher | Alternatives:
         """Return a matcher at the beginning of a format.
 
         Args:
@@ -116,7 +169,12 @@ class GrammarCompiler:
         Raises:
             FieldError: The format cannot be compiled, or llguidance is not installed.
         """
-        return Matcher(self._compiled(root, response_format).deep_copy())
+        formats = [response_format]
+        if response_format.calls and response_format.kind != "calls":
+            calls = StructuredOutput(calls=response_format.calls)
+            formats = [calls, replace(response_format, calls=None)]
+        matchers = [Matcher(self._compiled(root, each).deep_copy()) for each in formats]
+        return Alternatives(matchers) if len(matchers) > 1 else matchers[0]
 
     def warm_up(self) -> None:
         """Build the index now if llguidance is installed; that keeps the GIL for a second."""
@@ -165,6 +223,12 @@ class GrammarCompiler:
         )
         try:
             matcher = LLMatcher(self._index, _grammar(response_format), log_level=0, limits=limits)
+            if response_format.calls and _BAD_SCHEMA in matcher.get_error():
+                calls = _with_enforceable_schemas(response_format.calls)
+                grammar = LLMatcher.grammar_from_lark(calls)
+                matcher = LLMatcher(self._index, grammar, log_level=0, limits=limits)
+        except FieldError:
+            raise
         except (ValueError, RuntimeError) as e:
             raise FieldError(field, f"{field} cannot be used: {_first_line(str(e))}") from None
         tried = matcher.deep_copy()  # a rollback fails where a rule has max_tokens or stop
@@ -204,14 +268,88 @@ def _grammar(response_format: StructuredOutput) -> str:
 
     if response_format.regex:
         return LLMatcher.grammar_from_regex(response_format.regex)
+    if response_format.calls:
+        return LLMatcher.grammar_from_lark(response_format.calls)
     if response_format.grammar:
         return LLMatcher.grammar_from_lark(_lark(response_format.grammar))
     if response_format.choice:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in response_format.choice)
         return LLMatcher.grammar_from_lark(f"start: {texts}")
-    schema = '{"type": "object"}' if response_format.json_object else str(response_format.json)
+    schema = '{"type": "object"}'
+    if response_format.json:
+        schema = json.dumps(_without_annotations(json.loads(str(response_format.json))))
     options: JsonCompileOptions = {"whitespace_pattern": _WHITESPACE}
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def _without_annotations(schema: Any) -> Any:
+    """Return a JSON schema without formats that constrain nothing here.
+
+    An unknown `format` is an annotation (JSON Schema 2020-12, 7.2.1); llguidance refuses it.
+    """
+    if isinstance(schema, list):
+        return [_without_annotations(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):  # The keys are names, such as "format".
+            kept[key] = {name: _without_annotations(each) for name, each in value.items()}
+        elif key in _VALUES:
+            kept[key] = value
+        elif key != "format" or value in _FORMATS or not isinstance(value, str):
+            kept[key] = _without_annotations(value)
+    return kept
+
+
+def _with_enforceable_schemas(calls: str) -> str:
+    """Return a grammar of calls whose schemas can be enforced; lenient ones are loosened for it.
+
+    Raises:
+        FieldError: A schema that is not lenient cannot be enforced; its place is named.
+    """
+    lines = []
+    for line in calls.split("\n"):
+        rule, mark, text = line.partition(_TOOL)
+        if mark:
+            schema = json.loads(mark.removeprefix("%json ") + text)
+            line = f"{rule}%json {json.dumps(_enforceable(_without_annotations(schema)))}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _enforceable(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that llguidance compiles; see `_with_enforceable_schemas`."""
+    problem = _problem(schema)
+    if problem is None:
+        return schema
+    properties = schema.get("properties", {})
+    alone = {
+        name: _problem({**schema, "properties": {name: properties[name]}, "required": []})
+        for name in properties
+    }
+    at_fault = {name: problem for name, problem in alone.items() if problem}
+    own: dict[str, Any] = {
+        key: schema[key] for key in ("$comment", "x-guidance", "type") if key in schema
+    }
+    without = {**schema, "properties": {**properties, **{name: {} for name in at_fault}}}
+    looser: list[dict[str, Any]] = [without, own, {**own, "type": _ANY_TYPE}]
+    if schema["x-guidance"]["lenient"]:
+        return next(each for each in looser if _problem(each) is None)
+    path = str(schema["$comment"])
+    if at_fault and _problem(without) is None:
+        name, problem = next(iter(at_fault.items()))
+        path = f"{path}.properties.{name}"
+    raise FieldError(path, f"{path} cannot be used: {problem}")
+
+
+def _problem(schema: dict[str, Any]) -> str | None:
+    """Return why llguidance cannot compile a schema, or None if it can."""
+    from llguidance import LLMatcher
+
+    grammar = LLMatcher.grammar_from_lark(f"start: %json {json.dumps(schema)}")
+    error = LLMatcher.validate_grammar(grammar, None)
+    return _first_line(error) if error else None
 
 
 def _lark(grammar: str) -> str:
@@ -228,6 +366,7 @@ def _lark(grammar: str) -> str:
 
 def _first_line(error: str) -> str:
     """Return llguidance's error in one line, with a message of ours where it has none."""
+    error = _OPTION.sub("", _AT_LINE.sub("", error))
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     if not lines:
         return "it is not valid"

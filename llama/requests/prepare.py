@@ -43,12 +43,14 @@ class ContextLengthError(FieldError):
     Attributes:
         count: The number of tokens that were requested.
         max_count: The largest number of tokens that is allowed.
+        index: The position of the prompt in the caller's list; 0 if there is no list.
     """
 
     def __init__(self, field: str, message: str, count: int = 0, max_count: int = 0) -> None:
         super().__init__(field, message)
         self.count = count
         self.max_count = max_count
+        self.index = 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,11 @@ class Preparer:
             self.check_generates()
         name = "the prompt" if index is None else f"prompt {index}"
         context = min(max_context or self.max_seq_len, self.max_seq_len)
-        ids = self._prompt_ids(name, prompt, context)
+        try:
+            ids = self._prompt_ids(name, prompt, context)
+        except ContextLengthError as error:
+            error.index = index or 0
+            raise
         params.check_vocab(self.tokenizer.n_words)
         _check_reads(name, reads, len(ids))
         max_len = _max_len(len(ids), params, context) if reads is None else len(ids)

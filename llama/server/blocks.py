@@ -7,7 +7,7 @@ file knows the structure and none of the two APIs.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 from pydantic_core import from_json
@@ -35,6 +35,7 @@ class Block:
         name: name of the called tool; empty for text.
         text: the text, or the arguments of the call as JSON, which may be cut off.
         is_cut: whether the answer ended in this block before it was complete.
+        logprobs: the log-probabilities of a text, where an API has them.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Block:
     name: str = ""
     text: str = ""
     is_cut: bool = False
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_call(self) -> bool:

@@ -29,6 +29,7 @@ _RETRY_S = 5  # value of Retry-After with status 503
 MAX_HEADER_BYTES = 64 * 1024
 _ANTHROPIC_PATH = "/v1/messages"
 _OLLAMA_PREFIX = "/api/"
+_TOOL_SCHEMA = re.compile(r"tools\[(\d+)\]\.function\.parameters")
 _MESSAGE_FIELD = re.compile(r"messages\[(\d+)\]")
 
 
@@ -105,6 +106,7 @@ class ErrorFields:
         names: names of the body, by the names of SamplingParams.
         answer_format: path of the field that gave the format of the answer.
         message_paths: paths of the messages of a chat that was made from a body of another API.
+        tool_paths: paths of the schemas of tools that came from a body of another API.
         too_long: message about a prompt beyond the context, with {count} and {max_count}; None for
             the engine's own message.
     """
@@ -114,6 +116,7 @@ class ErrorFields:
     answer_format: str = "structured_output"
     message_paths: Sequence[str] = ()
     too_long: str | None = None
+    tool_paths: Sequence[str] = ()
 
     def refusal(self, error: TypeError | ValueError) -> ApiError:
         """Return an error with status 400 that names a field of the body."""
@@ -133,6 +136,9 @@ class ErrorFields:
         if self.message_paths and match:
             path = self.message_paths[int(match[1])]
             return FieldError(path, path + error.message.removeprefix(f"message {match[1]}"))
+        match = _TOOL_SCHEMA.match(error.field)
+        if self.tool_paths and match:
+            return error.at(self.tool_paths[int(match[1])] + error.field[match.end() :])
         return error
 
 

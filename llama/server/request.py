@@ -5,7 +5,7 @@ reads the calls in its answer. This file knows no JSON and no network.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llama.api import CompletionOutput, RequestOutput
@@ -15,7 +15,7 @@ from llama.prompts.chat import chat_params
 from llama.prompts.dialog_format import DialogFormat, PromptOptions
 from llama.prompts.tools import Tools
 from llama.sampling_params import SamplingParams
-from llama.server.errors import ErrorFields, first_name
+from llama.server.errors import ErrorFields
 
 _ANSWERED = PromptOptions.for_answer(continues=False)
 
@@ -32,6 +32,7 @@ class ApiRequest:
         echo: whether a completion begins with its prompt.
         stream: whether the answer streams.
         has_usage: whether a stream ends with the usage.
+        has_running_usage: whether each chunk of a stream has the usage so far.
         tools: tools of a chat.
         prompt_options: how the prompt of a chat ends, and the variables of its template.
         max_context: number of tokens of prompt and answer together; None for the whole context.
@@ -46,11 +47,16 @@ class ApiRequest:
     echo: bool = False
     stream: bool = False
     has_usage: bool = False
+    has_running_usage: bool = False
     tools: Tools | None = None
     prompt_options: PromptOptions = _ANSWERED
     max_context: int | None = None
     shows_reasoning: bool = True
     fields: ErrorFields = field(default_factory=ErrorFields)
+
+    def __post_init__(self) -> None:
+        if self.tools is not None and self.params.structured_output is not None:
+            object.__setattr__(self, "tools", replace(self.tools, has_format=True))
 
     @property
     def chat(self) -> bool:
@@ -72,9 +78,7 @@ class ApiRequest:
 
     def chat_params(self, dialog_format: DialogFormat) -> SamplingParams:
         """Return the parameters of a chat; see `llama.prompts.chat.chat_params`."""
-        format_field = first_name(self.fields.answer_format)
-        options = self.prompt_options
-        return chat_params(self.params, self.tools, dialog_format, options, format_field)
+        return chat_params(self.params, self.tools, dialog_format, self.prompt_options)
 
     def deltas(
         self,

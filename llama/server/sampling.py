@@ -52,6 +52,12 @@ _Text = Annotated[Text, AfterValidator(_encodable)]
 CacheSalt = Annotated[str, CACHE_SALT, AfterValidator(_encodable)]
 StopList = Annotated[list[_Text], Field(max_length=StopTexts.high)]
 _Key = Annotated[str, Field(pattern="^[0-9]{1,10}$"), with_message(": keys must be token ids")]
+# OpenAI's and Ollama's seeds have 64 bits and a sign. -1 stands for none, as in llama.cpp.
+Seed = Annotated[
+    int,
+    Field(ge=-(2**63), le=2**63 - 1),
+    AfterValidator(lambda seed: None if seed == -1 else seed % 2**63),
+]
 _Logprobs: Any = NUMBER_TYPES["logprobs"]
 _TYPES: dict[str, Any] = {
     "stop": Annotated[
@@ -63,6 +69,7 @@ _TYPES: dict[str, Any] = {
     "cache_salt": CacheSalt,
     "logit_bias": Annotated[dict[_Key, Annotated[float, BIAS]], Field(max_length=MAX_BIASES)],
     **NUMBER_TYPES,
+    "seed": Seed,
     "logprobs": Annotated[  # false stands for None, as in a chat request
         _Logprobs | Literal[False],
         AfterValidator(lambda value: None if value is False else value),

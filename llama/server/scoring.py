@@ -26,6 +26,14 @@ from llama.server.pooled import json_response, pooled_outputs
 
 _NAMES = {"truncate": "truncate_prompt_tokens"}
 _PER_LABEL = 10  # values of a vector that take as long as the label of an input
+# vLLM's names of the two fields of /score.
+_PAIRS = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
+_SCORED = sorted({name for pair in _PAIRS for name in pair})
 _TEXTS = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 
 
@@ -87,8 +95,21 @@ class ScoreBody(_ScoringBody):
 
     unknown_message: ClassVar[str] = "{names} cannot be used in /score: leave it out"
 
-    text_1: _Texts
-    text_2: _Texts
+    text_1: _Texts | None = None
+    text_2: _Texts | None = None
+    queries: _Texts | None = None
+    documents: _Texts | None = None
+    items: _Texts | None = None
+    data_1: _Texts | None = None
+    data_2: _Texts | None = None
+
+    def pair(self) -> tuple[str, str]:
+        """Return the names of the two fields that are given."""
+        given = {name for name in _SCORED if getattr(self, name) is not None}
+        found = [pair for pair in _PAIRS if given == set(pair)]
+        if not found:
+            raise ApiError(400, "give text_1 and text_2, or queries and documents", param="text_1")
+        return found[0]
 
 
 class RerankBody(_ScoringBody):
@@ -132,9 +153,10 @@ def routes() -> APIRouter:
     @router.post("/v1/score")
     async def score(body: ScoreBody, http: Exchange) -> Response:
         """Return the score of each pair of texts."""
-        first = _as_list(body.text_1)
-        second = _as_list(body.text_2)
-        fields = ErrorFields("text_2", _NAMES | {"queries": "text_1", "documents": "text_2"})
+        left, right = body.pair()
+        first = _as_list(getattr(body, left))
+        second = _as_list(getattr(body, right))
+        fields = ErrorFields(right, _NAMES | {"queries": left, "documents": right})
         scores, outputs = await _scores_of(http, first, second, body, fields)
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
         content = {

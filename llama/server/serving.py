@@ -356,10 +356,16 @@ class Serving:
 
 def _context_error(error: ContextLengthError, fields: ErrorFields) -> ApiError:
     """Return the error of an API for a request that exceeds the context."""
-    message = str(error)
+    # Agents look for these words, or for the code, and shorten the dialog then.
+    limit = f"This model's maximum context length is {error.max_count} tokens."
     if error.field == "max_tokens":
         name = fields.names.get("max_tokens", "max_tokens")
+        message = f"{limit} {error.message}"
         return ApiError(400, message, param=name, code="context_length_exceeded")
     if fields.too_long is None:
-        return ApiError(400, message, param=fields.prompt)
+        name = f"{fields.prompt}[{error.index}]" if error.index else fields.prompt
+        message = (
+            f"{limit} However, {name} has {error.count} tokens: reduce the length of the {name}"
+        )
+        return ApiError(400, message, param=fields.prompt, code="context_length_exceeded")
     return ApiError(400, fields.too_long.format(count=error.count, max_count=error.max_count))

@@ -28,9 +28,9 @@ def test_the_stop_strings_of_a_format_end_the_answers_of_chats(demo):
     dialog_format = MetaFormat(demo.tokenizer, ToolFormat.NONE)
     params = SamplingParams(stop=["a"])
     options = PromptOptions()
-    assert chat_params(params, None, dialog_format, options, "response_format").stop == ("a",)
+    assert chat_params(params, None, dialog_format, options).stop == ("a",)
     dialog_format.stop_strings = ("<|im_end|>",)
-    changed = chat_params(params, None, dialog_format, options, "response_format")
+    changed = chat_params(params, None, dialog_format, options)
     assert changed.stop == ("a", "<|im_end|>")
 
 

@@ -136,3 +136,31 @@ def test_scores_and_ranks(kind, request):
     cut = posted(client, "/score", text_1="ball", text_2="x" * 500, truncate_prompt_tokens=-1)
     (score,) = llama.score("ball", ["x" * 500], truncate=64)
     assert cut["data"][0]["score"] == pytest.approx(score, abs=1e-6)
+
+
+def test_the_names_of_the_two_texts_of_a_score(reranker):
+    """The fields have had several names in vLLM."""
+    _, client = reranker
+    wanted = posted(client, "/score", text_1=TEXTS[0], text_2=TEXTS[1:])["data"]
+    for left, right in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        assert posted(client, "/score", **{left: TEXTS[0], right: TEXTS[1:]})["data"] == wanted
+    for given in ({"text_1": "a"}, {"queries": "a", "text_2": "b"}, {"text_1": "a", "items": "b"}):
+        error = posted(client, "/score", 400, **given)["error"]
+        assert error["message"].startswith("give text_1 and text_2, or queries and documents")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/rerank", {"query": "a", "documents": ["a", "word " * 90]}, "documents[1]"),
+        ("/score", {"text_1": "word " * 90, "text_2": "a"}, "text_2"),
+        ("/score", {"queries": "a", "documents": ["a", "b", "word " * 90]}, "documents[2]"),
+    ],
+)
+def test_pairs_that_exceed_the_context(reranker, path, body, name):
+    """Clients recognize the code, and the words of OpenAI's message."""
+    _, client = reranker
+    error = posted(client, path, 400, **body)["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith("This model's maximum context length is 64 tokens. How")
+    assert f"{name} has " in error["message"] and "prompt" not in error["message"]

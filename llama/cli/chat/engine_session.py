@@ -47,7 +47,6 @@ def chat_on_engine(llama: Llama, history: Path | None = None, **settings: Any) -
             None,
             llama.dialog_format,
             PromptOptions(),
-            "structured_output",
         )
         request = llama.llm_engine.prepare("", conversation.prompt(turn), params)
         with contextlib.closing(llama.llm_engine.stream([request])) as outputs:

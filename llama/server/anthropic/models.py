@@ -12,7 +12,7 @@ from pydantic import Field
 from llama.common.checks import FieldError, brief
 from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import NO_IMAGES, SKIP_OTHER_TYPES, UNUSED, Fields
-from llama.prompts.messages import text_of
+from llama.prompts.messages import PartLabels, text_of
 from llama.prompts.reasoning import effort_options
 from llama.prompts.tools import (
     TOOLS,
@@ -52,7 +52,7 @@ class _Block(Fields):
     cache_control: dict[str, Any] | None = None
 
 
-class TextBlock(_Block):
+class TextBlock(_Block, PartLabels):
     """Text of anyone."""
 
     type: Literal["text"]
@@ -218,7 +218,14 @@ class CountBody(AcceptedFields, SamplingFields):
             prompt_options=PromptOptions.for_answer(
                 continues=continues, **self._thinking_options()
             ),
-            fields=ErrorFields("messages", self.given_names(), path, dialog.paths, _TOO_LONG),
+            fields=ErrorFields(
+                "messages",
+                self.given_names(),
+                path,
+                dialog.paths,
+                _TOO_LONG,
+                [f"tools[{i}].input_schema" for i in range(len(self.tools or ()))],
+            ),
         )
 
     def _dialog(self) -> ConvertedChat:

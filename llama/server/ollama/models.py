@@ -1,7 +1,8 @@
 """Request bodies of Ollama's API: the models that read them are the published schema.
 
 In: a JSON object. Out: an `ApiRequest`, or a `FieldError` that names the field. Source:
-https://docs.ollama.com/api. This file knows no network and runs no model.
+https://docs.ollama.com/api. This file knows no network and runs no model. The bodies
+of a chat and of a text share most fields, so that they are in one file of more than 400 lines.
 """
 
 from collections import deque
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from llama.common.checks import FieldError
 from llama.common.validation import with_message
@@ -21,7 +22,7 @@ from llama.sampling_params import MAX_COUNT, SamplingParams, StructuredOutput
 from llama.server.accepted import FalseOnly, ModelName
 from llama.server.errors import ErrorFields
 from llama.server.request import ApiRequest
-from llama.server.sampling import CacheSalt, SamplingFields, sampling_fields
+from llama.server.sampling import CacheSalt, SamplingFields, Seed, sampling_fields
 
 CHAT_URL = "/api/chat"
 GENERATE_URL = "/api/generate"
@@ -80,7 +81,18 @@ class Options(_Sampling):  # type: ignore[misc, valid-type]
 
     own_names: ClassVar[Any] = _Sampling.own_names
 
-    seed: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
+    @model_validator(mode="before")
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        """Read whole numbers that are written as 40.0, as some languages have no others."""
+        if not isinstance(value, dict):
+            return value
+        return {
+            name: int(item) if isinstance(item, float) and item.is_integer() else item
+            for name, item in value.items()
+        }
+
+    seed: Seed | None = None
     num_predict: Annotated[int, Field(ge=-2, le=MAX_COUNT)] | None = None
     num_ctx: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
@@ -113,7 +125,7 @@ class Options(_Sampling):  # type: ignore[misc, valid-type]
         """
         if self.num_predict is not None and self.num_predict > 0:
             changes["max_tokens"] = self.num_predict
-        if self.seed is not None and self.seed >= 0:
+        if self.seed is not None:
             changes["seed"] = self.seed
         try:
             params: SamplingParams = self.sampling_params(defaults, **changes)
@@ -149,6 +161,8 @@ class _Body(Fields):
     logprobs: Annotated[FalseOnly | None, UNUSED] = None
     top_logprobs: _Zero = None
     cache_salt: CacheSalt | None = None
+    truncate: _Flag = None  # without effect, as shift is: nothing is cut here
+    shift: _Flag = None
 
     @property
     def unloads(self) -> bool:
@@ -220,6 +234,7 @@ class Message(Fields):
     images: _Images = None
     tool_calls: list[Call] | None = None
     tool_name: str | None = None
+    name: str | None = None  # the tool, as OpenAI's clients write it
     tool_call_id: str | None = None
 
 
@@ -374,7 +389,7 @@ class _PendingCalls:
         """Remove and return the call that a result belongs to: by its id, its name, or in order."""
         call_id = result.tool_call_id
         if call_id not in self._ids:
-            named = self._first(self._named.get(result.tool_name, deque()))
+            named = self._first(self._named.get(result.tool_name or result.name, deque()))
             call_id = named or self._first(self._queue)
         assert call_id is not None
         self._ids.remove(call_id)

@@ -211,7 +211,9 @@ class Completion:
     ) -> dict[str, Any]:
         part = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": None}
         chunk = {**self._head, "choices": [part]}
-        if self._request.has_usage:
+        if self._request.has_running_usage:
+            chunk["usage"] = _usage(self._request, list(self._latest.values()))
+        elif self._request.has_usage:
             chunk["usage"] = None
         return chunk
 

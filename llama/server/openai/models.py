@@ -4,6 +4,7 @@ In: a JSON object of a server or a batch file. Out: an `ApiRequest`, or a `Field
 the field. This file knows no files and no network, and runs no model.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag, TypeAdapter
@@ -38,7 +39,7 @@ class StreamOptions(Fields):
 
     include_usage: bool | None = None
     include_obfuscation: Annotated[Literal[False] | None, UNUSED] = None
-    continuous_usage_stats: Annotated[Literal[False] | None, UNUSED] = None
+    continuous_usage_stats: bool | None = None
 
 
 class SchemaFormat(JsonSchema):
@@ -113,6 +114,11 @@ class _Body(GuidedFields, AcceptedFields):
             raise FieldError("stream_options", "stream_options needs stream to be true")
         return bool(options and options.include_usage)
 
+    def has_running_usage(self) -> bool:
+        """Return whether each chunk of a stream has the usage so far (vLLM's field)."""
+        options = self.stream_options
+        return self.has_usage() and bool(options and options.continuous_usage_stats)
+
 
 def _prompt_tag(prompt: Any) -> str | None:
     """Return the tag of the type that reads a prompt; the first entry of a list decides."""
@@ -164,6 +170,7 @@ class CompletionBody(_TextSampling, _Body):  # type: ignore[misc, valid-type]
             echo=bool(self.echo),
             stream=bool(self.stream),
             has_usage=self.has_usage(),
+            has_running_usage=self.has_running_usage(),
             fields=ErrorFields("prompt", self.given_names(), answer_format=path),
         )
 
@@ -203,19 +210,23 @@ class ChatBody(ToolFields, ThinkingFields, _ChatSampling, _Body):  # type: ignor
     def request(self, defaults: SamplingParams) -> ApiRequest:
         """Return what the body asks for; `defaults` are the parameters that it does not give."""
         path, structured_output = self.answer_format()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs needs logprobs to be true")
         derived: dict[str, Any] = {"structured_output": structured_output}
         if self.logprobs and self.top_logprobs is None:
             derived["logprobs"] = 0
         if self.prediction is not None:
             derived["prediction"] = self.prediction.text()
+        params = self.sampling_params(defaults, **derived)
+        if not self.logprobs:
+            params = replace(params, logprobs=None)  # top_logprobs may be 0
         return ApiRequest(
             messages=self.messages,
-            params=self.sampling_params(defaults, **derived),
+            params=params,
             model=self.model,
             stream=bool(self.stream),
             has_usage=self.has_usage(),
+            has_running_usage=self.has_running_usage(),
             tools=self.tool_request(),
             prompt_options=PromptOptions(
                 add_generation_prompt=self.add_generation_prompt is not False,

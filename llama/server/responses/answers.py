@@ -12,6 +12,7 @@ from llama.server.blocks import Block, BlockAnswer, Events
 from llama.server.endings import ending_of
 from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
+from llama.server.openai.scores import chat_scores
 from llama.server.request import ApiRequest
 from llama.server.responses.models import ResponsesBody
 
@@ -33,6 +34,7 @@ class ResponseAnswer(BlockAnswer):
         self._response = _response_fields(body, request, meta)
         self._callees = {callee.function.name: callee for callee in body.callees()}
         self._sequence_number = 0
+        self._num_scored = 0  # tokens whose log-probabilities are in a block
 
     def body(self) -> dict[str, Any]:
         """Return the response object of a finished request."""
@@ -68,7 +70,8 @@ class ResponseAnswer(BlockAnswer):
         elif self._tool_type(block) == "function":
             yield self._event("function_call_arguments.delta", **position, delta=text)
         elif not block.is_call:
-            yield self._event("output_text.delta", **position, delta=text, logprobs=[])
+            logprobs = self._new_logprobs(block)
+            yield self._event("output_text.delta", **position, delta=text, logprobs=logprobs)
 
     def block_stop(self, block: Block) -> Events:
         """Yield the events that close an item."""
@@ -85,7 +88,9 @@ class ResponseAnswer(BlockAnswer):
             if block.is_reasoning:
                 yield self._event("reasoning_text.done", **position, text=block.text)
             else:
-                yield self._event("output_text.done", **position, text=block.text, logprobs=[])
+                self._new_logprobs(block)  # The end of the turn has tokens, too.
+                done = {"text": block.text, "logprobs": block.logprobs}
+                yield self._event("output_text.done", **position, **done)
             yield self._event("content_part.done", **position, part=_part(block))
         yield self._event("output_item.done", output_index=block.index, item=item)
 
@@ -117,6 +122,23 @@ class ResponseAnswer(BlockAnswer):
         position = {"output_index": block.index, "item_id": self._item_id(block)}
         return position if block.is_call else {**position, "content_index": 0}
 
+    def _new_logprobs(self, block: Block) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the tokens since the last call, and add them to a block.
+
+        Those of the reasoning are passed over.
+        """
+        num_top = self.request.params.logprobs
+        if num_top is None:
+            return []
+        answer = self.output.outputs[0]
+        first = max(self._num_scored, answer.num_reasoning_tokens)
+        scores = answer.new_scores(first)
+        self._num_scored = first + len(scores)
+        new: list[dict[str, Any]]
+        new = chat_scores(scores, num_top, self.dialog_format.tokenizer)["content"]
+        block.logprobs += new
+        return new
+
     def _tool_type(self, block: Block) -> str:
         """Return the type of a called tool, or nothing for text."""
         return self._callees[block.name].kind if block.is_call else ""
@@ -140,7 +162,12 @@ def _part(block: Block) -> dict[str, Any]:
     """Return the content part of a message, or of the reasoning."""
     if block.is_reasoning:
         return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    return {
+        "type": "output_text",
+        "text": block.text,
+        "annotations": [],
+        "logprobs": block.logprobs,
+    }
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
@@ -191,6 +218,7 @@ def _response_fields(
         "text": {"format": _as_given(text_format) if text_format else {"type": "text"}},
         "tool_choice": _as_given(choice) if isinstance(choice, Fields) else choice,
         "tools": _tools_as_given(body),
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
         "metadata": body.metadata or {},

@@ -12,9 +12,9 @@ from pydantic import Field, Tag
 from llama.common.checks import FieldError, brief
 from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import NO_IMAGES, UNUSED, Fields, chosen_by
-from llama.prompts.messages import HEADER_ROLES, text_of
+from llama.prompts.messages import HEADER_ROLES, PartLabels, RefusalPart, text_of
 from llama.prompts.reasoning import effort_options
-from llama.prompts.tools import FunctionName, tool_request
+from llama.prompts.tools import Allowed, FunctionName, tool_request
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.accepted import NO_STATE, AcceptedFields
 from llama.server.errors import ErrorFields
@@ -25,20 +25,20 @@ from llama.server.sampling import SHARED_NAMES, SamplingFields, sampling_fields
 
 RESPONSES_URL = "/v1/responses"
 _NO_SUCH_CALL = "no function_call before it: there is no stored state, so send the call too"
+LOGPROBS = "message.output_text.logprobs"  # an item of `include`
 _SHELL_HINTS = ("type", "env", "user")  # fields of a shell action that the model does not see
-_EmptyList = Annotated[list[Any] | None, Field(max_length=0), UNUSED]
 
 
-class Part(Fields):
-    """A part of a message; only text is accepted."""
+class Part(PartLabels):
+    """A part of a message that is text; images and files are not accepted."""
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: _EmptyList = None
-    logprobs: _EmptyList = None
+    logprobs: list[Any] | None = None  # an answer that is sent back may have them
 
 
-_Text = Annotated[str | Annotated[list[Part], Field(min_length=1, fail_fast=True)], NO_IMAGES]
+_Part = Annotated[Part | RefusalPart, Field(discriminator="type")]
+_Text = Annotated[str | Annotated[list[_Part], Field(min_length=1, fail_fast=True)], NO_IMAGES]
 
 
 class _Item(Fields):
@@ -136,6 +136,14 @@ class FunctionChoice(FunctionName):
     type: Literal["function", "custom"]
 
 
+class AllowedChoice(Fields):
+    """The choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[FunctionChoice]
+
+
 class FreeFormat(Fields):
     """A format of the answer without a schema."""
 
@@ -154,6 +162,15 @@ _Sampling: type[SamplingFields] = sampling_fields(
 )
 
 
+def _choice_tag(choice: Any) -> str | None:
+    if not isinstance(choice, dict):
+        return None
+    return "some" if choice.get("type") == "allowed_tools" else "one"
+
+
+_Included = list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]]
+
+
 class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type]
     """The body of /v1/responses."""
 
@@ -167,9 +184,17 @@ class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type
     stream_options: StreamOptions | None = None
     text: TextConfig | None = None
     tools: ToolList | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[
+            Annotated[FunctionChoice, Tag("one")] | Annotated[AllowedChoice, Tag("some")],
+            chosen_by(_choice_tag, " must be 'none', 'auto', 'required' or a choice of tools"),
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
-    top_logprobs: Annotated[Literal[0] | None, UNUSED] = None
+    include: _Included | None = None  # type: ignore[assignment]  # one more than elsewhere
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     previous_response_id: Annotated[None, NO_STATE, UNUSED] = None
     conversation: Annotated[None, NO_STATE, UNUSED] = None
     prompt: Annotated[None, NO_STATE, UNUSED] = None
@@ -178,18 +203,34 @@ class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type
         """Return the body as a chat; `defaults` are the parameters that it does not give."""
         dialog = self._dialog()
         path, structured_output = self._answer_format()
-        functions = [callee.function for callee in self.callees()]
+        changes: dict[str, Any] = {"structured_output": structured_output}
+        if self.top_logprobs or LOGPROBS in (self.include or ()):
+            changes["logprobs"] = self.top_logprobs or 0
+        called = self.callees()
+        functions = [callee.function for callee in called]
         return ApiRequest(
             messages=dialog.messages(),
-            params=self.sampling_params(defaults, structured_output=structured_output),
+            params=self.sampling_params(defaults, **changes),
             model=self.model,
             stream=bool(self.stream),
-            tools=tool_request(functions, self.tool_choice, self.parallel_tool_calls),
+            tools=tool_request(functions, self._chosen(), self.parallel_tool_calls),
             prompt_options=PromptOptions.for_answer(
                 continues=False, **effort_options(self.effort())
             ),
-            fields=ErrorFields("input", self.given_names(), path, dialog.paths),
+            fields=ErrorFields(
+                "input",
+                self.given_names(),
+                path,
+                dialog.paths,
+                tool_paths=[callee.path for callee in called],
+            ),
         )
+
+    def _chosen(self) -> str | FunctionName | Allowed | None:
+        choice = self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            return Allowed(choice.mode, frozenset(tool.name for tool in choice.tools))
+        return choice
 
     def effort(self) -> str | None:
         """Return how much to reason; "none" switches reasoning off."""
@@ -200,11 +241,11 @@ class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type
 
     def callees(self) -> list[Callee]:
         """Return what the answer may call."""
-        tools = list(self.tools or ())
-        for item in self.input if isinstance(self.input, list) else ():
+        found = list(callees(self.tools or (), "tools"))
+        for i, item in enumerate(self.input if isinstance(self.input, list) else ()):
             if isinstance(item, ToolsItem):
-                tools += item.tools
-        return list(callees(tools))
+                found += callees(item.tools, f"input[{i}].tools")
+        return found
 
     def _dialog(self) -> ConvertedChat:
         """Return the dialog, which begins with the instructions."""

@@ -79,12 +79,14 @@ class Callee:
         name: name of the tool in its namespace.
         namespace: its namespace, if any.
         function: the function that the model sees.
+        path: the place of its schema in the body.
     """
 
     kind: str
     name: str
     namespace: str | None
     function: Function
+    path: str
 
     def item(self, block: Block) -> dict[str, Any]:
         """Return the fields of the item that a call of this tool becomes."""
@@ -105,12 +107,13 @@ def qualified_name(name: str, namespace: str | None) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-def callees(tools: Sequence[_Tool], namespace: str | None = None) -> Iterator[Callee]:
+def callees(tools: Sequence[_Tool], path: str, namespace: str | None = None) -> Iterator[Callee]:
     """Yield what the model may call, with the tools of namespaces in their place."""
-    for tool in tools:
+    for i, tool in enumerate(tools):
         if isinstance(tool, Namespace):
-            yield from callees(tool.tools, tool.name)
+            yield from callees(tool.tools, f"{path}[{i}].tools", tool.name)
         else:
             function = tool.function()
             renamed = function.renamed(qualified_name(function.name, namespace))
-            yield Callee(tool.type, function.name, namespace, renamed)
+            schema_path = f"{path}[{i}].parameters"
+            yield Callee(tool.type, function.name, namespace, renamed, schema_path)
