@@ -17,12 +17,12 @@ from llama.prompts.scanner import NEXT, ParseError, S, Scan, Sink, scan_string, 
 from llama.prompts.tools import Tools
 
 _SPACES = re.compile(r"\s+")
-_NAME = r"(?P<at>)(?P<name>(?![-.0-9])[\p{L}\p{N}_.$-]{1,128}+)"
+_NAME = r"(?P<at>)(?P<name>[\p{L}\p{N}_.$-]{1,128}+)"
 _LAST_SPACES = regex.compile(rf"{S}\Z")
 _OPEN_OBJECT = regex.compile(r"\{")
 _KEY_OR_END = regex.compile(r"(?P<end>\})|(?=[\"'])")
 _COLON = regex.compile(":")
-_ARGUMENTS_BEGIN = regex.compile(rf"{S}(?=\{{)")
+_ARGUMENTS_BEGIN = regex.compile(rf'{S}(?=\{{|null|"{S}\{{|"")')
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,13 @@ class CallFormatParser(ToolCallParser):
         kept: list[str] = []
         try:
             yield from source.token(_OPEN_OBJECT)
-            while not (yield from source.token(_KEY_OR_END))["end"]:
+            depth = 1
+            while depth:
+                if (yield from source.token(_KEY_OR_END))["end"]:
+                    depth -= 1
+                    if depth:
+                        yield from source.token(NEXT["{"])
+                    continue
                 key = yield from self._text()
                 yield from source.token(_COLON)
                 if key == "name":
@@ -155,7 +161,11 @@ class CallFormatParser(ToolCallParser):
                     yield from source.token(_ARGUMENTS_BEGIN)
                     if name is not None:
                         sink = self._started(name, kept)
-                    yield from scan_value(source, kept.append if sink is None else sink)
+                    yield from self._object(kept.append if sink is None else sink)
+                elif key == "function":  # around the name and the arguments, as OpenAI writes calls
+                    yield from source.token(_OPEN_OBJECT)
+                    depth += 1
+                    continue
                 else:
                     yield from scan_value(source, _drop)
                 yield from source.token(NEXT["{"])

@@ -33,13 +33,16 @@ _END_FUNCTION = "</function>"
 _PYTHON_TAG = r"<\|python_tag\|>"
 _KEYWORD = r"[\p{L}\p{N}_.$-]{1,128}+"  # the name of an argument
 # The group "at" marks the beginning of a name, even if only half of the name has arrived.
-_NAME = rf"(?P<at>)(?P<name>(?![-.0-9]){_KEYWORD})"
-_TYPE = rf'"type"{S}:{S}"function"{S}'
+_NAME = rf"(?P<at>)(?P<name>{_KEYWORD})"
+_TYPE = rf'"(?:type"{S}:{S}"function"|id"{S}:{S}"[^"\\]{{0,64}}"){S}'
+_TYPES = rf"(?:{_TYPE},{S}){{0,2}}"
+# Arguments are an object, its JSON as a text, or null for none.
+_ARGUMENTS = rf"(?=\{{|null|\"{S}\{{|\"\")"
 _ARGUMENT = rf"(?:(?P<close>\))|(?P<key>{_KEYWORD}){S}=)"
 # The notations of a call, each up to its first argument.
 _JSON = (
-    rf'(?P<json>\{{){S}(?:{_TYPE},{S})?"name"{S}:{S}"{_NAME}"{S},{S}(?:{_TYPE},{S})?'
-    rf'"(?:parameters|arguments)"{S}:{S}(?=\{{)'
+    rf'(?P<outer>\{{{S}{_TYPES}"function"{S}:{S})?(?P<json>\{{){S}{_TYPES}"name"{S}:{S}"{_NAME}"'
+    rf'{S},{S}{_TYPES}"(?:parameters|arguments)"{S}:{S}{_ARGUMENTS}'
 )
 _PYTHON = rf"{_NAME}{S}\({S}(?:(?P<stars>\*\*){S}(?=\{{)|{_ARGUMENT})"
 _ITEM = f"(?:{_JSON}|{_PYTHON})"
@@ -53,7 +56,9 @@ _FOLLOWING = regex.compile(rf"{S}(?:[;,]{S})?{_CALLS}")  # a call after another 
 _NEXT_ITEM = regex.compile(rf"{S}(?:(?:,{S})?(?P<end>\])|,{S}{_ITEM})")
 _NEXT_ARGUMENT = regex.compile(_ARGUMENT)
 _CLOSE = regex.compile(r"\)")
-_AFTER_JSON = regex.compile(rf"{S}(?:,{S}{_TYPE})?\}}")
+_AFTER_JSON = regex.compile(rf"{S}(?:,{S}{_TYPE}){{0,2}}\}}")
+_NULL = regex.compile("null")
+_QUOTE = regex.compile('(?=")')
 _ENDS = "|".join(regex.escape(_END_FUNCTION[:n]) for n in range(1, len(_END_FUNCTION)))
 _AFTER_FUNCTION = regex.compile(
     rf"{S}(?:{_END_FUNCTION}|(?:{_ENDS})\Z)"
@@ -252,13 +257,27 @@ class ToolCallParser:
         elif groups["key"] or groups["close"]:
             yield from self._keywords(match, sink)
         else:
-            yield from scan_value(source, sink)
+            yield from self._object(sink)
             if groups["stars"]:
                 yield from source.token(_CLOSE)
             elif groups["json"]:
                 yield from source.try_match(_AFTER_JSON)
+                if groups["outer"]:
+                    yield from source.try_match(_AFTER_JSON)
             else:
                 yield from source.try_match(_AFTER_FUNCTION, grows=True)
+
+    def _object(self, sink: Sink) -> Scan[None]:
+        """Advance past arguments that are an object, its JSON as a text, or null."""
+        source = self._source
+        if (yield from source.try_match(_NULL)) is not None:
+            sink("{}")
+        elif (yield from source.try_match(_QUOTE)) is not None:
+            pieces: list[str] = []
+            yield from scan_string(source, pieces.append)
+            sink(json.loads("".join(pieces)) or "{}")
+        else:
+            yield from scan_value(source, sink)
 
     def _keywords(self, match: regex.Match[str], sink: Sink) -> Scan[None]:
         """Advance past the keyword arguments of a Python call, and its closing parenthesis."""

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llama.prompts.call_format import KNOWN_FORMATS
+from llama.prompts.call_format_parser import CallFormatParser
 from llama.prompts.parser import CallArguments, CallStart, Content, Event, ToolCallParser
 from llama.prompts.scanner import Source
 from llama.prompts.tools import Tools
@@ -275,3 +277,43 @@ def test_every_value_comes_back(before, after, arguments, form):
     found = [json.loads(e.text) for e in events if isinstance(e, CallArguments)]
     assert found == arguments
     assert [e.text for e in events if isinstance(e, Content)] == [before, after]
+
+
+WRAPPED = [
+    '{"type": "function", "function": {"name": "weather", "parameters": {"city": "Bern"}}}',
+    '{"function": {"name": "weather", "arguments": {"city": "Bern"}}, "type": "function"}',
+    '{"id": "call_1", "type": "function", "function": '
+    '{"name": "weather", "arguments": "{\\"city\\": \\"Bern\\"}"}}',
+    '{"name": "weather", "parameters": "{\\"city\\": \\"Bern\\"}"}',
+]
+EMPTY = ['{"name": "weather", "parameters": null}', '{"name": "weather", "arguments": ""}']
+TEXTS = [
+    '{"name": "weather", "parameters": "none"}',
+    '{"function": {"name": "other", "arguments": {}}}',
+    '{"name": "weather", "parameters": nul',
+]
+
+
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("<tool_call>\n", "\n</tool_call>")])
+def test_calls_in_openai_s_object_and_arguments_as_text_or_null(before, after):
+    """Nothing of such a call is left in the content; what is no call is content."""
+    tools = Tools.of([{"function": {"name": "weather"}}])
+
+    def read(text: str, size: int) -> tuple[str, list[str], str]:
+        is_hermes = bool(before)
+        hermes = KNOWN_FORMATS["hermes"]
+        parser = CallFormatParser(tools, hermes) if is_hermes else ToolCallParser(tools)
+        whole = before + text + after
+        events = [x for i in range(0, len(whole), size) for x in parser.push(whole[i : i + size])]
+        events += parser.flush()
+        content = "".join(x.text for x in events if isinstance(x, Content))
+        arguments = "".join(x.text for x in events if isinstance(x, CallArguments))
+        return content, [x.name for x in events if isinstance(x, CallStart)], arguments
+
+    for size in (1, 7, 1000):
+        for text in WRAPPED:
+            assert read(text, size) == ("", ["weather"], '{"city": "Bern"}')
+        for text in EMPTY:
+            assert read(text, size) == ("", ["weather"], "{}")
+        for text in TEXTS:
+            assert read(text, size) == (before + text + after, [], "")
