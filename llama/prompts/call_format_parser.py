@@ -161,7 +161,7 @@ class CallFormatParser(ToolCallParser):
                     yield from source.token(_ARGUMENTS_BEGIN)
                     if name is not None:
                         sink = self._started(name, kept)
-                    yield from self._object(kept.append if sink is None else sink)
+                    yield from self._json_arguments(kept.append if sink is None else sink)
                 elif key == "function":  # around the name and the arguments, as OpenAI writes calls
                     yield from source.token(_OPEN_OBJECT)
                     depth += 1

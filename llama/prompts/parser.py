@@ -257,7 +257,7 @@ class ToolCallParser:
         elif groups["key"] or groups["close"]:
             yield from self._keywords(match, sink)
         else:
-            yield from self._object(sink)
+            yield from self._json_arguments(sink)
             if groups["stars"]:
                 yield from source.token(_CLOSE)
             elif groups["json"]:
@@ -267,7 +267,7 @@ class ToolCallParser:
             else:
                 yield from source.try_match(_AFTER_FUNCTION, grows=True)
 
-    def _object(self, sink: Sink) -> Scan[None]:
+    def _json_arguments(self, sink: Sink) -> Scan[None]:
         """Advance past arguments that are an object, its JSON as a text, or null."""
         source = self._source
         if (yield from source.try_match(_NULL)) is not None:

@@ -55,7 +55,14 @@ def make_app(
         lenient: whether fields without effect are dropped and named in a header of the response,
             instead of being an error.
     """
-    app = FastAPI(title="llama", version=llama.__version__, docs_url=None, redoc_url=None)
+    # A redirect to the path without a slash would have the scheme that a proxy hides.
+    app = FastAPI(
+        title="llama",
+        version=llama.__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.state.lenient = lenient
     limits = service.limits
     app.state.bodies = BodyMemory(limits.max_body_bytes, limits.max_bodies_bytes)

@@ -137,7 +137,8 @@ class AuthAndLimits:
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             raise headers_too_large()
         if self.loopback:
-            host = re.sub(r":\d+$", "", headers.get("host", ""))
+            # A browser always sends the header; without one there is no wrong host.
+            host = re.sub(r":\d+$", "", headers.get("host") or "localhost")
             if not is_loopback(host.removeprefix("[").removesuffix("]")):
                 raise ApiError(400, "the Host header must name this machine: use localhost")
         if _CONTROL.search(scope["path"]):

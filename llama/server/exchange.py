@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from starlette.responses import Response
 
 from llama.api import Request as EngineRequest
-from llama.common.checks import FieldError
+from llama.common.checks import FieldError, brief
 from llama.prompts.fields import read_as
 from llama.server.errors import ApiError
 from llama.server.request import ApiRequest
@@ -70,6 +70,7 @@ class BodyRoute(APIRoute):
         adapter: TypeAdapter[Any] = TypeAdapter(body_type)
 
         async def answer(http: Request) -> Response:
+            _check_encoding(http)
             self.check_content_type(http)
             ignored: list[str] | None = [] if http.app.state.lenient else None
             http.state.ignored = ignored  # A route may add fields that this model cannot use.
@@ -100,6 +101,14 @@ class UndeclaredBodyRoute(BodyRoute):
         # A browser names the origin of a page in each POST.
         if not _BROWSER_HEADERS.isdisjoint(http.headers.keys()):
             super().check_content_type(http)
+
+
+def _check_encoding(http: Request) -> None:
+    """Raise an ApiError 415 for a body that is compressed."""
+    encoding = http.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", ""):
+        message = f"Content-Encoding {brief(encoding)} is not read here: send the body as it is"
+        raise ApiError(415, message)
 
 
 async def _read_body(http: Request, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:

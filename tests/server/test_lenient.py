@@ -36,7 +36,7 @@ CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
             "store": True,
             "reasoning_effort": "high",
         },
-        "messages[0].content[0].cache_control, messages[1].audio, store, "
+        "messages[1].audio, store, "
         "tools[0], tools[1].x",
         {"messages": [{"role": "system", "content": "x"}, *SAID], "tools": [TOOL]},
     ),

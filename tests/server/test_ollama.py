@@ -202,8 +202,6 @@ def test_what_cannot_be_honoured_is_an_error(server, path, body, words):
 def test_what_would_change_the_models_is_refused(server):
     """Each route of Ollama that this server lacks says why, before it reads a body."""
     for method, path, words in [
-        ("POST", "embed", "a server of an embedding model"),
-        ("POST", "embeddings", "a server of an embedding model"),
         ("POST", "pull", "llama download"),
         ("POST", "push", "cannot be published"),
         ("POST", "create", "start it with another one"),
@@ -412,7 +410,7 @@ def test_ollamas_client(server):
     text = {"model": entry.model, "prompt": STORY[0]["content"], "options": GREEDY}
     assert client.generate(**text).response == wanted
     assert "".join(part.response for part in client.generate(**text, stream=True)) == wanted
-    for ask_for in (client.embed, client.pull, client.delete):
+    for ask_for in (client.pull, client.delete):
         with pytest.raises(Exception, match=r"this server has.*status code: 501"):
             ask_for("x")
     with pytest.raises(Exception, match=r"never cut.*status code: 400"):

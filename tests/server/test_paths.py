@@ -78,3 +78,32 @@ def test_each_route_needs_the_key_that_its_kind_needs(app, client):
             assert (with_key.status_code == 403) == (route.path in OPERATOR), (method, path)
             num_checked += 1
     assert num_checked > 25
+
+
+@pytest.mark.parametrize("path", ["/health/", "/v1/models/demo/", "/api/tags/", "/v1/embeddings/"])
+def test_a_slash_at_the_end_redirects_nowhere(client, path):
+    """Behind a proxy of TLS, the address of a redirect would not be the client's."""
+    headers = {**_key("a"), "x-forwarded-proto": "https"}
+    for method in ("GET", "POST"):
+        assert client.request(method, path, headers=headers).status_code in (200, 404, 405)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "deflate, gzip"])
+def test_a_compressed_body_is_refused(client, encoding):
+    for path in ("/v1/completions", "/api/generate", "/v1/messages"):
+        headers = {**_key("a"), "content-encoding": encoding, "content-type": "application/json"}
+        found = client.post(path, content=b"\x1f\x8b", headers=headers)
+        assert (found.status_code, "Content-Encoding" in found.text) == (415, True)
+        plain = client.post(
+            path, content=b"{}", headers={**headers, "content-encoding": "identity"}
+        )
+        assert plain.status_code in (200, 400)
+
+
+def test_a_request_without_a_host_header_passes(client):
+    """HAProxy's check of health is such a request."""
+    for headers, status in (({}, 200), ({"host": "evil.example"}, 400)):
+        request = client.build_request("GET", "/health")
+        del request.headers["host"]
+        request.headers.update(headers)
+        assert client.send(request).status_code == status

@@ -143,7 +143,7 @@ def _check_input(path: str, *, resume: bool) -> None:
     if os.path.isfile(path):
         with open(path, "rb") as file:
             check_encoding(path, file.readline(4096))
-        unread_columns(path)  # This checks the first line of a CSV file.
+        unread_columns(path)  # This checks the first line.
     elif os.path.isdir(path):
         raise ValueError(f"{path} is a folder: name a file with a request per line")
     elif resume:  # A pipe is not opened here, because what is read from it is lost.
@@ -154,9 +154,9 @@ def unread_columns(path: str) -> list[str]:
     """Return the columns of a CSV file that have no effect. Other files have none.
 
     Raises:
-        ValueError: The CSV file cannot be used.
+        ValueError: The first line shows that the file cannot be used.
     """
-    if not is_csv(path) or not os.path.isfile(path):
+    if not os.path.isfile(path):
         return []
     with open(path, "rb") as file:
         header = next(read_lines(file, ""), None)

@@ -6,6 +6,7 @@ is in OpenAI's format. This module must know neither files nor the engine.
 
 import codecs
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ from llama.server.request import ApiRequest
 MAX_LINE = 10_000_000  # bytes
 _ENVELOPE = {"custom_id", "method", "url", "body"}
 _COLUMNS = ("prompt", "custom_id")  # columns of a CSV file that are read; the first is required
+_ARRAY = re.compile(rb"\[\s*([{\"]|$)")  # the first line of a file that is a JSON array
 _MAX_MESSAGE = 1000  # characters of an error message, which may quote the line
 
 
@@ -59,10 +61,16 @@ class LineFormat:
         """Return the format of a file, which its name and its first line show.
 
         Raises:
-            ValueError: It is a CSV file that cannot be used.
+            ValueError: It is a JSON array, or a CSV file that cannot be used.
         """
         if not is_csv(path):
-            return cls(is_json=first_line.lstrip().startswith(b"{"))
+            start = first_line.lstrip()
+            if _ARRAY.match(start):
+                raise ValueError(
+                    f"{path} is a JSON array, and each line must be an object (JSON lines): "
+                    f"convert it, for example with jq -c '.[]' {path} > NEW_FILE"
+                )
+            return cls(is_json=start.startswith(b"{"))
         _check_separator(path, first_line)
         try:
             columns = [name.strip() for name in fields_of(_decoded(first_line))]

@@ -53,13 +53,15 @@ def running(serving: Serving) -> dict[str, Any]:
 
 def shown(serving: Serving) -> dict[str, Any]:
     """Return the answer of /api/show."""
-    params = serving.loaded().model.params
+    llama = serving.loaded()
+    params = llama.model.params
     dialog_format = serving.dialog_format
-    capabilities = ["completion"]
-    if dialog_format.has_tools:
-        capabilities.append("tools")
-    if dialog_format.reasoning is not None:
-        capabilities.append("thinking")
+    capabilities = [] if llama.llm_engine.why_silent else ["completion"]
+    if llama.pooler.settings.kind is not None:
+        capabilities.append("embedding")
+    if capabilities[:1] == ["completion"]:
+        capabilities += ["tools"] * dialog_format.has_tools
+        capabilities += ["thinking"] * (dialog_format.reasoning is not None)
     return {
         "modelfile": f"FROM {serving.name}\nPARAMETER num_ctx {params.max_seq_len}\n",
         "parameters": f"num_ctx {params.max_seq_len}",

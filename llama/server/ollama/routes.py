@@ -20,7 +20,7 @@ from llama.server.exchange import (
     body_router,
     prepare_chat,
 )
-from llama.server.ollama import catalog
+from llama.server.ollama import catalog, embed
 from llama.server.ollama.answers import ChatAnswer, GenerateAnswer
 from llama.server.ollama.models import (
     CHAT_URL,
@@ -40,10 +40,7 @@ from llama.server.service import Service
 # need; this program's own version is at /version.
 API_VERSION = "0.12.0"
 _ONE_MODEL = "this server has the one model that it was started with: start it with another one"
-_NO_EMBEDDINGS = "this server has no embeddings: use a server of an embedding model"
 _UNSUPPORTED = {
-    "/api/embed": (["POST"], _NO_EMBEDDINGS),
-    "/api/embeddings": (["POST"], _NO_EMBEDDINGS),
     "/api/pull": (["POST"], f"{_ONE_MODEL}, which `llama download` fetches"),
     "/api/push": (["POST"], f"models cannot be published from here: {_ONE_MODEL}"),
     "/api/create": (["POST"], _ONE_MODEL),
@@ -73,11 +70,13 @@ def routes(service: Service) -> APIRouter:
         prepared = await _prepare(http, request)
         return await respond(http, request, [prepared], make_answer)
 
+    @router.head("/api/version", include_in_schema=False)
     @router.get("/api/version")
     async def version() -> Response:
         """Return the version of Ollama's API that the routes follow."""
         return JsonResponse({"version": API_VERSION})
 
+    @router.head("/api/tags", include_in_schema=False)
     @router.get("/api/tags")
     async def tags() -> Response:
         """List the models."""
@@ -110,6 +109,7 @@ def routes(service: Service) -> APIRouter:
         """Answer a question, or continue a text."""
         return await answer(body, http, GenerateAnswer)
 
+    embed.add_routes(router)
     for path, (methods, message) in _UNSUPPORTED.items():
         _refuse(router, path, methods, message)
     return router

@@ -345,6 +345,9 @@ def test_rows_are_those_of_pythons_csv_module(row):
         ("a.csv", b"id|prompt \n1|x\n", "save it with commas, or convert it"),
         ("a.csv", b'"prompt\nx', "field 1 has a quote that does not match"),
         ("a.parquet", b"PAR1\x00\x00", "a.parquet is a Parquet file, which is not read here: conv"),
+        ("a.json", b'[{"custom_id": "1", "body": {}}]', "a.json is a JSON array, and each line"),
+        ("a.jsonl", b"[\n  {}\n]", "JSON lines.: convert it, for example with jq -c"),
+        ("a.txt", b'["Once", "Twice"]\n', "is a JSON array"),
         ("-", b"PAR1\x15", r"to_json\('prompts.jsonl', orient='records', lines=True\)"),
     ],
 )  # fmt: skip
