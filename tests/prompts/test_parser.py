@@ -287,7 +287,7 @@ WRAPPED = [
     '{"name": "weather", "parameters": "{\\"city\\": \\"Bern\\"}"}',
 ]
 EMPTY = ['{"name": "weather", "parameters": null}', '{"name": "weather", "arguments": ""}']
-TEXTS = [
+NO_CALLS = [
     '{"name": "weather", "parameters": "none"}',
     '{"function": {"name": "other", "arguments": {}}}',
     '{"name": "weather", "parameters": nul',
@@ -315,5 +315,5 @@ def test_calls_in_openai_s_object_and_arguments_as_text_or_null(before, after):
             assert read(text, size) == ("", ["weather"], '{"city": "Bern"}')
         for text in EMPTY:
             assert read(text, size) == ("", ["weather"], "{}")
-        for text in TEXTS:
+        for text in NO_CALLS:
             assert read(text, size) == (before + text + after, [], "")

@@ -143,7 +143,8 @@ def test_the_names_of_the_two_texts_of_a_score(reranker):
     _, client = reranker
     wanted = posted(client, "/score", text_1=TEXTS[0], text_2=TEXTS[1:])["data"]
     for left, right in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
-        assert posted(client, "/score", **{left: TEXTS[0], right: TEXTS[1:]})["data"] == wanted
+        given: Any = {left: TEXTS[0], right: TEXTS[1:]}
+        assert posted(client, "/score", **given)["data"] == wanted
     for given in ({"text_1": "a"}, {"queries": "a", "text_2": "b"}, {"text_1": "a", "items": "b"}):
         error = posted(client, "/score", 400, **given)["error"]
         assert error["message"].startswith("give text_1 and text_2, or queries and documents")

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from helpers.scripted import ScriptedServer, openai_client
 from llama.prompts import ToolFormat
-from llama.prompts.call_format import KNOWN_FORMATS
+from llama.prompts.call_format import KNOWN_FORMATS, CallFormat
 from llama.prompts.chat import chat_params
 from llama.prompts.dialog_format import MetaFormat, PromptOptions
 from llama.prompts.tools import Tools
@@ -79,7 +79,7 @@ async def loose_chat(client: openai.AsyncOpenAI, seed: int) -> tuple[Any, Any]:
         response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": FORMAT}},
     )
     (choice,) = answer.choices
-    calls = choice.message.tool_calls or []
+    calls: Any = choice.message.tool_calls or []
     content = choice.message.content
     return content and Mood.model_validate_json(content), [
         Look.model_validate_json(call.function.arguments) for call in calls
@@ -199,10 +199,11 @@ ANSWERS: list[tuple[StructuredOutput, list[str], list[str]]] = [
 ]
 
 
-def accepted(matcher: Any, text: str, tokenizer: Tokenizer) -> bool:
+def accepted(matcher: Any, text: str, tokenizer: Any) -> bool:
     """Return whether a text may be written to its end, with all of it given as a draft, too."""
     ids = [*tokenizer.encode(text, bos=False, eos=False), tokenizer.eot_id]
-    bits = np.zeros((len(ids), -(-tokenizer.n_words // 32)), np.int32)
+    num_ids = tokenizer.n_words or 0
+    bits = np.zeros((len(ids), -(-num_ids // 32)), np.int32)
     one_by_one = []
     for count in range(len(ids)):
         matcher.fill_allowed(ids[:count], 0, ids[count:-1], bits[: len(ids) - count])
@@ -217,6 +218,17 @@ def accepted(matcher: Any, text: str, tokenizer: Tokenizer) -> bool:
     return all(one_by_one)
 
 
+class TemplateLike(MetaFormat):
+    """A format whose calls are those of a chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, call_format: CallFormat) -> None:
+        super().__init__(tokenizer)
+        self._call_format = call_format
+
+    def call_grammar(self, tools: Tools) -> str:
+        return self._call_format.grammar(tools, self.tokenizer.special_tokens)
+
+
 @pytest.mark.parametrize(("answer", "good", "bad"), ANSWERS)
 @pytest.mark.parametrize("tool_format", ["llama3.1", "llama3.2", *KNOWN_FORMATS])
 def test_every_format_goes_with_every_notation_of_calls(
@@ -227,15 +239,10 @@ def test_every_format_goes_with_every_notation_of_calls(
         call_format = KNOWN_FORMATS[tool_format]
         call = call_format.open + call_format.before + "Look" + call_format.between
         call += '{"city": "Bern"}' + call_format.after + call_format.close
-
-        class Format(MetaFormat):
-            def call_grammar(self, tools: Tools) -> str:
-                return call_format.grammar(tools, tokenizer.special_tokens)
+        dialog_format: MetaFormat = TemplateLike(tokenizer, call_format)
     else:
         call = JSON_CALL if tool_format == "llama3.1" else '[Look(city="Bern")]'
-        Format = MetaFormat  # type: ignore[misc]
-    is_python = tool_format == "llama3.2"
-    dialog_format = Format(tokenizer, ToolFormat.LLAMA_3_2 if is_python else ToolFormat.LLAMA_3_1)
+        dialog_format = MetaFormat(tokenizer, ToolFormat(tool_format))
     tools = replace(Tools.of([LOOSE]), has_format=True)
     params = chat_params(
         SamplingParams(structured_output=answer), tools, dialog_format, PromptOptions()
@@ -243,6 +250,7 @@ def test_every_format_goes_with_every_notation_of_calls(
     compiler = GrammarCompiler(tokenizer)
 
     def is_accepted(text: str) -> bool:
+        assert isinstance(params.structured_output, StructuredOutput)
         matcher = compiler.matcher(params.structured_output)
         return accepted(matcher, text, tokenizer)
 
