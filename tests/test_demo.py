@@ -4,16 +4,18 @@ The Python examples of the README and the pages, which use it, are tested too.
 """
 
 import json
+import random
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from demo_model.corpus import facts
+from demo_model.corpus import Turn, fact_turns, facts, story_turns
 from helpers import meta as oracle
 from helpers.launch import DEMO, run_program
 from helpers.pages import PAGES, blocks
+from helpers.prompts import user
 from llama import Dialog, Llama
 
 REPO = Path(__file__).resolve().parent.parent
@@ -57,6 +59,37 @@ def test_it_answers_every_question_it_was_taught(dtype):
         [[{"role": "user", "content": "What is the capital of France?"}]], 0.0
     )
     assert paris["generation"]["content"] == "The capital of France is Paris."
+
+
+def mixed_chat(rng: random.Random, question: str, num_exchanges: int) -> Dialog:
+    """Return a chat of stories and questions, a quarter of them stories, that ends so."""
+    turns: list[Turn] = []
+    for _ in range(num_exchanges):
+        turns += story_turns(rng) if rng.random() < 0.25 else fact_turns(rng, rng.choice(facts()))
+    dialog: Dialog = [{"role": role, "content": text} for role, text in turns]
+    return [*dialog, user(question)]
+
+
+def test_it_answers_after_any_mix_of_stories_and_questions():
+    """Nine in ten questions are answered rightly after up to eight exchanges."""
+    demo = Llama.build(str(DEMO), None, 512, 32, device="cpu", dtype="bf16")
+    rng = random.Random(3)
+    known = facts()
+    counts = dict.fromkeys(range(9), 0)
+    for num_exchanges in counts:
+        asked: list[tuple[Dialog, str]] = []
+        while len(asked) < 40:
+            fact = rng.choice(known)
+            dialog = mixed_chat(rng, fact.questions[0], num_exchanges)
+            if len(demo.formatter.encode_dialog_prompt(dialog)) < 512 - 60:
+                asked.append((dialog, fact.answer))
+        answers = demo.chat_completion([dialog for dialog, _ in asked], 0.0, max_gen_len=60)
+        counts[num_exchanges] = sum(
+            answer["generation"]["content"] == right
+            for answer, (_, right) in zip(answers, asked, strict=True)
+        )
+    assert all(count >= 0.8 * 40 for count in counts.values()), counts
+    assert sum(counts.values()) >= 0.9 * 40 * len(counts), counts
 
 
 def test_it_tells_stories_that_end(demo):

@@ -29,8 +29,6 @@ from llama.cli.model import (
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.resident import KEYED, resident_server
 
-_DEMO_TURNS = 3  # the longest chats that the demo model was trained on
-
 
 def chat(options: argparse.Namespace) -> int:
     """Chat in the terminal, or answer the questions of a pipe."""
@@ -38,8 +36,6 @@ def chat(options: argparse.Namespace) -> int:
     finish_on_signal()
     settings = _picked(options, "system", "seed", *SAMPLING_FLAGS)
     settings["history"] = None if options.no_history else history_path()
-    if not (options.ckpt_dir or options.url):
-        settings["max_turns"] = _DEMO_TURNS
     if options.url or options.resident:  # This avoids the import of torch, which takes seconds.
         with _server(options) as url:
             from llama.cli.chat.server_session import chat_on_server

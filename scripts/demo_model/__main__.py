@@ -14,19 +14,22 @@ from llama.cli.flags import Flag  # noqa: E402
 
 _FLAGS = {
     "out": Flag(str, "DIR", "Folder to write; files of these names in it are replaced"),
+    "start": Flag(str, "DIR", "Folder of a model to train further", "a new model"),
     "minutes": Flag(float, "X", "Duration of the training if steps is 0"),
     "steps": Flag(int, "N", "Optimizer steps; 0 trains by the clock"),
     "seed": Flag(int, "N", "Seed of the corpus and of the training"),
 }
 
 
-def main(out: str, minutes: float = 25.0, steps: int = 0, seed: int = 1) -> None:
+def main(
+    out: str, start: str | None = None, minutes: float = 25.0, steps: int = 0, seed: int = 1
+) -> None:
     """Make the demo checkpoint: corpus, tokenizer, training, Meta's files."""
     try:
         from demo_model.train import train
     except ModuleNotFoundError as e:
         raise ValueError(f"{e}: install the extra, pip install -e '.[train]'") from e
-    train(out, minutes=minutes, steps=steps, seed=seed)
+    train(out, start=start, minutes=minutes, steps=steps, seed=seed)
 
 
 if __name__ == "__main__":

@@ -405,7 +405,12 @@ def facts() -> list[Fact]:
     return found
 
 
-STORY_REQUESTS = ("Tell me a story.", "Write a story.", "Please tell me a little story.")
+STORY_REQUESTS = (
+    "Tell me a story.",
+    "Write a story.",
+    "Please tell me a little story.",
+    "Tell me another story.",
+)
 KIND_REQUESTS = (
     "Write a story about {one}.",
     "Tell me a story about {one}.",
@@ -447,14 +452,16 @@ def story_turns(rng: random.Random) -> list[Turn]:
     return [("user", request), ("assistant", tell(rng, names))]
 
 
-def name_turns(rng: random.Random) -> list[Turn]:
-    """A dialog whose second answer lies in its first turn, so that the model must look back."""
+def name_turns(rng: random.Random, known: list[Fact]) -> list[Turn]:
+    """A dialog whose last answer lies in its first turn, so that the model must look back."""
     name = rng.choice(BOYS + GIRLS)
     hello = rng.choice(("My name is {}.", "Hello, my name is {}.", "Hi, I am {}.")).format(name)
     asked = rng.choice(("What is my name?", "Who am I?", "Do you know my name?"))
+    between = [fact_turns(rng, fact) for fact in rng.sample(known, rng.choice((0, 0, 1, 2)))]
     return [
         ("user", hello),
         ("assistant", f"Hello, {name}! It is nice to meet you."),
+        *(turn for exchange in between for turn in exchange),
         ("user", asked),
         ("assistant", f"Your name is {name}."),
     ]
@@ -477,30 +484,43 @@ def capital_turns(rng: random.Random, known: list[Fact]) -> list[Turn]:
     return fact_turns(rng, first) + follow
 
 
-def dialog(rng: random.Random, known: list[Fact], fact: Fact) -> list[Turn]:
-    """One dialog which asks for this fact last: alone, or after other turns, or with a system."""
-    system: list[Turn] = []
-    if rng.random() < 0.15:
-        system = [("system", rng.choice(SYSTEM_PROMPTS))]
-    roll = rng.random()
-    earlier = 0 if roll < 0.75 else 1 if roll < 0.93 else 2
-    turns = [turn for other in rng.sample(known, earlier) for turn in fact_turns(rng, other)]
-    return system + turns + fact_turns(rng, fact)
+def exchanges_of(rng: random.Random, known: list[Fact]) -> list[list[Turn]]:
+    """Return what is asked and answered in one round: each fact twice or more, and stories."""
+    # facts with many questions, or questions of one word, need more rounds to be learned
+    asked = known * 2 + [fact for fact in known if fact.topic in ("talk", "opposites")]
+    asked += [fact for fact in known for _ in fact.questions[4:]]
+    found = [fact_turns(rng, fact) for fact in asked]
+    found += [story_turns(rng) for _ in range(200)]
+    found += [name_turns(rng, known) for _ in range(40)]
+    found += [capital_turns(rng, known) for _ in range(60)]
+    found += [repeat_turns(rng) for _ in range(80)]
+    rng.shuffle(found)
+    return found
+
+
+def chats_of(rng: random.Random, exchanges: list[list[Turn]]) -> list[list[Turn]]:
+    """Divide exchanges into chats of 1 to 9, so that stories and questions follow one another.
+
+    A third of the chats has one exchange, as the first question of a chat is the most frequent.
+    """
+    found: list[list[Turn]] = []
+    rest = list(exchanges)
+    while rest:
+        count = 1 if rng.random() < 0.33 else rng.randint(2, 9)
+        chat: list[Turn] = []
+        if rng.random() < 0.15:
+            chat.append(("system", rng.choice(SYSTEM_PROMPTS)))
+        for exchange in rest[:count]:
+            chat += exchange
+        found.append(chat)
+        del rest[:count]
+    return found
 
 
 def round_of(rng: random.Random) -> tuple[list[str], list[list[Turn]]]:
-    """One round over all facts: plain documents and dialogs, each fact asked once or more."""
+    """One round over all facts: plain documents and dialogs, each fact asked twice or more."""
     known = facts()
-    texts = stories(rng, 220) + [fact.answer for fact in known if fact.statement]
+    texts = stories(rng, 160) + [fact.answer for fact in known if fact.statement]
     texts += list(PASSAGES) * 2 + [translations(rng) for _ in range(12)]
-    chats = [dialog(rng, known, fact) for fact in known for _ in range(2)]
-    chats += [story_turns(rng) for _ in range(80)]
-    chats += [name_turns(rng) for _ in range(25)]
-    chats += [capital_turns(rng, known) for _ in range(40)]
-    chats += [repeat_turns(rng) for _ in range(80)]
-    # facts with many questions, or questions of one word, need more rounds to be learned
-    chats += [dialog(rng, known, fact) for fact in known if fact.topic in ("talk", "opposites")]
-    chats += [dialog(rng, known, fact) for fact in known for _ in fact.questions[4:]]
     rng.shuffle(texts)
-    rng.shuffle(chats)
-    return texts, chats
+    return texts, chats_of(rng, exchanges_of(rng, known))

@@ -81,7 +81,6 @@ class Conversation:
         context: int | None,
         *,
         system: str | None = None,
-        max_turns: int | None = None,
         **settings: Any,
     ) -> None:
         """Begin an empty conversation.
@@ -90,14 +89,13 @@ class Conversation:
             encode: Encodes a dialog; None if a server does so.
             context: The maximum number of tokens of prompt and answer; None if it is unknown.
             system: The system message.
-            max_turns: The number of turns that the model is sent at most; None: no limit.
             settings: Initial values of the settings in `SETTINGS`.
 
         Raises:
             ValueError: A setting has a value that is not allowed.
         """
         self.encode = encode
-        self.window = ContextWindow(context, max_turns)
+        self.window = ContextWindow(context)
         self.messages: list[Mapping[str, Any]] = []
         self.params = SamplingParams(max_tokens=None)
         self.reasoning = ""  # reasoning before the last answer

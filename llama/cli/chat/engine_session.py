@@ -24,7 +24,7 @@ def chat_on_engine(llama: Llama, history: Path | None = None, **settings: Any) -
     Args:
         llama: The model.
         history: The file that keeps what is typed; None: it is not kept.
-        settings: Initial values of the settings of `/set`, and `system` and `max_turns`.
+        settings: Initial values of the settings of `/set`, and `system`.
 
     Raises:
         ValueError: A setting is not allowed, or there are several model-parallel groups.

@@ -37,7 +37,7 @@ def chat_on_server(
         api_key: The key of the server.
         model: One of the server's models; its first one by default.
         history: The file that keeps what is typed; None: it is not kept.
-        settings: Initial values of the settings of `/set`, and `system` and `max_turns`.
+        settings: Initial values of the settings of `/set`, and `system`.
 
     Raises:
         ServerError: The server cannot be reached, or it refuses.

@@ -39,11 +39,6 @@ def talk(answers: Answers, conversation: Conversation, terminal: Terminal) -> No
     """
     with terminal.open():
         if terminal.screen:
-            if conversation.window.max_turns:
-                terminal.note(
-                    "this model was trained on short chats: it is sent the last "
-                    f"{conversation.window.max_turns} questions only, with their answers"
-                )
             terminal.note("/help lists the commands, /bye ends the chat")
         while (text := _read(terminal)) is not None and not terminal.stops:
             turn = conversation.handle(text)

@@ -27,15 +27,13 @@ class ContextWindow:
     prefix cache.
     """
 
-    def __init__(self, context: int | None, max_turns: int | None) -> None:
+    def __init__(self, context: int | None) -> None:
         """Begin with no turns.
 
         Args:
             context: The maximum number of tokens of prompt and answer; None if it is unknown.
-            max_turns: The number of turns that are sent at most; None: no limit.
         """
         self.context = context
-        self.max_turns = max_turns
         self.num_left_out = 0  # turns that the last prompt left out
         self._num_skipped = 0  # messages of these turns
 
@@ -65,8 +63,7 @@ class ContextWindow:
         first = num_system(dialog)
         turns = [i for i in range(first, len(dialog)) if dialog[i]["role"] == "user"]
         turns[:1] = [first]  # What precedes the first question belongs to its turn.
-        recent = turns[-self.max_turns :] if self.max_turns else turns
-        starts = [i for i in recent if i >= first + self._num_skipped] or recent[-1:]
+        starts = [i for i in turns if i >= first + self._num_skipped] or turns[-1:]
 
         def tokens_from(start: int) -> int:
             return count((*dialog[:first], *dialog[start:]))

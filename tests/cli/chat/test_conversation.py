@@ -365,22 +365,6 @@ def test_the_length_of_answers_is_left_free(shared_llama):
     assert len(conversation.prompt(conversation.handle("one"))) <= 128
 
 
-def test_a_number_of_turns_can_be_the_limit(shared_llama):
-    encode = encoder(shared_llama)
-    conversation = Conversation(encode, 4096, system="Be brief.", max_turns=2)
-    answered(conversation, "one", "two", "three")
-    turn = conversation.handle("four")
-    system = {"role": "system", "content": "Be brief."}
-    sent = [system, user("three"), assistant("THREE"), user("four")]
-    assert conversation.prompt(turn) == encode(sent)
-    assert conversation.window.num_left_out == 2
-    conversation.commit(turn, "FOUR", STATS)
-    again = conversation.handle("/retry")
-    assert conversation.prompt(again) == encode(sent), "as the first time"
-    conversation.handle("/clear")
-    assert conversation.prompt(conversation.handle("x")) == encode([system, user("x")])
-
-
 def test_chat_refuses_several_groups(shared_llama):
     class Groups:
         model = type("M", (), {"parallel": Parallel(data_size=2)})
@@ -483,17 +467,24 @@ def test_a_chat_goes_on_when_its_context_is_full(demo, piped):
 
 
 def test_the_demo_model_answers_rightly_in_a_long_chat(monkeypatch, capsys):
-    """The demo model answers rightly in a long chat, which it is sent in short pieces.
+    """The demo model answers rightly in a long chat, in which it also tells stories.
 
-    It was trained on three turns; when it was sent all of ten turns, one answer in eight was right.
+    It was trained on chats as long as its context; the oldest turns are left out beyond that.
     """
-    known = facts()[::30][:12]
-    text = "".join(f"{fact.questions[0]}\n" for fact in known)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    known = facts()[::30][:24]
+    asked = [fact.questions[0] for fact in known]
+    asked[4::5] = [STORY] * len(asked[4::5])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{text}\n" for text in asked)))
     assert main(["chat", "--temperature", "0", "--device", "cpu"]) == 0
     shown = capsys.readouterr()
-    assert shown.out.splitlines() == [fact.answer for fact in known]
-    assert "oldest turns left out: 9 | " in shown.err
+    answers = shown.out.splitlines()
+    assert len(answers) == len(asked) and "oldest turns left out: " in shown.err
+    right = [
+        answer == fact.answer
+        for answer, fact, text in zip(answers, known, asked, strict=True)
+        if text != STORY
+    ]
+    assert sum(right) >= 0.9 * len(right)
 
 
 def test_retry_gives_another_answer_and_the_chat_is_reproducible(piped):
