@@ -342,7 +342,7 @@ def test_what_differs_between_ranks_is_an_error_on_each(sharded, two_ranks):
         ):
             first, other = values
             assert re.search(rf"{what} differ .* 0 \({first}\) and rank 1 \({other}\)", error)
-        kind = ("RankError: rank 1 failed: FileNotFoundError: ", "FileNotFoundError: ")[rank]
+        kind = ("RankError: rank 1 failed: FieldPathError: ", "FieldPathError: ")[rank]
         assert fewer["error"].startswith(kind)
         assert "consolidated.00.pth" in damaged["error"] and "is damaged" in damaged["error"]
         assert after["result"][0] == alone(sharded["kv2"], **GREEDY)[0]

@@ -51,7 +51,7 @@ _FORMATS = frozenset(
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 _BAD_SCHEMA = "failed to compile JSON schema"
-_AT_LINE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_AT_LINE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _OPTION = re.compile(r"\. Enable '\w+' option[^\n]*")  # llguidance has such an option
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # A backslash, or a character of which the package's conversion would lose a leading zero.

@@ -71,7 +71,7 @@ def here(repo: str = REPO) -> set[str]:
 
 
 def test_a_model_comes_once_and_every_command_finds_it_by_its_name(hub, files, capfd, monkeypatch):
-    assert main(["complete", NAME, *COMPLETE]) == 1
+    assert main(["complete", NAME, *COMPLETE]) == 2
     assert f"{NAME} does not exist: give the folder" in (said := capfd.readouterr().err)
     assert "or fetch a model: llama download NAME" in said
     assert main(["download", NAME]) == 0

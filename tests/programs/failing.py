@@ -178,7 +178,6 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
         return
     if "drain_s" in case:
         path = mark.with_suffix(".out")
-        mark.with_suffix(".in").write_text("a question\n" * 40)
         params = sampling_params(temperature=0, max_gen_len=8)
         run_batch(llama, str(mark.with_suffix(".in")), str(path), params)
         return

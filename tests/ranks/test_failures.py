@@ -365,6 +365,7 @@ def test_a_signal_lets_a_batch_job_finish_what_runs(fault, drain_s, run, tmp_pat
     The four running requests are answered completely, no new one starts, and the exit code is 0. A
     second signal ends the job at once; so does the time limit, which is an error.
     """
+    (tmp_path / "mark.in").write_text("a question\n" * 40)
     ended = run(job(2, fault, 0, "decode", 60, drain_s=drain_s))
     lines = (tmp_path / "mark.out").read_text().splitlines()
     if fault == "stop":

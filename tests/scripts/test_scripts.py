@@ -66,8 +66,8 @@ def test_a_wrong_flag_stops_every_script_before_the_load(
     ("words", "code", "told"),
     [
         (["--prompt", "a", "--prompt_file", "b"], 2, "give one of them"),
-        (["--prompt_file", "/nowhere"], 1, "No such file or directory: '/nowhere'"),
-        (["--ckpt_dir", "/nowhere"], 1, "/nowhere does not exist"),
+        (["--prompt_file", "/nowhere"], 1, "/nowhere: no such file or directory"),
+        (["--ckpt_dir", "/nowhere"], 2, "/nowhere does not exist"),
         (["--prompt", "word " * 300], 1, "max_seq_len is 256: shorten the prompt"),
     ],
 )
