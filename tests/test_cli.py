@@ -409,7 +409,7 @@ def test_reshard_writes_what_verify_accepts(make_checkpoint, tmp_path, capfd):
     out = str(tmp_path / "out")
     assert main(["reshard", str(folder), out, "--model_parallel_size", "2"]) == 0
     assert "consolidated.01.pth" in capfd.readouterr().out
-    assert any(line.endswith("in 2 file(s)") for line in verify(out))
+    assert any("in 2 file(s)" in line for line in verify(out))
     assert main(["reshard", str(folder), out, "--model_parallel_size", "2"]) == 1
     assert "holds something" in capfd.readouterr().err
 
