@@ -45,6 +45,8 @@ DIALOG: list[Message] = [
 ]
 ANSWER_TOKENS = 32
 _MAX_SEQ_LEN = 512
+# Parameters that the reference has no field for: these make the same model without one.
+_READ_HERE = {"context_length", "tied_output", "is_causal"}
 _TIMEOUT_S = 600.0
 # Largest difference of a log-probability that rounding explains. The logits of a model in bf16 or
 # fp16 are rounded to these types, too.
@@ -175,8 +177,18 @@ def load_reference(
     """Make the reference with this rank's part of a checkpoint, in groups that exist.
 
     Where the files are Meta's shards for these ranks, the reference reads them itself.
+
+    Raises:
+        ValueError: The model has a parameter that the reference does not know.
     """
     names = {field.name for field in fields(ModelArgs)}
+    for field in fields(checkpoint.params):
+        value = getattr(checkpoint.params, field.name)
+        if field.name not in names | _READ_HERE and value != field.default:
+            raise ValueError(
+                f"{checkpoint.folder}: {field.name}={value} is not in Meta's model, which the "
+                "reference is: its answers cannot be compared"
+            )
     params = {name: x for name, x in vars(checkpoint.params).items() if name in names}
     is_own = checkpoint.layout == "meta" and len(checkpoint.shards) == parallel.size
     if is_own and not checkpoint.is_quantized and checkpoint.vision is None:

@@ -1,5 +1,6 @@
 """`llama verify --answers`: what it compares, what it accepts, and what it finds."""
 
+import json
 import math
 import re
 import shutil
@@ -79,6 +80,27 @@ def test_other_layouts_agree(layout, two_shards, capsys, tmp_path):
         convert(DEMO, folder := tmp_path / "demo-q8_0.gguf", quantize="q8_0")
     code, line = verify(capsys, folder)
     assert code == 0 and float(line[6]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 256},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)  # fmt: skip
+def test_a_model_that_the_reference_cannot_run_is_refused(scaling, capsys, tmp_path):
+    """The reference is Meta's model: a parameter that it does not know is no disagreement."""
+    convert(DEMO, tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("rope_parameters", None)
+    config |= {"rope_theta": 500000.0, "rope_scaling": scaling}
+    path.write_text(json.dumps(config))
+    assert main(["verify", str(tmp_path / "hf"), "--answers", "--device", "cpu"]) == 1
+    assert re.search(r"rope_\w+=\S+ is not in Meta's model", capsys.readouterr().err)
 
 
 def test_a_conversion_is_compared_with_its_original(capsys, tmp_path):
