@@ -178,12 +178,12 @@ def test_gorillas_function(demo):
 
 def test_guanacos_function(demo):
     """Guanaco's function yields a string for each token, greedily and with its penalty of 1.7."""
-    sent = {"prompt": PROMPT, "max_new_tokens": 30, "temperature": 0.8, "stop": None}
+    sent = {"prompt": PROMPT, "max_new_tokens": 80, "temperature": 0.8, "stop": None}
     texts = list(guanaco_generate_stream(demo, demo.tokenizer, sent, "cpu", 512))
-    (wanted,) = answer(demo, max_tokens=30, temperature=0, repetition_penalty=1.7)
-    assert texts[-1] == wanted and len(texts) == 30
+    (wanted,) = answer(demo, max_tokens=80, temperature=0, repetition_penalty=1.7)
+    assert texts[-1] == wanted and len(texts) == 80
     assert "".join(db_gpt_pieces(iter(texts))) == wanted
-    assert wanted != answer(demo, max_tokens=30, temperature=0)[0]
+    assert wanted != answer(demo, max_tokens=80, temperature=0)[0]
     sent["stop"] = wanted[4:7]
     stopped = list(guanaco_generate_stream(demo, demo.tokenizer, sent, "cpu"))
     assert stopped[-1] == wanted[: wanted.index(wanted[4:7])]
