@@ -111,6 +111,21 @@ _LAYER_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
 }
 
 
+def _rotations(params: ModelArgs) -> Tensor:
+    """Return the rotation of each pair at each position, (max_seq_len, D/2) complex64.
+
+    The type does not depend on that of the weights.
+    """
+    return precompute_freqs_cis(
+        params.head_dim,
+        params.max_seq_len,
+        params.rope_theta,
+        params.rope_factor,
+        params.rope_original_context,
+        params.rope_linear_factor,
+    )
+
+
 class Transformer(nn.Module):
     """One rank's share of a Llama 3 model, uninitialised until `loading_order` is filled.
 
@@ -178,15 +193,7 @@ class Transformer(nn.Module):
         self.tie()
         module: Any = self  # PyTorch does not annotate this method
         module.register_load_state_dict_post_hook(_tie_again)
-        # (max_seq_len, D/2) complex64, whatever the type of the weights is
-        self.freqs_cis = precompute_freqs_cis(
-            params.head_dim,
-            params.max_seq_len,
-            params.rope_theta,
-            params.rope_factor,
-            params.rope_original_context,
-            params.rope_linear_factor,
-        ).to(device)
+        self.freqs_cis = _rotations(params).to(device)
         self._forward_cache = self._new_forward_cache()
 
     def _allocate(self, device: torch.device | str, dtype: torch.dtype, fills_late: bool) -> None:

@@ -113,11 +113,7 @@ class Preparer:
             self.check_generates()
         name = "the prompt" if index is None else f"prompt {index}"
         context = min(max_context or self.max_seq_len, self.max_seq_len)
-        try:
-            ids = self._prompt_ids(name, prompt, context)
-        except ContextLengthError as error:
-            error.index = index or 0
-            raise
+        ids = self._prompt_ids(name, prompt, context, index or 0)
         params.check_vocab(self.tokenizer.n_words)
         _check_reads(name, reads, len(ids))
         max_len = _max_len(len(ids), params, context) if reads is None else len(ids)
@@ -134,11 +130,17 @@ class Preparer:
             request.set_seed(derived_seed(params.seed, request.index))
         return request
 
-    def _prompt_ids(self, name: str, prompt: str | list[int], context: int) -> list[int]:
+    def _prompt_ids(
+        self, name: str, prompt: str | list[int], context: int, index: int
+    ) -> list[int]:
         """Return the checked token ids of a prompt, which fit the context length."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt, bos=True, eos=False)
-        return _token_ids(name, prompt, context, self.tokenizer.n_words)
+        try:
+            return _token_ids(name, prompt, context, self.tokenizer.n_words)
+        except ContextLengthError as error:
+            error.index = index
+            raise
 
     def _answers(
         self, ids: list[int], params: SamplingParams, max_len: int, root: bytes

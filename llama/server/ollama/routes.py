@@ -70,6 +70,26 @@ def routes(service: Service) -> APIRouter:
         prepared = await _prepare(http, request)
         return await respond(http, request, [prepared], make_answer)
 
+    @router.post(CHAT_URL)
+    async def chat(body: ChatBody, http: Exchange) -> Response:
+        """Answer a dialog."""
+        return await answer(body, http, ChatAnswer)
+
+    @router.post(GENERATE_URL)
+    async def generate(body: GenerateBody, http: Exchange) -> Response:
+        """Answer a question, or continue a text."""
+        return await answer(body, http, GenerateAnswer)
+
+    _add_catalog(router, service)
+    embed.add_routes(router)
+    for path, (methods, message) in _UNSUPPORTED.items():
+        _refuse(router, path, methods, message)
+    return router
+
+
+def _add_catalog(router: APIRouter, service: Service) -> None:
+    """Add the routes that describe the server and its models."""
+
     @router.head("/api/version", include_in_schema=False)
     @router.get("/api/version")
     async def version() -> Response:
@@ -98,21 +118,6 @@ def routes(service: Service) -> APIRouter:
             message = f"model {brief(name)} not found: this server has {serving.name!r}"
             raise ApiError(404, message, param="model")
         return JsonResponse(catalog.shown(serving))
-
-    @router.post(CHAT_URL)
-    async def chat(body: ChatBody, http: Exchange) -> Response:
-        """Answer a dialog."""
-        return await answer(body, http, ChatAnswer)
-
-    @router.post(GENERATE_URL)
-    async def generate(body: GenerateBody, http: Exchange) -> Response:
-        """Answer a question, or continue a text."""
-        return await answer(body, http, GenerateAnswer)
-
-    embed.add_routes(router)
-    for path, (methods, message) in _UNSUPPORTED.items():
-        _refuse(router, path, methods, message)
-    return router
 
 
 def _ignore(http: Request, field: str, problem: str) -> None:
