@@ -510,6 +510,21 @@ def test_a_mistake_is_one_line(words, code, told, capfd, monkeypatch):
     assert not out and err.startswith("error: ") and told in err and err.count("\n") == 1
 
 
+def test_an_error_is_one_write():
+    """An error is one write, also if Python does not buffer: ranks share standard error.
+
+    Each read of a pipe in packet mode returns what one write wrote.
+    """
+    read_end, write_end = os.pipe2(os.O_DIRECT)
+    command = [sys.executable, "-m", "llama", "verify", "/no/such/folder"]
+    env = environment(PYTHONUNBUFFERED="1")
+    subprocess.run(command, stderr=write_end, env=env, timeout=60, check=False)
+    os.close(write_end)
+    line = os.read(read_end, 4096)
+    os.close(read_end)
+    assert line.startswith(b"error: ") and line.endswith(b"\n")
+
+
 def test_a_port_in_use_is_named(capfd):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])

@@ -182,7 +182,9 @@ def _fail(error: Exception, code: int) -> int:
             if rank or watch.is_ending:
                 return code
     origin = f"rank {rank}: " if rank else ""
-    print(f"{origin}error: {_words(error)}", file=sys.stderr, flush=True)
+    # One write: print() makes two if PYTHONUNBUFFERED is set, and the lines of ranks would mix.
+    sys.stderr.write(f"{origin}error: {_words(error)}\n")
+    sys.stderr.flush()
     return code
 
 

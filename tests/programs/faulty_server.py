@@ -49,7 +49,8 @@ def wait_for_file(path: Path) -> None:
 
 
 def read_for_ever(*_: object, **__: object) -> None:
-    print("reading", file=sys.stderr, flush=True)
+    sys.stderr.write("reading\n")  # one write, or the lines of two ranks could mix
+    sys.stderr.flush()
     threading.Event().wait()
 
 
