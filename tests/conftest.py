@@ -33,8 +33,8 @@ QUICK = (
     "prompts/test_grammar.py", "prompts/test_parser.py", "prompts/test_template.py",
     "prompts/test_tools.py", "requests/test_calls.py", "requests/test_leader.py",
     "requests/test_reasoning_text.py", "test_checks.py",
-    "test_core.py", "test_docs.py", "test_layout.py", "test_model.py", "test_readmes.py",
-    "test_sampling_params.py", "test_style.py", "test_tokenizer.py",
+    "test_core.py", "test_docs.py", "test_layout.py", "test_model.py", "test_pages.py",
+    "test_readmes.py", "test_sampling_params.py", "test_style.py", "test_tokenizer.py",
 )  # fmt: skip
 _STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec")  # events of sys.audit
 

@@ -1,24 +1,16 @@
-"""The bundled demo model: its training answers, from this runtime and from Meta's.
-
-The Python examples of the README and the pages, which use it, are tested too.
-"""
+"""The bundled demo model: its training answers, from this runtime and from Meta's."""
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from demo_model.corpus import Turn, fact_turns, facts, story_turns
 from helpers import meta as oracle
-from helpers.launch import DEMO, run_program
-from helpers.pages import PAGES, blocks
+from helpers.launch import DEMO
 from helpers.prompts import user
 from llama import Dialog, Llama
-
-REPO = Path(__file__).resolve().parent.parent
 
 
 def test_it_is_small_and_in_metas_layout():
@@ -142,39 +134,3 @@ def test_metas_own_model_says_the_same(written, demo):
             assert demo.generate([prompt], 60, temperature=0)[0] == [wanted]
     finally:
         oracle.leave_the_world()
-
-
-# Most pages for developers show parts of files, which other tests parse.
-PYTHON = {
-    path: blocks(path, "python")
-    for path in PAGES
-    if blocks(path, "python") and (path.parent.name != "development" or path.stem == "core")
-}
-NEEDS_A_FOLDER = "convert"  # a Hugging Face folder, as tests/checkpoint has it
-SHOWN = {  # part of what the program of a page prints
-    "README": "The capital of France is Paris.",
-    "quickstart": "The capital of France is Paris.",
-    "hosts": "{'prompt_tokens': ",
-    "python": "Usage(prompt_tokens=",
-    "tools": "tools",
-    "from-vllm": " stop\n",
-    "embeddings": "cosine: ",
-    "reference": "'generation': ",
-    "core": "[11, 390, 315, ",
-}
-
-
-@pytest.mark.parametrize("path", [*PYTHON], ids=lambda path: path.stem)
-def test_the_python_of_a_page_runs(path, tmp_path):
-    """The Python code of a page runs.
-
-    Every ```python block of a page runs in order, as a reader would paste them.
-    """
-    if path.stem == NEEDS_A_FOLDER:
-        assert 'from_pretrained("OUT")' in PYTHON[path][0]
-        return
-    (tmp_path / "page.py").write_text("\n".join(PYTHON[path]))
-    program = [sys.executable, str(tmp_path / "page.py")]
-    done = run_program(program, cwd=REPO, timeout=280)
-    assert done.returncode == 0, done.stderr
-    assert SHOWN[path.stem] in done.stdout

@@ -113,7 +113,7 @@ def shell_commands() -> list[tuple[str, list[str]]]:
     return [
         (name, words)
         for name, path in zip(IDS, PAGES, strict=True)
-        for block in blocks(path, "bash")
+        for block in blocks(path, "bash", "sh")
         for words in commands(block)
     ]
 
@@ -187,9 +187,9 @@ def test_the_commands_of_the_pages_have_flags_that_exist():
 
 
 def test_the_python_of_the_pages_is_python():
-    """The Python of the pages is valid; tests/test_demo.py runs it."""
+    """The Python of the pages is valid; tests/test_pages.py runs what can run here."""
     for path in PAGES:
-        for block in blocks(path, "python"):
+        for block in blocks(path, "python", "py"):
             ast.parse(block)
 
 

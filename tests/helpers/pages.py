@@ -44,9 +44,10 @@ def links(path: Path) -> Iterator[tuple[str, Path, str]]:
         yield link, (path.parent / name).resolve() if name else path, anchor
 
 
-def blocks(path: Path, language: str) -> list[str]:
-    """Return the code blocks of a page in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+def blocks(path: Path, *languages: str) -> list[str]:
+    """Return the code blocks of a page in some languages."""
+    found = re.findall(r"^```(\w+)\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+    return [block for language, block in found if language in languages]
 
 
 def commands(block: str) -> Iterator[list[str]]:
