@@ -28,7 +28,7 @@ from llama.compat.vllm import SamplingParams as VllmParams
 from llama.model.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops.norm import rms_norm
 from llama.ranks.one_shot import MAX_BYTES
-from llama.ranks.parallel import Parallel
+from llama.ranks.parallel import SAME_CALLS, Parallel
 from llama.ranks.placement import Placement
 from llama.weights.bytes import BytesWeight
 from llama.weights.plain import PlainWeight
@@ -333,15 +333,18 @@ def test_what_differs_between_ranks_is_an_error_on_each(sharded, two_ranks):
     for rank, results in enumerate(two_ranks["differ"]):
         _, different, one_bad, unlike, fewer, damaged, weights, library, after = results
         assert "the prompts or parameters differ between rank 0 and rank 1" in different["error"]
+        assert different["error"].endswith(SAME_CALLS)
         kind = ("RankError: rank 1 failed: ", "")[rank]
         assert one_bad["error"].startswith(f"{kind}ValueError: prompt 0 has 0 tokens")
-        for error, what, values in (
-            (unlike["error"], "the arguments of Llama.build", ["max_seq_len=64", "max_seq_len=65"]),
-            (weights["error"], "the weights", ["consolidated.00.pth: .*, sample .*"] * 2),
-            (library["error"], "the arguments of Llama.build", ["torch=2.10", "torch=2.11"]),
+        arguments, alike = "the arguments of Llama.build", "Give every rank the same arguments"
+        for error, what, values, remedy in (
+            (unlike["error"], arguments, ["max_seq_len=64", "max_seq_len=65"], alike),
+            (weights["error"], "the weights", ["consolidated.00.pth: .*, sample .*"] * 2, "Copy"),
+            (library["error"], arguments, ["torch=2.10", "torch=2.11"], alike),
         ):
             first, other = values
-            assert re.search(rf"{what} differ .* 0 \({first}\) and rank 1 \({other}\)", error)
+            pattern = rf"{what} differ .* 0 \({first}\) and rank 1 \({other}\) .*\. {remedy}"
+            assert re.search(pattern, error), error
         kind = ("RankError: rank 1 failed: FieldPathError: ", "FieldPathError: ")[rank]
         assert fewer["error"].startswith(kind)
         assert "consolidated.00.pth" in damaged["error"] and "is damaged" in damaged["error"]

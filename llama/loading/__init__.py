@@ -30,13 +30,21 @@ from llama.options.engine_options import EngineOptions
 from llama.ranks.groups import connect
 from llama.ranks.parallel import Parallel
 
+_SAME_FILES = (
+    "Copy the same folder to every machine; `llama verify DIR` shows where a copy was damaged."
+)
+
 
 def load_model(args: BuildArgs) -> Loaded:
     """Load what the arguments ask for. The sizes that are chosen are in the model's params."""
     device = pick_device(args.device)
     free_unused(device)
     parallel = _connect(args, device)
-    with parallel.agree("the arguments of Llama.build", world=True) as must_match:
+    with parallel.agree(
+        "the arguments of Llama.build",
+        world=True,
+        remedy="Give every rank the same arguments, and every machine the same files.",
+    ) as must_match:
         args = args.checked()
         check_drafter(args)
         check_shares(args.shares, parallel.size)
@@ -59,7 +67,7 @@ def load_model(args: BuildArgs) -> Loaded:
         must_match += _compared_arguments(args, models)
         template_crc = zlib.crc32(dialog_format.jinja_template().encode())
         must_match.append(f"CRC-32 of the chat template={template_crc:08x}")
-    with parallel.agree("the weights", world=True) as must_match:
+    with parallel.agree("the weights", world=True, remedy=_SAME_FILES) as must_match:
         if parallel.world_size > 1:
             for model_files in models:
                 must_match += model_files.checkpoint.samples()

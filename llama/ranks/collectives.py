@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from llama.ranks.one_shot import OneShot
-from llama.ranks.parallel import Parallel, RankError
+from llama.ranks.parallel import SAME_CALLS, Parallel, RankError
 from llama.ranks.shared_memory import SharedMemory
 from llama.ranks.watch import Watch
 
@@ -162,7 +162,9 @@ class ModelParallel(Parallel):
             return self.message_ring.broadcast_bytes(data, is_idle=is_idle)
 
     @contextlib.contextmanager
-    def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
+    def agree(
+        self, what: str, *, world: bool = False, remedy: str = SAME_CALLS
+    ) -> Iterator[list[object]]:
         """Compare digests and errors, by gloo."""
         must_match: list[object] = []
         error: Exception | None = None
@@ -174,7 +176,7 @@ class ModelParallel(Parallel):
         if group is not None:
             waiting = self.watch.waiting(what, self.timeout_s) if self.watch else _NOT_WATCHED
             with waiting, self._inside:
-                _compare(group, what, must_match, error)
+                _compare(group, what, must_match, error, remedy)
         if error is not None:
             raise error
 
@@ -214,7 +216,11 @@ def _broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
 
 
 def _compare(
-    group: dist.ProcessGroup, what: str, must_match: list[object], error: Exception | None
+    group: dist.ProcessGroup,
+    what: str,
+    must_match: list[object],
+    error: Exception | None,
+    remedy: str,
 ) -> None:
     """Exchange (failed?, sha256 of must_match, the error or the texts) with the other ranks.
 
@@ -240,8 +246,7 @@ def _compare(
             first, other = _first_difference(messages[0], message)
             raise ValueError(
                 f"{what} differ between rank {names[0]}{first} and rank {name}{other} of one job "
-                f"(this is rank {dist.get_rank()}). Every rank of a group must make the same calls "
-                "with the same arguments: read the input on one rank, or from the same file."
+                f"(this is rank {dist.get_rank()}). {remedy}"
             )
 
 

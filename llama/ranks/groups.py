@@ -24,6 +24,7 @@ from fairscale.nn.model_parallel import initialize as fs_init
 from torch._C._distributed_c10d import HashStore
 
 from llama.common.checks import FieldError
+from llama.kernels.cpu import native
 from llama.ranks import torch_private
 from llama.ranks.collectives import ModelParallel, exchange
 from llama.ranks.meeting import meet_all
@@ -71,6 +72,8 @@ def connect(
         _join_alone()
         return Parallel()
     check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME"))
+    with contextlib.suppress(ValueError):  # a wrong name in a variable: load_model raises it
+        native.kernels()  # compiled now, as later the other ranks would wait with a limit
     if device.type == "cuda":
         # Kernels and collectives launch on the current device of their thread. torch sets it
         # neither for a process group (`device_id=` only binds the group) nor from a tensor in the

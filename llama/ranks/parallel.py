@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+# The remedy for prompts and parameters that differ between ranks.
+SAME_CALLS = (
+    "Every rank of a group must make the same calls with the same arguments: read the input on one "
+    "rank, or from the same file."
+)
+
 
 class RankError(RuntimeError):
     """Another rank failed; its message is passed on, so that every rank stops for one reason."""
@@ -203,7 +209,9 @@ class Parallel:
         return data
 
     @contextlib.contextmanager
-    def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
+    def agree(
+        self, what: str, *, world: bool = False, remedy: str = SAME_CALLS
+    ) -> Iterator[list[object]]:
         """Run a block on every rank of this copy of the model or world, and agree on its outcome.
 
         Every rank must reach the block within `timeout_s`. The block gets a list; what it appends
@@ -212,6 +220,7 @@ class Parallel:
         Args:
             what: the name of the compared values in errors.
             world: whether all ranks take part, or those of this copy.
+            remedy: the end of the error about lists that differ: what the user can do.
 
         Raises:
             Exception: the block has raised on this rank.

@@ -61,7 +61,8 @@ class Rendezvous:
             would end jobs whose network loses packets, as TCP sends them again after seconds.
         has_met: set when all ranks have arrived.
         store: torch's store, once it is open. (torch's stubs lack `clone`.)
-        cause: why the job ends, as a rank has claimed, and its grace period in seconds.
+        cause: the rank that has claimed why the job ends, its message, and its grace period in
+            seconds.
         own_state: returns the state of this rank, for its record.
         on_news: called after each read of the store.
         read_at: when the last complete read of the store began.
@@ -91,7 +92,7 @@ class Rendezvous:
         self.silence_s = silence_s
         self.has_met = threading.Event()
         self.store: Any = None
-        self.cause: tuple[str, float] | None = None
+        self.cause: tuple[int, str, float] | None = None
         self.own_state: Callable[[], dict[str, Any] | None] = lambda: None
         self.on_news: Callable[[], None] = lambda: None
         self.read_at = 0.0
@@ -229,8 +230,10 @@ class Rendezvous:
         while not self._is_done.is_set():
             began = time.monotonic()
             if self._claim and not self._first_claim:
-                first = store.compare_set(self._key("cause"), "", self._claim)
-                self._first_claim = first.decode()
+                first = store.compare_set(self._key("cause"), "", self._claim).decode()
+                if first != self._claim:
+                    self.cause = tuple(json.loads(first))
+                self._first_claim = first
             if began >= next_beat or (not self.has_met.is_set() and store.check(all_keys)):
                 next_beat = began + TICK_S
                 self._beat(store)
@@ -252,8 +255,7 @@ class Rendezvous:
             if rank != own.rank and (rank in self.peers.all or store.check([self._key(rank)])):
                 self._read(json.loads(store.get(self._key(rank))))
         if self.cause is None and store.check([self._key("cause")]):
-            _, cause, grace_s = json.loads(store.get(self._key("cause")))
-            self.cause = (cause, grace_s)
+            self.cause = tuple(json.loads(store.get(self._key("cause"))))
 
     def _read(self, record: list[Any]) -> None:
         """Store what another rank's record has."""

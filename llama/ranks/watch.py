@@ -237,15 +237,29 @@ class Watch(threading.Thread):
                 self.peers.kill(stopped_only=True)
             elif speaks:
                 say(f"error: {cause}\n{trace}" if trace else f"error: {cause}")
+            elif self.rendezvous.cause is not None:
+                speaker, first_cause, _ = self.rendezvous.cause
+                self._repeat(speaker, first_cause)
             self._is_own = is_own
             self._kills_survivors = speaks and not is_own
             self._end_after(cause, _UNWIND_S if is_own else self._grace(GRACE_S))
 
-    def _follow(self, cause: str, grace_s: float) -> None:
-        """End silently, as another rank reports why the job fails."""
+    def _follow(self, speaker: int, cause: str, grace_s: float) -> None:
+        """End, as another rank reports why the job fails."""
         with self._lock:
             if not self._is_known.is_set():
+                self._repeat(speaker, cause)
                 self._end_after(cause, self._grace(grace_s))
+
+    def _repeat(self, speaker: int, cause: str) -> None:
+        """Repeat the cause in one line if the log of this machine has no report of it.
+
+        Otherwise torchrun's summary would stand alone there, and its root cause is a rank that only
+        followed.
+        """
+        peer = self.peers.all.get(speaker)
+        if peer is not None and peer.machine != self.peers.own.machine and self.peers.is_first:
+            say(f"llama: ended by {peer.name}, whose log has more: {cause}")
 
     def _end_after(self, cause: str, seconds: float) -> None:
         if _TIMED_OUT in cause:  # show the user where this rank is

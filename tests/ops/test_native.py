@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from helpers.kernels import HAS_KERNELS, KERNELS_RUN, SUPPORTED
+from helpers.waiting import wait_until
 from llama.common import allocation
 from llama.kernels.cpu import build, constants, native
+from llama.ranks.processes import has_ended
 from llama.weights.blocks import BlockedWeight
 from llama.weights.choice import packed
 from llama.weights.plain import PlainWeight
@@ -208,15 +210,27 @@ def test_processes_that_need_a_library_at_once_build_it_once(stub, tmp_path, mon
 
 
 @needs_kernels
-def test_what_a_killed_build_left_is_removed_by_the_next(stub, tmp_path, monkeypatch):
-    """The remains of a killed build are removed by the next.
+def test_a_killed_build_leaves_no_compiler_and_the_next_removes_its_files(
+    stub, tmp_path, monkeypatch
+):
+    """A killed build leaves no compiler, and its files are removed by the next.
 
-    The compiler kills its build, as the system does when memory runs out.
+    The compiler, a shell with a child of its own, kills the process that builds, as the system does
+    when memory runs out.
     """
     bin_folder, compiler = tmp_path / "bin", build.find_compiler()
     bin_folder.mkdir()
-    wrapper = bin_folder / "g++"
-    wrapper.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {compiler} "$@"\nkill -9 $PPID\n')
+    wrapper, pid_file = bin_folder / "g++", tmp_path / "pid"
+    wrapper.write_text(
+        f"""#!/bin/sh
+[ "$1" = --version ] && exec {compiler} "$@"
+mkdir {tmp_path}/first || exit 1
+read -r _ _ _ builder _ < /proc/$PPID/stat
+sleep 600 & echo $! > {pid_file}
+kill -9 $builder
+wait
+"""
+    )
     wrapper.chmod(0o700)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(bin_folder), prepend=os.pathsep)
@@ -224,6 +238,7 @@ def test_what_a_killed_build_left_is_removed_by_the_next(stub, tmp_path, monkeyp
         killed.start()
         killed.join()
     assert killed.exitcode == -signal.SIGKILL
+    wait_until(lambda: has_ended(int(pid_file.read_text())))
     assert [path.name for path in libraries_in(stub) if path.name.startswith("build-")]
     native.load(stub, AVX2)
     (path,) = libraries_in(stub)

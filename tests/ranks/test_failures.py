@@ -354,6 +354,8 @@ def test_one_of_the_other_machines_says_which_one_is_gone(run):
     assert ended.statuses == [1, -signal.SIGKILL, 1], ended.said
     assert ended.said.count("error: ") == 1
     assert "(rank 1) did not respond for 3 s: the machine, its" in ended.said
+    (line,) = [x for x in ended.said.splitlines() if x.startswith("llama: ended by rank ")]
+    assert f" on {HOST}, whose log has more: {HOST} (rank 1) did not respond" in line
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Ranks that meet while one of them, or their launcher, stops or ends: real processes, no torch."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from helpers.launch import environment
+from helpers.launch import environment, run_program
 from helpers.waiting import wait_until
 from llama.ranks.processes import has_ended
 
@@ -66,6 +67,17 @@ for process in ranks:
     process.wait()
 sys.exit(1)
 """
+COMPILING = """
+import os, sys
+from pathlib import Path
+rank = int(os.environ["RANK"])
+os.environ["XDG_CACHE_HOME"] = str(Path(sys.argv[1], "own" if rank == 0 else "shared"))
+if rank == 0:
+    os.environ["LLAMA_CPU_KERNELS"] = "none"
+import torch
+from llama.ranks.groups import connect
+connect(None, torch.device("cpu"), timeout_s=4)
+"""
 STOPPED = "was stopped (by SIGSTOP or Ctrl-Z) for"
 KILLED = "was killed by SIGKILL (if nobody sent it, memory ran out: check `dmesg`)"
 ENDED = "ended before all ranks had met: it did not arrive"
@@ -112,3 +124,23 @@ def test_an_import_that_fails_says_so_itself():
         command, env=environment(), text=True, capture_output=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 1 and done.stderr == "an import fails\n"
+
+
+def test_a_rank_that_compiles_has_not_arrived(tmp_path):
+    """The CPU kernels are compiled before the ranks meet, so that the rank that compiles is named.
+
+    The compiler of rank 2 takes longer than the limit; rank 1 waits for it, as both share a cache,
+    and rank 0 has its own.
+    """
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\nsleep 30; exit 1\n")
+    compiler.chmod(0o700)
+    script = tmp_path / "script.py"
+    script.write_text(COMPILING)
+    done = run_program(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3",
+         str(script), str(tmp_path)],
+        env=environment(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}"),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"rank 1, 2 on {HOST} of 3 did not arrive at" in done.stderr, done.stderr

@@ -2,8 +2,9 @@
 
 In: an instruction set and a path. Out: a library there. native.py compiles at first use and
 scripts/wheel.py for a wheel, with the same flags, so that both give the same bits. This file
-imports neither torch nor the package: a wheel is built where torch is not installed. It must not
-know where libraries are stored, or what the kernels compute.
+imports neither torch nor the package: a wheel is built where torch is not installed. Run as a
+program, it is the parent of one compiler. It must not know where libraries are stored, or what the
+kernels compute.
 """
 
 import functools
@@ -12,15 +13,18 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent  # the folder of the sources
 _HASH_BYTES = 32
+_LIMIT_S = 600.0  # the time that the compiler may take for one source
 # Fused multiply-add everywhere: a row's result must not depend on the batch that it is in.
 _COMPILE = "-O3 -std=c++17 -ffp-contract=fast -fno-exceptions -fPIC -fopenmp".split()
 # No -fopenmp here: a second OpenMP runtime would bring threads of its own, which would compete with
@@ -247,4 +251,38 @@ def ends_in_digest(content: bytes) -> bool:
 
 
 def _run(compiler: str, *arguments: str) -> None:
-    subprocess.run([compiler, *arguments], capture_output=True, text=True, timeout=600, check=True)
+    """Run the compiler, with all processes that it starts, until it ends or this process does."""
+    command = [sys.executable, "-SE", __file__, compiler, *arguments]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        assert process.stderr is not None
+        message = process.stderr.read()
+        code = process.wait()
+    if code:
+        raise subprocess.CalledProcessError(code, [compiler, *arguments], stderr=message)
+
+
+def _run_while_parent_lives() -> int:
+    """Run the command of `sys.argv` in this process group, which the parent's end kills.
+
+    The parent holds the other end of standard input. A signal to the compiler alone would leave the
+    processes that it has started.
+    """
+    threading.Thread(target=_end_at_eof, daemon=True).start()
+    try:
+        return subprocess.run(sys.argv[1:], stdin=subprocess.DEVNULL, timeout=_LIMIT_S).returncode
+    except subprocess.TimeoutExpired as error:
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os.killpg(0, signal.SIGKILL)
+        return 1
+
+
+def _end_at_eof() -> None:
+    os.read(0, 1)  # the parent writes nothing
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(_run_while_parent_lives())
