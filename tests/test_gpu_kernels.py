@@ -167,7 +167,9 @@ def test_a_file_that_one_rank_cannot_read_ends_all(gpu, monkeypatch):
 
     class Telling(Parallel):
         @contextlib.contextmanager
-        def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
+        def agree(
+            self, what: str, *, world: bool = False, remedy: str = ""
+        ) -> Iterator[list[object]]:
             try:
                 yield []
             except ValueError as e:
