@@ -15,7 +15,7 @@ from collections import Counter
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from llama.server.encoding import to_json
 from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large
@@ -26,6 +26,7 @@ BODY_S = 60.0  # limit for the body, counted from the end of the headers
 UNREAD_S = 60.0  # time in which a client must take some of an answer that waits for it
 _RESERVED_DESCRIPTORS = 24  # descriptors for refused connections, for files, for the engine
 _LINGER_S = 0.5  # time for a client to read why it is refused
+_WITHOUT_CHUNKS = ("0.9", "1.0")  # versions of HTTP
 _LOG_INTERVAL_S = 10.0  # minimum time between two lines of the log
 
 
@@ -122,6 +123,34 @@ def _free_descriptors(num_wanted: int) -> int:
     return max(1, soft - num_used - _RESERVED_DESCRIPTORS)
 
 
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Let the close of the connection end a response without a length (RFC 9112, section 6.3).
+
+    uvicorn would send it in chunks, which a client of HTTP/1.0 takes for a part of the body.
+
+    Args:
+        cycle: a request that has not been answered yet.
+    """
+    send_by_length = cycle.send
+    has_length = False
+
+    async def send(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(
+                name.lower() == b"content-length" for name, _ in message.get("headers", ())
+            )
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send_by_length(message)
+
+    cycle.send = send  # type: ignore[method-assign]
+    cycle.keep_alive = False
+    cycle.waiting_for_100_continue = False
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """An HTTP connection with limits.
 
@@ -208,6 +237,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._set_deadline("body", BODY_S)
         super().on_headers_complete()
+        if self.parser.get_http_version() in _WITHOUT_CHUNKS:
+            _send_without_chunks(self.cycle)
         if self.parser.should_upgrade() and self._has_body():
             # httptools reads no body of such a request. What follows is no new request.
             problem = "an upgrade cannot be asked for with a body: leave out the Upgrade header"
