@@ -21,16 +21,9 @@ from typing import Any
 
 from llama.cli import ranks
 from llama.cli.batch.files import Line, Results, check_files, read_lines
-from llama.cli.batch.job import prepare_line
-from llama.cli.batch.lines import (
-    LineFormat,
-    answer_record,
-    custom_id_of,
-    error_record,
-    parse_line,
-    read_request,
-)
+from llama.cli.batch.lines import LineFormat, custom_id_of, error_record, parse_line
 from llama.cli.batch.loop import salt_of
+from llama.cli.batch.work import prepare_line
 from llama.cli.flags import BUILD_FLAGS, FLAGS, SAMPLING_FLAGS, Flag
 from llama.cli.model import check_sampling, demo_dir, load, sampling_params
 from llama.cli.parser import REQUIRED, Command, read
@@ -74,15 +67,14 @@ class Replica:
             try:
                 fields = parse_line(line.data, line_format)
                 custom_id = custom_id_of(fields, custom_id)
-                body = read_request(fields, self._defaults)
-                good.append((i, custom_id, body, prepare_line(self._llama, line, body)))
+                more = (custom_id, fields, self._defaults, self._name)
+                good.append((i, prepare_line(self._llama, line.number, *more)))
             except (TypeError, ValueError) as e:
                 records[i] = error_record(custom_id, line.number, "invalid_request", str(e))
-        outputs = self._llama.llm_engine.run([request for *_, request in good])
-        for (i, custom_id, body, _), output in zip(good, outputs, strict=True):
-            dialog_format = self._llama.dialog_format
-            number = lines[i].number
-            records[i] = answer_record(custom_id, number, body, output, dialog_format, self._name)
+        requests = [request for _, work in good for request in work.requests]
+        outputs = iter(self._llama.llm_engine.run(requests))
+        for i, work in good:
+            records[i] = work.record(list(itertools.islice(outputs, len(work.requests))))
         return list(zip(lines, records, strict=True))
 
 

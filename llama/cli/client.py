@@ -262,7 +262,7 @@ def json_at(body: Any, *path: str | int) -> Any:
 def usage_of(body: Any) -> Usage | None:
     """Return the token counts of a response or a chunk; None if it has no usage.
 
-    A count that is missing is 0.
+    A count that is missing is 0. In the Responses API, the counts have other names.
     """
     usage = json_at(body, "usage")
     if not isinstance(usage, dict):
@@ -273,8 +273,8 @@ def usage_of(body: Any) -> Usage | None:
         return value if type(value) is int else 0
 
     return Usage(
-        prompt_tokens=count("prompt_tokens"),
-        completion_tokens=count("completion_tokens"),
+        prompt_tokens=count("prompt_tokens") or count("input_tokens"),
+        completion_tokens=count("completion_tokens") or count("output_tokens"),
         cached_tokens=count("prompt_tokens_details", "cached_tokens"),
     )
 

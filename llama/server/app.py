@@ -18,14 +18,13 @@ from starlette.types import ASGIApp
 
 import llama
 from llama.common.checks import FieldError
-from llama.server import adapters, markdown, routes, scoring, tokens
+from llama.server import adapters, markdown, pooled, routes, tokens
 from llama.server.auth import ApiKeys, AuthAndLimits
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, first_name, log_refusal, unknown_model
 from llama.server.exchange import IGNORED, BodyMemory
 from llama.server.limits import State
 from llama.server.ollama import routes as ollama
-from llama.server.openai import embeddings
 from llama.server.page import content_security_policy, read_page
 from llama.server.service import Service
 
@@ -69,7 +68,7 @@ def make_app(
     host = host_routes or APIRouter()
     app.state.service = service
     apis = [module.routes(service) for module in (tokens, ollama, adapters)]
-    apis += [module.routes() for module in (routes, embeddings, scoring, markdown)]
+    apis += [module.routes() for module in (routes, pooled, markdown)]
     routers = [*apis, _server_routes(service), host]
     for router in routers:
         app.include_router(router)

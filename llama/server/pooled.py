@@ -1,18 +1,22 @@
-"""Requests for the hidden states of whole prompts, as the routes of embeddings and scores run them.
+"""The routes of embeddings, labels and scores, which hidden states of whole prompts give.
 
-In: inputs, and a function that makes the engine's request for each. Out: the outputs in the order
-of the inputs, or an `ApiError`. It knows no fields of any API.
+In: bodies of OpenAI, vLLM, Jina and Cohere. Out: responses, or an `ApiError`, where a model that
+cannot do what a route is for has status 404 and the reason. What a body may contain is known to the
+models alone.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator
 from typing import Any
 
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from llama.api import Request as EngineRequest
 from llama.api import RequestOutput
+from llama.common.checks import brief
 from llama.server.encoding import (
     PIECE_BYTES,
     PieceResponse,
@@ -20,59 +24,104 @@ from llama.server.encoding import (
     json_pieces,
     unless_client_leaves,
 )
-from llama.server.errors import ErrorFields
-from llama.server.exchange import Exchange
+from llama.server.errors import ApiError, ErrorFields
+from llama.server.exchange import Exchange, body_router
+from llama.server.openai.answers import ResponseMeta
+from llama.server.openai.embeddings import EmbeddingBody
+from llama.server.openai.models import EMBEDDINGS_URL, RERANK_URLS, SCORE_URLS
+from llama.server.request import PooledRequest
+from llama.server.scoring import ClassifyBody, RerankBody, ScoreBody, ScoringBody
 
 _MAX_IN_LOOP = 10_000  # characters and ids of a body's inputs that are encoded in the event loop
 _PER_INPUT = 100  # characters that take as long as the rest of what is done for an input
 _MAX_VALUES = 1000  # elements of vectors that are encoded as JSON in the event loop
 
-MakeRequest = Callable[..., EngineRequest]  # arguments: an input, `index=` and `tenant=`
+
+def routes() -> APIRouter:
+    """Return the routes of embeddings, labels and scores."""
+    router = body_router()
+
+    @router.post(EMBEDDINGS_URL)
+    async def embeddings(body: EmbeddingBody, http: Exchange) -> Response:
+        """Embed each input (https://platform.openai.com/docs/api-reference/embeddings)."""
+        serving = http.serving
+        llama = serving.loaded()
+        with serving.refusals(body.error_fields):
+            request = body.request(llama, _meta(http, body), serving.adapter_of(body.model))
+        return await pooled_response(http, request, body.error_fields)
+
+    @router.post("/classify")
+    async def classify(body: ClassifyBody, http: Exchange) -> Response:
+        """Return the label of each input, with the probability of every label."""
+        return await _scored(body, http)
+
+    async def score(body: ScoreBody, http: Exchange) -> Response:
+        """Return the score of each pair of texts."""
+        return await _scored(body, http)
+
+    async def rerank(body: RerankBody, http: Exchange) -> Response:
+        """Return the documents in the order of their relevance, the most relevant first."""
+        return await _scored(body, http)
+
+    for urls, answer in ((SCORE_URLS, score), (RERANK_URLS, rerank)):
+        for url in urls:
+            router.post(url)(answer)
+    return router
 
 
-async def pooled_outputs(
-    http: Exchange,
-    inputs: Sequence[Any],
-    make: MakeRequest,
-    fields: ErrorFields,
-    num_shared: int = 0,
-) -> list[RequestOutput]:
-    """Return the output of each input, in their order.
+def _meta(http: Exchange, body: EmbeddingBody | ScoringBody) -> ResponseMeta:
+    """Return the fields of the response to a body."""
+    model = body.model or http.serving.name
+    return ResponseMeta(http.state.request_id, model, int(time.time()))
+
+
+async def _scored(body: ClassifyBody | ScoreBody | RerankBody, http: Exchange) -> Response:
+    """Return the response to a body for labels or scores."""
+    fields = body.error_fields
+    llama = http.serving.loaded()
+    reason = body.why_unable(llama)
+    if reason:
+        raise ApiError(404, reason)
+    if http.serving.adapter_of(body.model) is not None:
+        message = f"model={brief(body.model)} is an adapter, and scores are those of the base model"
+        raise ApiError(400, message, param="model")
+    with http.serving.refusals(fields):
+        request = body.request(llama, _meta(http, body))
+    return await pooled_response(http, request, fields)
+
+
+async def pooled_response(http: Exchange, request: PooledRequest, fields: ErrorFields) -> Response:
+    """Return the response to a request.
 
     The inputs are run in groups, so that one body does not fill the queue of all.
 
     Args:
         http: the request of HTTP, which knows its model.
-        inputs: texts or lists of token ids.
-        make: makes the engine's request for one input.
+        request: what its body asks for.
         fields: the body's own names, which an error uses.
-        num_shared: characters that are encoded again with each input.
 
     Raises:
         ApiError: 400 names the field that is wrong; 500 and 503 are those of `Serving.outputs`.
     """
-    http.serving.loaded()
     outputs: list[RequestOutput] = []
-    prepared = await _prepared(http, inputs, make, fields, num_shared)
+    prepared = await _prepared(http, request, fields)
     group_size = http.serving.limits.max_prompts
     for start in range(0, len(prepared), group_size):
         group = prepared[start : start + group_size]
         work = _run(http, group, fields)
         outputs += await unless_client_leaves(work, http.receive)
-    return outputs
+    content = await asyncio.to_thread(request.content, outputs)
+    return await _json_response(http, content, len(outputs) * request.values_per_input)
 
 
 async def _prepared(
-    http: Exchange,
-    inputs: Sequence[Any],
-    make: MakeRequest,
-    fields: ErrorFields,
-    num_shared: int,
+    http: Exchange, request: PooledRequest, fields: ErrorFields
 ) -> list[EngineRequest]:
     """Return the engine's request for each input; all are checked before any is run."""
     tenant = http.state.tenant
-    requests = (make(item, index=i, tenant=tenant) for i, item in enumerate(inputs))
-    cost = sum(_PER_INPUT + num_shared + _num_encoded(item) for item in inputs)
+    inputs = request.inputs
+    requests = (request.make(item, index=i, tenant=tenant) for i, item in enumerate(inputs))
+    cost = sum(_PER_INPUT + request.num_shared + _num_encoded(item) for item in inputs)
     with http.serving.refusals(fields):
         if cost <= _MAX_IN_LOOP:
             return list(requests)
@@ -101,7 +150,7 @@ async def _run(
     return [found[index] for index in sorted(found)]
 
 
-async def json_response(http: Exchange, content: dict[str, Any], num_values: int) -> Response:
+async def _json_response(http: Exchange, content: dict[str, Any], num_values: int) -> Response:
     """Return a response whose JSON is made beside the event loop if it may be large.
 
     Args:

@@ -1,14 +1,15 @@
-"""A checked request of any API: the one type that all routes and batch files use.
+"""A checked request of any API: the types that all routes and batch files use.
 
-In: prompts, or messages with tools, and parameters. Out: what the engine needs of a chat, and what
-reads the calls in its answer. This file knows no JSON and no network.
+In: prompts, or messages with tools, and parameters; or inputs whose hidden states are read. Out:
+what the engine needs of them, and what reads the calls in an answer. This file knows no network.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llama.api import CompletionOutput, RequestOutput
+from llama.api import Request as EngineRequest
 from llama.common.checks import FieldError
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.chat import chat_params
@@ -97,6 +98,26 @@ class ApiRequest:
             shows_special=shows_special,
             shows_reasoning=self.shows_reasoning,
         )
+
+
+@dataclass(frozen=True)
+class PooledRequest:
+    """A checked request for vectors, labels or scores, which hidden states of whole prompts give.
+
+    Attributes:
+        inputs: what `make` takes: texts, lists of token ids, pairs of texts, or dialogs.
+        make: makes the engine's request for an input. It also takes `index=`, the position of the
+            input, and further arguments of `Preparer.prepare`.
+        content: makes the response's object of the last output of each input, in their order.
+        values_per_input: numbers of the response for each input.
+        num_shared: characters that are encoded again with each input.
+    """
+
+    inputs: Sequence[Any]
+    make: Callable[..., EngineRequest]
+    content: Callable[[list[RequestOutput]], dict[str, Any]]
+    values_per_input: int = 1
+    num_shared: int = 0
 
 
 class ConvertedChat:

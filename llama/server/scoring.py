@@ -1,28 +1,25 @@
-"""The routes /classify, /score and /rerank, with the bodies and answers of vLLM, Jina and Cohere.
+"""The bodies of /classify, /score and /rerank, as vLLM, Jina and Cohere have them.
 
-In: texts, pairs of texts, or a query with documents. Out: labels and scores. A model that cannot do
-what a route is for answers with status 404 and the reason.
+In: texts, pairs of texts, or a query with documents. Out: a `PooledRequest`, whose response has
+labels or scores. This file knows no network.
 """
 
-import asyncio
 import functools
-import time
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter
 from pydantic import Field, Tag
-from starlette.responses import Response
 
-from llama.api import ClassificationHead, RequestOutput, ranked
-from llama.common.checks import brief
+from llama.api import ClassificationHead, Llama, RequestOutput, ranked
+from llama.common.checks import FieldError
 from llama.prompts.fields import Fields, chosen_by
 from llama.prompts.messages import Dialog
 from llama.server.accepted import LabelFields
-from llama.server.errors import ApiError, ErrorFields
-from llama.server.exchange import Exchange, body_router
+from llama.server.errors import ErrorFields
+from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.embeddings import Truncation, inputs_of
 from llama.server.openai.models import MAX_PROMPTS, PromptField
-from llama.server.pooled import json_response, pooled_outputs
+from llama.server.request import PooledRequest
 
 _NAMES = {"truncate": "truncate_prompt_tokens"}
 _PER_LABEL = 10  # values of a vector that take as long as the label of an input
@@ -63,18 +60,22 @@ _Document = Annotated[
 ]
 
 
-class _ScoringBody(LabelFields):
+class ScoringBody(LabelFields):
     """The fields that all of these bodies share."""
 
     truncate_prompt_tokens: Truncation | None = None
 
-    def truncate(self, max_seq_len: int) -> int | None:
+    def truncate(self, llama: Llama) -> int | None:
         """Return the number of leading tokens that an input is cut to; None: all are needed."""
         limit = self.truncate_prompt_tokens
-        return max_seq_len if limit == -1 else limit
+        return llama.model.params.max_seq_len if limit == -1 else limit
+
+    def why_unable(self, llama: Llama) -> str:
+        """Return why the model cannot do what the body is for; empty if it can."""
+        return llama.classifier.why_unscored()
 
 
-class ClassifyBody(_ScoringBody):
+class ClassifyBody(ScoringBody):
     """The body of /classify: texts, token ids or a conversation."""
 
     unknown_message: ClassVar[str] = "{names} cannot be used in /classify: leave it out"
@@ -83,14 +84,55 @@ class ClassifyBody(_ScoringBody):
     messages: Dialog | None = None
     use_activation: bool | None = None
 
-    def inputs(self) -> list[Any]:
-        """Return the inputs: one of the two fields must be given."""
+    @property
+    def error_fields(self) -> ErrorFields:
+        """The names of the body, for errors."""
+        return ErrorFields("input" if self.messages is None else "messages", _NAMES)
+
+    def why_unable(self, llama: Llama) -> str:
+        """Return why the model has no labels; empty if it has."""
+        try:
+            llama.classifier.head()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def request(self, llama: Llama, meta: ResponseMeta) -> PooledRequest:
+        """Return what the body asks for.
+
+        Raises:
+            FieldError: not one of input and messages is given.
+        """
         if (self.input is None) == (self.messages is None):
-            raise ApiError(400, "give either input or messages", param="input")
-        return inputs_of(self.input) if self.messages is None else [self.messages]
+            raise FieldError("input", "give either input or messages")
+        head = llama.classifier.head()
+        return PooledRequest(
+            inputs=inputs_of(self.input) if self.messages is None else [self.messages],
+            make=functools.partial(llama.classifier.request, truncate=self.truncate(llama)),
+            content=functools.partial(self._content, head, meta),
+            values_per_input=head.num_labels + _PER_LABEL,
+        )
+
+    def _content(
+        self, head: ClassificationHead, meta: ResponseMeta, outputs: list[RequestOutput]
+    ) -> dict[str, Any]:
+        """Return the response's object, with an iterator of its labels."""
+
+        def labels() -> Iterator[dict[str, Any]]:
+            for index, output in enumerate(outputs):
+                found = head.classify(output)
+                probs = found.logits if self.use_activation is False else found.probs
+                yield {
+                    "index": index,
+                    "label": found.label,
+                    "probs": probs,
+                    "num_classes": head.num_labels,
+                }
+
+        return {**_head_of("classify", meta), "data": labels(), "usage": _usage(outputs)}
 
 
-class ScoreBody(_ScoringBody):
+class ScoreBody(ScoringBody):
     """The body of /score: pairs of texts."""
 
     unknown_message: ClassVar[str] = "{names} cannot be used in /score: leave it out"
@@ -103,16 +145,44 @@ class ScoreBody(_ScoringBody):
     data_1: _Texts | None = None
     data_2: _Texts | None = None
 
-    def pair(self) -> tuple[str, str]:
-        """Return the names of the two fields that are given."""
+    def _pair(self) -> tuple[str, str]:
+        """Return the names of the two fields that are given.
+
+        Raises:
+            FieldError: no such two fields are given.
+        """
         given = {name for name in _SCORED if getattr(self, name) is not None}
         found = [pair for pair in _PAIRS if given == set(pair)]
         if not found:
-            raise ApiError(400, "give text_1 and text_2, or queries and documents", param="text_1")
+            raise FieldError("text_1", "give text_1 and text_2, or queries and documents")
         return found[0]
 
+    @property
+    def error_fields(self) -> ErrorFields:
+        """The names of the body, for errors."""
+        left, right = self._pair()
+        return ErrorFields(right, _NAMES | {"queries": left, "documents": right})
 
-class RerankBody(_ScoringBody):
+    def request(self, llama: Llama, meta: ResponseMeta) -> PooledRequest:
+        """Return what the body asks for.
+
+        Raises:
+            FieldError: the texts cannot be scored, or not by this model.
+        """
+        first, second = (_as_list(getattr(self, name)) for name in self._pair())
+        scorer = llama.classifier.pair_scorer(first, second, self.truncate(llama))
+
+        def content(outputs: list[RequestOutput]) -> dict[str, Any]:
+            data = [
+                {"index": i, "object": "score", "score": value}
+                for i, value in enumerate(scorer.scores(outputs))
+            ]
+            return {**_head_of("score", meta), "data": data, "usage": _usage(outputs)}
+
+        return PooledRequest(scorer.inputs, scorer.request, content)
+
+
+class RerankBody(ScoringBody):
     """The body of /rerank: a query and documents."""
 
     unknown_message: ClassVar[str] = "{names} cannot be used in /rerank: leave it out"
@@ -123,108 +193,41 @@ class RerankBody(_ScoringBody):
     return_documents: bool | None = None
     max_tokens_per_doc: Literal[4096] | None = None  # the value that Cohere's client sends
 
+    @property
+    def error_fields(self) -> ErrorFields:
+        """The names of the body, for errors."""
+        return ErrorFields("documents", _NAMES | {"queries": "query"})
 
-def routes() -> APIRouter:
-    """Return the routes of labels and scores."""
-    router = body_router()
+    def request(self, llama: Llama, meta: ResponseMeta) -> PooledRequest:
+        """Return what the body asks for: the most relevant documents come first.
 
-    @router.post("/classify")
-    async def classify(body: ClassifyBody, http: Exchange) -> Response:
-        """Return the label of each input, with the probability of every label."""
-        llama = http.serving.loaded()
-        fields = ErrorFields("input" if body.messages is None else "messages", _NAMES)
-        inputs = body.inputs()
-        try:
-            head = llama.classifier.head()
-        except ValueError as error:
-            raise ApiError(404, str(error)) from None
-        truncate = body.truncate(llama.model.params.max_seq_len)
-        make = functools.partial(llama.classifier.request, truncate=truncate)
-        outputs = await pooled_outputs(http, inputs, make, fields)
-        content = {
-            **_head_of(http, "classify", body.model),
-            "data": (_label_of(i, head, output, body) for i, output in enumerate(outputs)),
-            "usage": _usage(outputs),
-        }
-        num_values = len(outputs) * (head.num_labels + _PER_LABEL)
-        return await json_response(http, content, num_values)
+        Raises:
+            FieldError: the texts cannot be scored by this model.
+        """
+        documents = [each if isinstance(each, str) else each.text for each in self.documents]
+        scorer = llama.classifier.pair_scorer([self.query], documents, self.truncate(llama))
 
-    @router.post("/score")
-    @router.post("/v1/score")
-    async def score(body: ScoreBody, http: Exchange) -> Response:
-        """Return the score of each pair of texts."""
-        left, right = body.pair()
-        first = _as_list(getattr(body, left))
-        second = _as_list(getattr(body, right))
-        fields = ErrorFields(right, _NAMES | {"queries": left, "documents": right})
-        scores, outputs = await _scores_of(http, first, second, body, fields)
-        data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
-        content = {
-            **_head_of(http, "score", body.model),
-            "data": data,
-            "usage": _usage(outputs),
-        }
-        return await json_response(http, content, len(scores))
+        def content(outputs: list[RequestOutput]) -> dict[str, Any]:
+            scores = scorer.scores(outputs)
+            results = []
+            for index in ranked(scores, self.top_n or None):
+                result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+                if self.return_documents is not False:
+                    result["document"] = {"text": documents[index]}
+                results.append(result)
+            head = {"id": f"rerank-{meta.id}", "model": meta.model}
+            return {**head, "results": results, "usage": _usage(outputs)}
 
-    @router.post("/rerank")
-    @router.post("/v1/rerank")
-    @router.post("/v2/rerank")
-    async def rerank(body: RerankBody, http: Exchange) -> Response:
-        """Return the documents in the order of their relevance, the most relevant first."""
-        documents = [each if isinstance(each, str) else each.text for each in body.documents]
-        fields = ErrorFields("documents", _NAMES | {"queries": "query"})
-        scores, outputs = await _scores_of(http, [body.query], documents, body, fields)
-        results = []
-        for index in ranked(scores, body.top_n or None):
-            result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
-            if body.return_documents is not False:
-                result["document"] = {"text": documents[index]}
-            results.append(result)
-        head = _head_of(http, "rerank", body.model)
-        content = {"id": head["id"], "model": head["model"], "results": results}
-        return await json_response(http, {**content, "usage": _usage(outputs)}, len(results))
-
-    return router
+        return PooledRequest(scorer.inputs, scorer.request, content)
 
 
-def _label_of(
-    index: int, head: ClassificationHead, output: RequestOutput, body: ClassifyBody
-) -> dict[str, Any]:
-    """Return the label of one input as /classify reports it."""
-    found = head.classify(output)
-    probs = found.logits if body.use_activation is False else found.probs
-    return {"index": index, "label": found.label, "probs": probs, "num_classes": head.num_labels}
-
-
-async def _scores_of(
-    http: Exchange,
-    queries: list[str],
-    documents: list[str],
-    body: ScoreBody | RerankBody,
-    fields: ErrorFields,
-) -> tuple[list[float], list[RequestOutput]]:
-    """Return the score of each pair of a query and a document, and the outputs that gave them."""
-    llama = http.serving.loaded()
-    reason = llama.classifier.why_unscored()
-    if reason:
-        raise ApiError(404, reason)
-    with http.serving.refusals(fields):
-        truncate = body.truncate(llama.model.params.max_seq_len)
-        scorer = llama.classifier.pair_scorer(queries, documents, truncate)
-    outputs = await pooled_outputs(http, scorer.inputs, scorer.request, fields)
-    return await asyncio.to_thread(scorer.scores, outputs), outputs
-
-
-def _head_of(http: Exchange, kind: str, model: str | None) -> dict[str, Any]:
-    """Return the fields that begin an answer; an adapter cannot be asked for."""
-    if http.serving.adapter_of(model) is not None:
-        message = f"model={brief(model)} is an adapter, and scores are those of the base model"
-        raise ApiError(400, message, param="model")
+def _head_of(kind: str, meta: ResponseMeta) -> dict[str, Any]:
+    """Return the fields that begin a response."""
     return {
-        "id": f"{kind}-{http.state.request_id}",
+        "id": f"{kind}-{meta.id}",
         "object": "list",
-        "created": int(time.time()),
-        "model": model or http.serving.name,
+        "created": meta.created,
+        "model": meta.model,
     }
 
 

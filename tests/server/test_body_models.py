@@ -16,13 +16,12 @@ from starlette.testclient import TestClient
 from helpers.bad_requests import BAD_REQUESTS
 from helpers.launch import REPO
 from helpers.services import service_of
-from llama.server import markdown, routes, scoring, tokens
+from llama.server import markdown, pooled, routes, tokens
 from llama.server.accepted import AcceptedFields, LabelFields
 from llama.server.anthropic.models import CountBody, MessagesBody
 from llama.server.app import make_app
 from llama.server.exchange import BodyRoute
 from llama.server.ollama import routes as ollama
-from llama.server.openai import embeddings
 from llama.server.openai.models import ChatBody, CompletionBody
 from llama.server.responses.models import ResponsesBody
 
@@ -138,7 +137,7 @@ def resolved(schema: Any, root: Any) -> Any:
 
 def test_the_schema_of_each_route_is_that_of_its_parameter(document):
     """The schema of each route is that of its parameter, which reads the body."""
-    routers = [api.routes() for api in (routes, embeddings, scoring, markdown)]
+    routers = [api.routes() for api in (routes, pooled, markdown)]
     routers += [api.routes(service_of()) for api in (tokens, ollama)]
     made = [route for router in routers for route in router.routes]
     posts = [each for each in made if isinstance(each, BodyRoute) and each.methods == {"POST"}]

@@ -13,12 +13,11 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
-from llama.api import Llama, ModelParallel, Parallel, Request, RequestOutput, derived_seed
+from llama.api import Llama, ModelParallel, Parallel, Request, RequestOutput
 from llama.cli.batch.files import Line, Results, check_files
-from llama.cli.batch.lines import answer_record, read_request
 from llama.cli.batch.loop import BatchReport, Loop, Take, local_counters
+from llama.cli.batch.work import LineWork, prepare_line
 from llama.sampling_params import SamplingParams
-from llama.server.request import ApiRequest
 
 _REPORT = struct.Struct("qq")  # the counts of a BatchReport
 
@@ -118,31 +117,18 @@ def _open_files(
         pass  # No rank has the output open any more, so that the next job can lock it.
 
 
-def prepare_line(llama: Llama, line: Line, body: ApiRequest) -> Request:
-    """Return the engine's request for a line.
-
-    Without a seed it has the one of its line number, as if all lines were the prompts of one call:
-    neither resuming a job nor another process changes an answer.
-    """
-    name = f"line-{line.number}"
-    engine = llama.llm_engine
-    if body.chat:
-        prompt = body.chat_ids(llama.dialog_format)
-        request = engine.prepare(name, prompt, body.chat_params(llama.dialog_format))
-    else:
-        request = engine.prepare(name, body.prompts[0], body.params)
-    if request.seed is None:
-        request.set_seed(derived_seed(llama.seed, line.number - 1))
-    return request
-
-
 class _Running(NamedTuple):
-    """A line that the engine is answering."""
+    """A line that the engine is answering.
+
+    Attributes:
+        line: The line.
+        work: What it asks of the engine.
+        outputs: The last outputs of its requests, as they come.
+    """
 
     line: Line
-    custom_id: str
-    body: ApiRequest
-    request: Request
+    work: LineWork
+    outputs: list[RequestOutput]
 
 
 @dataclass
@@ -153,13 +139,13 @@ class EngineAnswers:
         llama: The model.
         defaults: Parameters of lines that do not give their own.
         model: The name of the model in the records.
-        running: The lines that are being answered, by request id.
+        running: The unfinished requests by their ids, each with its line.
     """
 
     llama: Llama
     defaults: SamplingParams
     model: str
-    running: dict[str, _Running] = field(default_factory=dict)
+    running: dict[str, tuple[Request, _Running]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +155,7 @@ class EngineAnswers:
     @property
     def has_capacity(self) -> bool:
         """Whether another line fits into the batch."""
-        num_answers = sum(len(entry.request.answers) for entry in self.running.values())
+        num_answers = sum(len(request.answers) for request, _ in self.running.values())
         return num_answers < self.llama.model.params.max_batch_size
 
     @property
@@ -179,32 +165,27 @@ class EngineAnswers:
 
     def start(self, line: Line, custom_id: str, fields: dict[str, Any]) -> None:
         """Begin to answer a line; see `Answers.start`."""
-        body = read_request(fields, self.defaults)
-        request = prepare_line(self.llama, line, body)
-        self.llama.llm_engine.submit([request])
-        self.running[request.request_id] = _Running(line, custom_id, body, request)
+        work = prepare_line(self.llama, line.number, custom_id, fields, self.defaults, self.model)
+        self.llama.llm_engine.submit(work.requests)
+        entry = _Running(line, work, [])
+        self.running |= {request.request_id: (request, entry) for request in work.requests}
 
     def finished(self) -> list[tuple[Line, dict[str, Any]]]:
         """Run one step of the engine and return the records that it completed.
 
         The loop writes them before the next step.
         """
-        outputs = self.llama.llm_engine.step()
-        return [self._record(output) for output in outputs if output.finished]
+        records = []
+        for output in self.llama.llm_engine.step():
+            if not output.finished:
+                continue
+            _, entry = self.running.pop(output.request_id)
+            entry.outputs.append(output)
+            if len(entry.outputs) == len(entry.work.requests):
+                records.append((entry.line, entry.work.record(entry.outputs)))
+        return records
 
     def close(self) -> None:
         """Abort the requests that are not finished."""
         for request_id in self.running:
             self.llama.llm_engine.abort_request(request_id)
-
-    def _record(self, output: RequestOutput) -> tuple[Line, dict[str, Any]]:
-        entry = self.running.pop(output.request_id)
-        record = answer_record(
-            entry.custom_id,
-            entry.line.number,
-            entry.body,
-            output,
-            self.llama.dialog_format,
-            self.model,
-        )
-        return entry.line, record

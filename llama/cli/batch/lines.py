@@ -10,17 +10,20 @@ import re
 from dataclasses import dataclass
 from typing import Any, Self
 
-from llama.api import RequestOutput
 from llama.cli.batch.csv_rows import fields_of, is_csv
 from llama.common.checks import brief
 from llama.common.validation import json_type
-from llama.prompts.dialog_format import DialogFormat
-from llama.sampling_params import SamplingParams
-from llama.server.openai.answers import Completion, ResponseMeta
-from llama.server.openai.models import CHAT_URL, TEXT_URL, parse_body
-from llama.server.request import ApiRequest
+from llama.server.openai.models import (
+    CHAT_URL,
+    EMBEDDINGS_URL,
+    RERANK_URLS,
+    SCORE_URLS,
+    TEXT_URL,
+)
+from llama.server.responses.models import RESPONSES_URL
 
 MAX_LINE = 10_000_000  # bytes
+URLS = (CHAT_URL, TEXT_URL, RESPONSES_URL, EMBEDDINGS_URL, *SCORE_URLS, *RERANK_URLS)
 _ENVELOPE = {"custom_id", "method", "url", "body"}
 _COLUMNS = ("prompt", "custom_id")  # columns of a CSV file that are read; the first is required
 _ARRAY = re.compile(rb"\[\s*([{\"]|$)")  # the first line of a file that is a JSON array
@@ -176,20 +179,6 @@ def custom_id_of(fields: dict[str, Any], default: str) -> str:
     return custom_id
 
 
-def read_request(fields: dict[str, Any], defaults: SamplingParams) -> ApiRequest:
-    """Return the checked request of a line.
-
-    Raises:
-        TypeError, ValueError: A field is wrong or unknown; the message names it.
-    """
-    url, body = target(fields)
-    request = parse_body(body, defaults, chat=url == CHAT_URL)
-    if len(request.prompts) > 1:
-        count = len(request.prompts)
-        raise ValueError(f"prompt has {count} entries: write each entry on a line of its own")
-    return request
-
-
 def target(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the URL path and the body of a line's request.
 
@@ -222,8 +211,8 @@ def _enveloped(fields: dict[str, Any]) -> tuple[str, Any]:
     if method != "POST":
         raise ValueError(f"method={method!r} must be POST")
     url = fields.get("url")
-    if url not in (CHAT_URL, TEXT_URL):
-        raise ValueError(f"url={url!r} must be {CHAT_URL} or {TEXT_URL}")
+    if url not in URLS:
+        raise ValueError(f"url={brief(url)} must be one of {', '.join(URLS)}")
     return url, fields.get("body")
 
 
@@ -238,28 +227,6 @@ def error_record(custom_id: str, number: int, code: str, message: str) -> dict[s
     """
     error = {"code": code, "message": message[:_MAX_MESSAGE], "line": number}
     return {"custom_id": custom_id, "response": None, "error": error}
-
-
-def answer_record(
-    custom_id: str,
-    number: int,
-    request: ApiRequest,
-    output: RequestOutput,
-    dialog_format: DialogFormat,
-    model: str,
-) -> dict[str, Any]:
-    """Return the record of a finished request.
-
-    It is an error record if the engine ended the request with an error.
-    """
-    if output.error is not None:
-        code = "server_error" if output.error_field is None else "invalid_request"
-        return error_record(custom_id, number, code, output.error)
-    name = model if request.model is None else request.model
-    # A fixed time of creation makes the records of two equal jobs equal.
-    meta = ResponseMeta(output.request_id, name, created=0)
-    body = Completion(request, dialog_format, meta).response([output])
-    return response_record(custom_id, output.request_id, body)
 
 
 def response_record(custom_id: str, request_id: str, body: Any) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from llama.cli.batch.lines import error_record, response_record, target
 from llama.cli.batch.loop import BatchReport, Loop
 from llama.cli.client import Client, Reply, ServerError, sampling_fields, usage_of
 from llama.sampling_params import SamplingParams
+from llama.server.openai.models import CHAT_URL, TEXT_URL
+from llama.server.responses.models import RESPONSES_URL
 
 MAX_CONCURRENCY = 1024
 _POLL_S = 0.5  # interval of the checks for a signal
@@ -124,7 +126,7 @@ class ServerAnswers:
         """Begin to answer a line; see `Answers.start`."""
         path, body = target(fields)
         seed = derived_seed(self.seed, line.number - 1)
-        body = with_defaults(body, self.defaults, model=self.model, seed=seed)
+        body = with_defaults(path, body, self.defaults, model=self.model, seed=seed)
         task = self.client.start(self._reply(path, body, f"line-{line.number}"))
         self.running[task] = _Running(line, custom_id)
 
@@ -197,11 +199,24 @@ class ServerAnswers:
 
 
 def with_defaults(
-    body: Mapping[str, Any], defaults: SamplingParams, *, model: str, seed: int
+    path: str, body: Mapping[str, Any], defaults: SamplingParams, *, model: str, seed: int
 ) -> dict[str, Any]:
-    """Return the body with values for the fields that it leaves out or has as null."""
+    """Return the body with values for the fields that it leaves out or has as null.
+
+    Args:
+        path: The path of its route.
+        body: The body.
+        defaults: The sampling parameters that it does not give, where the route generates text.
+        model: The name of the model that it does not give.
+        seed: The seed that it does not give.
+    """
     given = {name: value for name, value in body.items() if value is not None}
+    if path not in (CHAT_URL, TEXT_URL, RESPONSES_URL):
+        return {"model": model, **given}
     values = {"model": model, "seed": seed, **sampling_fields(defaults)}
-    if "max_completion_tokens" in given:
-        values.pop("max_tokens", None)
-    return values | given
+    max_tokens = values.pop("max_tokens", None)
+    if path == RESPONSES_URL:
+        values["max_output_tokens"] = max_tokens
+    elif "max_completion_tokens" not in given:
+        values["max_tokens"] = max_tokens
+    return {name: value for name, value in values.items() if value is not None} | given

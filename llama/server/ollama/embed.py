@@ -6,6 +6,7 @@ embeddings, the server must say how a text becomes a vector.
 
 import functools
 import time
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
@@ -18,7 +19,10 @@ from llama.server.accepted import ModelName
 from llama.server.errors import ErrorFields
 from llama.server.exchange import Exchange
 from llama.server.openai.models import MAX_PROMPTS
-from llama.server.pooled import json_response, pooled_outputs
+from llama.server.pooled import pooled_response
+from llama.server.request import PooledRequest
+
+Vectors = Iterator[list[float]]
 
 
 class _Body(Fields):
@@ -59,37 +63,66 @@ def add_routes(router: APIRouter) -> None:
         """Embed each text."""
         begin = time.perf_counter_ns()
         texts = [body.input] if isinstance(body.input, str) else body.input
-        llama = http.serving.loaded()
-        truncate = None if body.truncate is False else llama.model.params.max_seq_len
+        max_seq_len = http.serving.loaded().model.params.max_seq_len
+        truncate = None if body.truncate is False else max_seq_len
         options = EmbeddingOptions(dimensions=body.dimensions, truncate=truncate)
-        options, outputs = await _embedded(http, texts, options, "input", body.model)
-        content = {
-            "model": body.model or http.serving.name,
-            "embeddings": (options.vector(output).tolist() for output in outputs),
-            "total_duration": time.perf_counter_ns() - begin,
-            "load_duration": 0,
-            "prompt_eval_count": sum(output.usage.prompt_tokens for output in outputs),
-        }
-        return await json_response(http, content, len(outputs) * llama.pooler.dim)
+
+        def content(vectors: Vectors, outputs: list[RequestOutput]) -> dict[str, Any]:
+            return {
+                "model": body.model or http.serving.name,
+                "embeddings": vectors,
+                "total_duration": time.perf_counter_ns() - begin,
+                "load_duration": 0,
+                "prompt_eval_count": sum(output.usage.prompt_tokens for output in outputs),
+            }
+
+        return await _embedded(http, body, texts, options, "input", content)
 
     @router.post("/api/embeddings")
     async def embeddings(body: EmbeddingsBody, http: Exchange) -> Response:
         """Embed one text; its vector is as long as the model makes it."""
         max_seq_len = http.serving.loaded().model.params.max_seq_len
         options = EmbeddingOptions(normalize=False, truncate=max_seq_len)
-        options, (output,) = await _embedded(http, [body.prompt], options, "prompt", body.model)
-        vector = options.vector(output).tolist()
-        return await json_response(http, {"embedding": vector}, len(vector))
+
+        def content(vectors: Vectors, _: list[RequestOutput]) -> dict[str, Any]:
+            return {"embedding": next(vectors)}
+
+        return await _embedded(http, body, [body.prompt], options, "prompt", content)
 
 
 async def _embedded(
-    http: Exchange, texts: list[str], options: EmbeddingOptions, field: str, model: str | None
-) -> tuple[EmbeddingOptions, list[RequestOutput]]:
-    """Return the outputs of texts, and the options that make their vectors."""
+    http: Exchange,
+    body: _Body,
+    texts: list[str],
+    options: EmbeddingOptions,
+    field: str,
+    content: Callable[[Vectors, list[RequestOutput]], dict[str, Any]],
+) -> Response:
+    """Return the response to a body.
+
+    Args:
+        http: the request of HTTP, which knows its model.
+        body: its body.
+        texts: what is embedded.
+        options: how texts become vectors.
+        field: the field of the body that has the texts, for errors.
+        content: makes the object of the response, of the vectors and the outputs.
+    """
     pooler = http.serving.loaded().pooler
     fields = ErrorFields(field, {"truncate": "truncate"})
     with http.serving.refusals(fields):
         checked = pooler.checked(options)
-    adapter = http.serving.adapter_of(model)
-    make = functools.partial(pooler.request, options=checked, adapter=adapter)
-    return checked, await pooled_outputs(http, texts, make, fields, len(checked.prompt or ""))
+
+    def content_of(outputs: list[RequestOutput]) -> dict[str, Any]:
+        return content((checked.vector(output).tolist() for output in outputs), outputs)
+
+    request = PooledRequest(
+        inputs=texts,
+        make=functools.partial(
+            pooler.request, options=checked, adapter=http.serving.adapter_of(body.model)
+        ),
+        content=content_of,
+        values_per_input=pooler.dim,
+        num_shared=len(checked.prompt or ""),
+    )
+    return await pooled_response(http, request, fields)

@@ -1,7 +1,8 @@
-"""The route /v1/embeddings, with OpenAI's body and some of vLLM's further fields.
+"""The body of /v1/embeddings, which is OpenAI's with some of vLLM's further fields.
 
-In: texts or token ids. Out: a vector for each, as a list of numbers or in base64. On a model that
-was not made for embeddings, the server or the request must say how a text becomes a vector.
+In: texts or token ids. Out: a `PooledRequest`, whose response has a vector for each input, as a
+list of numbers or in base64. On a model that was not made for embeddings, the server or the body
+must say how a text becomes a vector. This file knows no network.
 """
 
 import base64
@@ -10,18 +11,15 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from fastapi import APIRouter
 from pydantic import Field
-from starlette.responses import Response
 
-from llama.api import EmbeddingOptions
+from llama.api import EmbeddingOptions, Llama, RequestOutput
 from llama.server.accepted import LabelFields
 from llama.server.errors import ErrorFields
-from llama.server.exchange import Exchange, body_router
+from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.models import PromptField
-from llama.server.pooled import json_response, pooled_outputs
+from llama.server.request import PooledRequest
 
-EMBEDDINGS_URL = "/v1/embeddings"
 # The default context length stands for -1, as in vLLM.
 Truncation = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 
@@ -41,7 +39,35 @@ class EmbeddingBody(LabelFields):
     include_prompt: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
 
-    def options(self, max_seq_len: int) -> EmbeddingOptions:
+    @property
+    def error_fields(self) -> ErrorFields:
+        """The names of the body, for errors."""
+        return ErrorFields("input", {"truncate": "truncate_prompt_tokens"})
+
+    def request(
+        self, llama: Llama, meta: ResponseMeta, adapter: str | None = None
+    ) -> PooledRequest:
+        """Return what the body asks for.
+
+        Args:
+            llama: the model.
+            meta: the fields of the response.
+            adapter: the name of a loaded adapter; None: the base model.
+
+        Raises:
+            FieldError: a field cannot be used with this model.
+        """
+        pooler = llama.pooler
+        options = pooler.checked(self._options(llama.model.params.max_seq_len))
+        return PooledRequest(
+            inputs=inputs_of(self.input),
+            make=functools.partial(pooler.request, options=options, adapter=adapter),
+            content=functools.partial(self._content, meta.model, options),
+            values_per_input=pooler.dim,
+            num_shared=len(options.prompt or ""),
+        )
+
+    def _options(self, max_seq_len: int) -> EmbeddingOptions:
         """Return how inputs become vectors, as far as the body says it."""
         truncate = self.truncate_prompt_tokens
         return EmbeddingOptions(
@@ -54,31 +80,11 @@ class EmbeddingBody(LabelFields):
             truncate=max_seq_len if truncate == -1 else truncate,
         )
 
-
-def inputs_of(value: Any) -> list[Any]:
-    """Return the inputs of a body as a list of texts or of lists of token ids."""
-    is_list = isinstance(value, list) and not isinstance(value[0], int)
-    return value if is_list else [value]
-
-
-def routes() -> APIRouter:
-    """Return the route of embeddings."""
-    router = body_router()
-
-    @router.post(EMBEDDINGS_URL)
-    async def embeddings(body: EmbeddingBody, http: Exchange) -> Response:
-        """Embed each input (https://platform.openai.com/docs/api-reference/embeddings)."""
-        serving = http.serving
-        llama = serving.loaded()
-        pooler = llama.pooler
-        fields = ErrorFields("input", {"truncate": "truncate_prompt_tokens"})
-        with serving.refusals(fields):
-            options = pooler.checked(body.options(llama.model.params.max_seq_len))
-        adapter = serving.adapter_of(body.model)
-        make = functools.partial(pooler.request, options=options, adapter=adapter)
-        num_shared = len(options.prompt or "")
-        outputs = await pooled_outputs(http, inputs_of(body.input), make, fields, num_shared)
-        is_encoded = body.encoding_format == "base64"
+    def _content(
+        self, model: str, options: EmbeddingOptions, outputs: list[RequestOutput]
+    ) -> dict[str, Any]:
+        """Return the response's object, with an iterator of its vectors."""
+        is_encoded = self.encoding_format == "base64"
 
         def data() -> Iterator[dict[str, Any]]:
             for index, output in enumerate(outputs):
@@ -87,15 +93,18 @@ def routes() -> APIRouter:
                 yield {"object": "embedding", "index": index, "embedding": embedding}
 
         num_tokens = sum(output.usage.prompt_tokens for output in outputs)
-        content = {
+        return {
             "object": "list",
             "data": data(),
-            "model": body.model or serving.name,
+            "model": model,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
-        return await json_response(http, content, len(outputs) * pooler.dim)
 
-    return router
+
+def inputs_of(value: Any) -> list[Any]:
+    """Return the inputs of a body as a list of texts or of lists of token ids."""
+    is_list = isinstance(value, list) and not isinstance(value[0], int)
+    return value if is_list else [value]
 
 
 def _in_base64(vector: np.ndarray) -> str:

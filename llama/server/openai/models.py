@@ -28,6 +28,10 @@ from llama.server.sampling import OPENAI_NAMES, SamplingFields, TokenId, samplin
 
 CHAT_URL = "/v1/chat/completions"
 TEXT_URL = "/v1/completions"
+# The paths of bodies that are in files of their own, for those who read none of them.
+EMBEDDINGS_URL = "/v1/embeddings"
+SCORE_URLS = ("/score", "/v1/score")
+RERANK_URLS = ("/rerank", "/v1/rerank", "/v2/rerank")
 MAX_PROMPTS = 2048  # prompts of one body, as in OpenAI's API
 
 # The path of the field that gives the format of the answer, and the format.

@@ -17,7 +17,8 @@ from helpers.batch import answers
 from llama.cli import main
 from llama.cli.batch.csv_rows import ends_in_quotes, fields_of
 from llama.cli.batch.job import run_batch
-from llama.cli.batch.lines import MAX_LINE, LineFormat, parse_line, read_request
+from llama.cli.batch.lines import MAX_LINE, LineFormat, parse_line
+from llama.cli.batch.work import prepare_line
 from llama.cli.model import sampling_params
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
@@ -183,11 +184,12 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role must be one of"),
     ({"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content must be a str, or a"),
     (openai({"prompt": "x"}, method="GET"), "method='GET' must be POST"),
-    (openai({"prompt": "x"}, url="/v1/embeddings"), "url='/v1/embeddings' must be /v1/chat/"),
+    (openai({"prompt": "x"}, url="/v1/moderations"), "url='/v1/moderations' must be one of /v1/"),
+    (openai({"prompt": "x"}, url="/v1/embeddings"), "input is needed"),
     ({**openai({"prompt": "x"}), "body": None}, "body must be an object, got null"),
     (openai({"prompt": "x"}, url=CHAT_URL), "'prompt' cannot be used in a chat request"),
     (openai({"prompt": "x"}, extra=1), "'extra' cannot be used in the line, beside its body"),
-    ({"body": {"prompt": "x"}}, "url=None must be /v1/chat/completions or /v1/completions"),
+    ({"body": {"prompt": "x"}}, "url=None must be one of /v1/chat/completions, /v1/completions"),
 ]
 
 
@@ -244,7 +246,7 @@ def test_a_line_of_nan_gets_an_error_and_its_neighbours_their_answers(llama, tmp
     assert (report.written, report.failed) == (0, 1), "it counts as done"
 
 
-def test_parsing_never_raises_anything_else():
+def test_parsing_never_raises_anything_else(llama):
     """Parsing raises no other exception.
 
     The lines are odd but valid JSON: duplicate keys, lone surrogates, huge numbers, empty names.
@@ -256,7 +258,8 @@ def test_parsing_never_raises_anything_else():
         '{"url": [1], "body": 2, "method": {}}', '{"prompt": "x", "n": 99999999999999999999}',
     ):  # fmt: skip
         try:
-            read_request(parse_line(line.encode(), LineFormat(is_json=True)), SamplingParams())
+            fields = parse_line(line.encode(), LineFormat(is_json=True))
+            prepare_line(llama, 1, "a", fields, SamplingParams(), "m")
         except (TypeError, ValueError) as e:
             assert str(e)
 

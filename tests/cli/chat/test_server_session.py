@@ -25,7 +25,7 @@ from llama.cli.chat.stats import TurnStats
 from llama.prompts.messages import read_messages
 from llama.requests.request import Usage
 from llama.sampling_params import SamplingParams
-from llama.server.openai.models import parse_body
+from llama.server.openai.models import TEXT_URL, parse_body
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,8 @@ def test_bodies_of_the_client_are_those_that_the_server_reads():
     assert (plain["max_tokens"], plain["temperature"], plain["top_p"]) == (16, 1, 1)
     assert "max_tokens" not in chat_body(dialog, SamplingParams(max_tokens=None), model="m")
     given = {"prompt": "x", "top_p": None, "max_completion_tokens": 4}
-    body = with_defaults(given, SamplingParams(top_p=0.5, max_tokens=7), model="m", seed=3)
+    defaults = SamplingParams(top_p=0.5, max_tokens=7)
+    body = with_defaults(TEXT_URL, given, defaults, model="m", seed=3)
     params = parse_body(body, SamplingParams(), chat=False).params
     assert (params.top_p, params.max_tokens, params.seed) == (0.5, 4, 3)
 
