@@ -53,13 +53,15 @@ def make_model(
     packed: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     kv_cache_dtype: str | None = None,
+    **changes: Any,
 ) -> Transformer:
     """Make a model; with two ranks, the share of rank 1, which doubles what it would sum."""
     parallel = Parallel(Placement(rank=ranks - 1, size=ranks))
     if ranks > 1:
         object.__setattr__(parallel, "all_reduce", lambda x: x.mul_(2))
     kv_format = FORMATS[kv_cache_dtype] if kv_cache_dtype else AS_COMPUTED
-    model = Transformer(ModelArgs(**PARAMS), parallel=parallel, dtype=dtype, kv_format=kv_format)
+    args = ModelArgs(**PARAMS | changes)
+    model = Transformer(args, parallel=parallel, dtype=dtype, kv_format=kv_format)
     generator = torch.Generator().manual_seed(3)
     for weight in model.parameters():
         scale = 0.1 if weight.dim() == 2 else 1.0
@@ -136,6 +138,18 @@ def test_the_call_gives_the_bytes_of_the_modules(kernels, calls, quantize, ranks
             assert calls == ["layers_workspace", *["layers_bf16"] * count, "rms_norm_bf16"]
         calls.clear()
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("head_size", [64, 96])
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_the_call_takes_heads_of_another_size(kernels, calls, quantize, head_size):
+    """Heads of 64 or 96 elements in a model of 128 columns, whose share would be 32."""
+    model = make_model(quantize=quantize, head_size=head_size)
+    for sequences in BATCHES[2:6]:
+        wanted = run_modules(model, sequences)
+        calls.clear()
+        assert same(run(model, sequences), wanted), sequences
+        assert "layers_bf16" in calls
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -42,7 +42,7 @@ def sharded(make_checkpoint, tmp_path_factory) -> dict[str, Path]:
     """The same weights in 1, 2 and 4 shards, with 4 kv heads; and with 1 and 2 kv heads.
 
     "other" has other weights, with 2 kv heads. "wide" has heads of 32, which the CPU kernels
-    support.
+    support. "yarn" has heads of 24 in a model of 64 columns, and RoPE scaled by YaRN.
     """
     folders = {}
     for kv_heads in (4, 2, 1):
@@ -53,6 +53,8 @@ def sharded(make_checkpoint, tmp_path_factory) -> dict[str, Path]:
             write_meta(folders[f"shards{shards}"], params, state, shards)
             write_byte_tokenizer(folders[f"shards{shards}"])
     folders["other"] = make_checkpoint(seed=3, n_kv_heads=2)[0]
+    yarn = {"rope_yarn_factor": 4.0, "rope_original_context": 32, "rope_attention_factor": 1.2}
+    folders["yarn"] = make_checkpoint(seed=25, n_kv_heads=4, head_size=24, **yarn)[0]
     folders["wide"] = make_checkpoint(seed=24, n_kv_heads=4, dim=128)[0]
     return folders
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from llama.common.checks import FieldError, Range, brief, check_ranges, errors_in
+from llama.ops.rope import Yarn
 
 # Keys that some releases of params.json carry and that change nothing here.
 HARMLESS_PARAMS = frozenset({"max_batch_size", "max_seq_len", "model_parallel_size"})
@@ -19,16 +20,17 @@ MAX_SIZE = 2**24  # largest vocabulary, and largest multiple of the ffn size
 class ModelArgs:
     """The contents of params.json, under Meta's names, and the two sizes of the run.
 
-    `rope_scale_factor` and the two after it, `context_length`, `tied_output` and `is_causal` are
-    not Meta's: Meta's files leave them to be inferred, Hugging Face's config.json states them. The
-    largest values that are accepted are 60 times those of the 405B model, with which nothing
-    overflows or is slow.
+    `head_size`, `rope_scale_factor` and all after it, but for the sizes of the run, are not Meta's:
+    Meta's files leave them to be inferred, Hugging Face's config.json states them. The largest
+    values that are accepted are 60 times those of the 405B model, with which nothing overflows or
+    is slow.
     """
 
     dim: Annotated[int, Range(1, 2**20)] = 4096
     n_layers: Annotated[int, Range(1, 2**13)] = 32
     n_heads: Annotated[int, Range(1, 2**16)] = 32
     n_kv_heads: Annotated[int | None, Range(1, 2**16)] = None  # None: as many as n_heads
+    head_size: Annotated[int | None, Range(2, 2**16)] = None  # None: dim / n_heads
     vocab_size: Annotated[int, Range(1, MAX_SIZE)] = -1
     multiple_of: Annotated[int, Range(1, MAX_SIZE)] = 256  # the ffn size is rounded up to this
     ffn_dim_multiplier: Annotated[float | None, Range(0, 1e3, above=True)] = None
@@ -38,6 +40,11 @@ class ModelArgs:
     rope_scale_factor: Annotated[float | None, Range(0, 1e6, above=True)] = None
     rope_original_context: Annotated[int, Range(1, 2**40)] = 8192  # tokens, before scaling
     rope_linear_factor: Annotated[float, Range(0, 1e6, above=True)] = 1.0  # divides all frequencies
+    rope_yarn_factor: Annotated[float | None, Range(0, 1e6, above=True)] = None  # None: no YaRN
+    rope_beta_fast: Annotated[float, Range(0, 1e6, above=True)] = 32.0  # YaRN's, as the next two
+    rope_beta_slow: Annotated[float, Range(0, 1e6, above=True)] = 1.0
+    rope_truncate: bool = True
+    rope_attention_factor: Annotated[float, Range(0, 1e6, above=True)] = 1.0  # multiplies q and k
     context_length: Annotated[int | None, Range(1, 2**40)] = None
     tied_output: bool = False
     is_causal: bool = True  # whether a token attends only to those before it
@@ -48,7 +55,7 @@ class ModelArgs:
     @property
     def head_dim(self) -> int:
         """Return the elements of one head."""
-        return self.dim // self.n_heads
+        return self.head_size or self.dim // self.n_heads
 
     @property
     def kv_heads(self) -> int:
@@ -71,6 +78,14 @@ class ModelArgs:
         if self.rope_scale_factor:
             return self.rope_scale_factor
         return 32.0 if self.dim in _DIMS_OF_3_2 else 8.0
+
+    @property
+    def yarn(self) -> Yarn | None:
+        """Return YaRN's scaling of RoPE; None for a model without it."""
+        if self.rope_yarn_factor is None:
+            return None
+        betas = (self.rope_beta_fast, self.rope_beta_slow)
+        return Yarn(self.rope_yarn_factor, *betas, self.rope_truncate)
 
     @property
     def longest_context(self) -> int:
@@ -111,10 +126,12 @@ class ModelArgs:
         """
         with errors_in(source):
             check_ranges(self)
-            for name in ("use_scaled_rope", "tied_output", "is_causal"):
+            for name in ("use_scaled_rope", "rope_truncate", "tied_output", "is_causal"):
                 if not isinstance(getattr(self, name), bool):
                     raise ValueError(f"{name}={brief(getattr(self, name))} must be true or false")
-            if self.dim % self.n_heads or self.head_dim % 2:
+            if self.head_size is not None and self.head_size % 2:
+                raise ValueError(f"head_size={self.head_size} must be even: RoPE turns pairs")
+            if self.head_size is None and (self.dim % self.n_heads or self.head_dim % 2):
                 raise ValueError(
                     f"dim={self.dim} / n_heads={self.n_heads} must be an even whole number, the "
                     "size of a head"
@@ -122,6 +139,12 @@ class ModelArgs:
             if self.n_heads % self.kv_heads:
                 raise ValueError(
                     f"n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}"
+                )
+            if self.yarn and (self.rope_theta <= 1 or self.rope_beta_fast < self.rope_beta_slow):
+                raise ValueError(
+                    f"rope_theta={self.rope_theta}, beta_fast={self.rope_beta_fast}, "
+                    f"beta_slow={self.rope_beta_slow}: YaRN needs a theta above 1, and a beta_fast "
+                    "of at least beta_slow"
                 )
             if self.ffn_dim < 1:
                 raise ValueError(f"ffn_dim_multiplier={self.ffn_dim_multiplier} leaves no ffn")

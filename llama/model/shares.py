@@ -75,9 +75,9 @@ def _lm_head_layers(params: ModelArgs) -> Fraction:
 
     `llama.model.stage_layers` knows more: formats, and the device.
     """
-    kv_dim = params.kv_heads * params.head_dim
+    attention = 2 * (params.n_heads + params.kv_heads) * params.head_dim
     # The columns of all matrices of a layer, each of which has as many rows as the model dim.
-    columns = 2 * params.dim + 2 * kv_dim + 3 * params.ffn_dim
+    columns = attention + 3 * params.ffn_dim
     return Fraction(params.vocab_size, columns)
 
 

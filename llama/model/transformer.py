@@ -123,6 +123,8 @@ def _rotations(params: ModelArgs) -> Tensor:
         params.rope_factor,
         params.rope_original_context,
         params.rope_linear_factor,
+        params.yarn,
+        params.rope_attention_factor,
     )
 
 

@@ -2,13 +2,14 @@
 
 In: positions and the rows of queries, keys and values. Out: the rotated rows, with keys and values
 in their slots. Angles are computed and applied in float32. `scale_frequencies` is Llama 3.1's RoPE
-scaling, which extends the context from 8,192 to 131,072 tokens. Requests and kernels must not be
-known here.
+scaling, which extends the context from 8,192 to 131,072 tokens, and `Yarn` that of fine-tunes.
+Requests and kernels must not be known here.
 
 Shapes: T tokens, H query heads, K kv heads, D head dim, P pages, S slots per page.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,12 +40,50 @@ def scale_frequencies(
     return frequencies * (keep + (1 - keep) / factor)
 
 
+class Yarn(NamedTuple):
+    """YaRN (Peng et al., 2023): fast pairs keep their frequency, slow ones are divided by a factor.
+
+    Attributes:
+        factor: The factor.
+        beta_fast: The turns per original context of a pair at which the blend begins.
+        beta_slow: The turns, fewer, at which it ends.
+        truncate: Whether both ends are moved outwards to a whole pair.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+    def scale(self, frequencies: Tensor, theta: float, original_context: int) -> Tensor:
+        """Return scaled frequencies (D/2).
+
+        Args:
+            frequencies: The frequencies (D/2).
+            theta: Their base, more than 1.
+            original_context: The context of the model before scaling, in tokens.
+        """
+        num_pairs = len(frequencies)
+        ends = [
+            num_pairs * math.log(original_context / (turns * 2 * math.pi)) / math.log(theta)
+            for turns in (self.beta_fast, self.beta_slow)
+        ]
+        if self.truncate:
+            ends = [math.floor(ends[0]), math.ceil(ends[1])]
+        first = max(ends[0], 0)
+        last = min(ends[1], 2 * num_pairs - 1)
+        width = last - first or 0.001
+        blend = ((torch.arange(num_pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
+        return frequencies * (1 - blend) + frequencies / self.factor * blend
+
+
 def rope_frequencies(
     head_dim: int,
     theta: float,
     factor: float | None,
     original_context: int = ORIGINAL_CONTEXT,
     linear_factor: float = 1.0,
+    yarn: Yarn | None = None,
 ) -> Tensor:
     """Return by which angle each pair of a head turns per position, (D/2) float32.
 
@@ -52,11 +91,14 @@ def rope_frequencies(
         head_dim: D.
         theta: The base of the frequencies.
         factor: The factor of `scale_frequencies`; None for frequencies that are not scaled so.
-        original_context: The context before that scaling, in tokens.
+        original_context: The context before that scaling or YaRN's, in tokens.
         linear_factor: What all frequencies are divided by (Chen et al., 2023).
+        yarn: YaRN's scaling; None for frequencies that are not scaled so.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / theta**exponents / linear_factor
+    if yarn is not None:
+        return yarn.scale(frequencies, theta, original_context)
     if factor is None:
         return frequencies
     return scale_frequencies(frequencies, factor, original_context)
@@ -69,24 +111,28 @@ def precompute_freqs_cis(
     factor: float | None,
     original_context: int = ORIGINAL_CONTEXT,
     linear_factor: float = 1.0,
+    yarn: Yarn | None = None,
+    magnitude: float = 1.0,
 ) -> Tensor:
-    """Return the rotation of each pair at each position, as complex numbers of magnitude 1.
+    """Return the rotation of each pair at each position, as complex numbers.
 
     Args:
         head_dim: D.
         length: The number of positions.
         theta: The base of the frequencies.
         factor: The factor of `scale_frequencies`; None for frequencies that are not scaled so.
-        original_context: The context before that scaling, in tokens.
+        original_context: The context before that scaling or YaRN's, in tokens.
         linear_factor: What all frequencies are divided by.
+        yarn: YaRN's scaling; None for frequencies that are not scaled so.
+        magnitude: The magnitude of the numbers, which multiplies queries and keys.
 
     Returns:
         (length, D/2) complex64.
     """
-    frequencies = rope_frequencies(head_dim, theta, factor, original_context, linear_factor)
+    frequencies = rope_frequencies(head_dim, theta, factor, original_context, linear_factor, yarn)
     positions = torch.arange(length, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
-    return torch.polar(torch.ones_like(angles), angles)
+    return torch.polar(torch.full_like(angles, magnitude), angles)
 
 
 def apply_rope(x: Tensor, freqs_cis: Tensor) -> Tensor:

@@ -17,12 +17,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from llama_models.llama3 import tokenizer as metas_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers.checkpoints import shard_of, write_byte_tokenizer, write_meta
 from helpers.gguf_files import MIXED, PARAMS, SCALES, random_blocks, write_gguf
 from helpers.kernels import HAS_KERNELS
 from helpers.launch import DEMO
-from helpers.weights import expect_shards, from_hf, hf_model, loaded, scaled_rope
+from helpers.weights import expect_shards, from_hf, hf_logits, hf_model, loaded, scaled_rope
 from llama import Llama, Tokenizer
 from llama.checkpoint.find import find
 from llama.checkpoint.gguf import blocks as gguf_blocks
@@ -394,6 +395,74 @@ def test_a_linear_rope_scaling_divides_the_frequencies(tmp_path, keys, factor):
         torch.testing.assert_close(model.freqs_cis[1].angle(), angles, atol=1e-7, rtol=1e-6)
 
 
+WIDE_HEADS = PARAMS | {"head_size": 64}
+YARN_KEYS = {"rope.scaling.type": "yarn", "rope.scaling.original_context_length": 512}
+
+
+@pytest.mark.parametrize(
+    ("params", "keys", "theirs"),
+    [
+        (WIDE_HEADS, {}, {"rope_type": "default"}),
+        (PARAMS | {"head_size": 16}, {}, {"rope_type": "default"}),
+        (
+            PARAMS,
+            YARN_KEYS | {"rope.scaling.factor": 4.0},
+            {"rope_type": "yarn", "factor": 4.0},
+        ),
+        (
+            WIDE_HEADS,
+            YARN_KEYS
+            | {
+                "rope.scaling.factor": 8.0,
+                "rope.scaling.attn_factor": 0.5,
+                "rope.scaling.yarn_beta_fast": 16.0,
+                "rope.scaling.yarn_beta_slow": 2.0,
+                "rope.scaling.yarn_ext_factor": 1.0,
+            },
+            {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                # As llama.cpp multiplies the key by its own factor.
+                "attention_factor": 0.5 * (1 + 0.1 * math.log(8)),
+            },
+        ),
+    ],
+)
+def test_heads_of_any_size_and_yarn_give_the_logits_of_transformers(tmp_path, params, keys, theirs):
+    """The file, and what converts it: to Hugging Face's layout, to Meta's, and to GGUF again."""
+    path = tmp_path / "model.gguf"
+    write_byte_tokenizer(tmp_path)
+    metadata = {f"llama.{key}": value for key, value in keys.items()}
+    tokenizer = tmp_path / "tokenizer.model"
+    write_gguf(path, params, "BF16", metadata=metadata, tokenizer=tokenizer)
+    convert(path, tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "meta")
+    convert(tmp_path / "meta", tmp_path / "again.gguf")
+    rope = theirs | {"rope_theta": PARAMS["rope_theta"]}
+    if theirs["rope_type"] == "yarn":
+        rope["original_max_position_embeddings"] = 512
+    config = LlamaConfig.from_pretrained(tmp_path / "hf", rope_parameters=rope)
+    assert config.head_dim == params.get("head_size", 32)
+    oracle = LlamaForCausalLM.from_pretrained(tmp_path / "hf", config=config, dtype=torch.float32)
+    tokens = torch.randint(512, (1, 700), generator=torch.Generator().manual_seed(7))
+    expected = hf_logits(oracle.eval(), tokens)
+    for file in (path, tmp_path / "hf", tmp_path / "meta", tmp_path / "again.gguf"):
+        found = find(file)
+        found = replace(found, params=replace(found.params, max_seq_len=700))
+        torch.testing.assert_close(loaded(found)(tokens, 0), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_yarn_that_gguf_has_no_key_for_is_not_converted(tmp_path):
+    rope = scaled_rope(4.0, rope_type="yarn", truncate=False)
+    hf_model(vocab_size=512, **rope).save_pretrained(tmp_path / "hf")
+    write_byte_tokenizer(tmp_path / "hf")
+    with pytest.raises(ValueError, match=r"GGUF has no key .* YaRN with truncate=false"):
+        convert(tmp_path / "hf", tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
 @pytest.mark.parametrize("source", [DEMO / "tokenizer.model", METAS], ids=["demo", "128256"])
 def test_the_tokenizer_is_that_of_tokenizer_model(tmp_path, source):
     path, oracle = tmp_path / "model.gguf", Tokenizer(source, llama_3_0=True)
@@ -505,11 +574,14 @@ def test_overlapping_tensors_are_refused(folder, tmp_path):
         ("general.architecture", "qwen2", "a 'model' of the architecture 'qwen2'"),
         ("general.type", "adapter", "a 'adapter' of the architecture 'llama'"),
         ("llama.expert_count", 8, "llama.expert_count is 8"),
-        ("llama.rope.scaling.type", "yarn", "llama.rope.scaling.type is 'yarn'"),
+        ("llama.rope.scaling.type", "longrope", "llama.rope.scaling.type is 'longrope'"),
+        ("llama.rope.scaling.yarn_ext_factor", 0.5, "yarn_ext_factor is 0.5"),
+        ("llama.rope.scaling.attn_factor", 1.2, "attn_factor is 1.2"),
         ("llama.attention.causal", False, "llama.attention.causal is False"),
         ("llama.logit_scale", 0.5, "llama.logit_scale is 0.5"),
         ("llama.attention.sliding_window", 512, "llama.attention.sliding_window is 512"),
-        ("llama.attention.key_length", 64, "head_dim is 64"),
+        ("llama.attention.key_length", 64, "rope.dimension_count is 32: this runtime needs 64"),
+        ("llama.attention.value_length", 64, "value_length is 64: this runtime needs 32"),
         ("llama.attention.head_count", [8, 8], r"num_attention_heads=\(8, 8\) must be"),
         ("llama.block_count", 3, r"blk\.2\.attn_q\.weight and 8 more are missing"),
         ("llama.feed_forward_length", 512, r"ffn_gate\.weight has shape \(768, 256\)"),

@@ -25,6 +25,7 @@ from llama.checkpoint.hf import config as hf
 from llama.checkpoint.write.convert import convert
 from llama.model.args import ModelArgs
 
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 2.0}
 OLD_LINEAR = {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_theta": 20000.0}
 HF_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,6 +36,30 @@ HF_CASES: dict[str, dict[str, Any]] = {
     "linear, transformers 4": {"rope_parameters": None} | OLD_LINEAR,
     "dynamic": scaled_rope(2.0, rope_type="dynamic"),
     "of another context": scaled_rope(8.0, original_max_position_embeddings=64),
+    "yarn": scaled_rope(4.0, rope_type="yarn", original_max_position_embeddings=512),
+    "yarn, all parameters": scaled_rope(
+        16.0,
+        rope_type="yarn",
+        original_max_position_embeddings=64,
+        beta_fast=8.0,
+        beta_slow=2.0,
+        mscale=1.5,
+        mscale_all_dim=0.5,
+        truncate=False,
+    ),
+    "yarn, own attention factor": scaled_rope(
+        2.5, rope_type="yarn", attention_factor=0.7, original_max_position_embeddings=64
+    ),
+    "yarn of a factor of 1": scaled_rope(1.0, rope_type="yarn", attention_factor=1.3),
+    "yarn, factor from the context": {
+        "rope_parameters": YARN | {"factor": None, "original_max_position_embeddings": 1024},
+    },
+    "yarn, original context outside": {
+        "original_max_position_embeddings": 128,
+        "rope_parameters": YARN | {"original_max_position_embeddings": 4096},
+    },
+    "wide heads": {"head_dim": 48},
+    "narrow heads": {"head_dim": 8, "num_key_value_heads": 1} | scaled_rope(8.0),
     "narrow ffn": {"intermediate_size": 48},
     "as many kv heads as heads": {"num_key_value_heads": 4},
 }
@@ -57,9 +82,10 @@ def test_what_transformers_saved_gives_its_logits(tmp_path, case):
     )
 
 
+@pytest.mark.parametrize("head_dim", [None, 24])
 @pytest.mark.parametrize("size", [2, 4])
-def test_each_rank_gets_its_heads_of_several_safetensors(tmp_path, size):
-    theirs = hf_model()
+def test_each_rank_gets_its_heads_of_several_safetensors(tmp_path, size, head_dim):
+    theirs = hf_model(head_dim=head_dim)
     theirs.save_pretrained(tmp_path, max_shard_size="60KB")
     found = find(tmp_path)
     assert len(found.shards) > 3
@@ -100,12 +126,17 @@ def test_any_ffn_size_is_said_in_metas_terms():
         ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'.*'silu'"),
         ({"attention_bias": True}, r"attention_bias is True"),
         ({"mlp_bias": True}, r"mlp_bias is True"),
-        ({"head_dim": 8}, r"head_dim is 8"),
+        ({"head_dim": 7}, r"head_size=7 must be even"),
+        ({"head_dim": "16"}, r"head_dim='16' must be a whole number"),
         ({"hidden_size": "64"}, r"hidden_size='64' must be a whole number"),
         ({"intermediate_size": None}, r"'intermediate_size' is missing"),
         ({"rms_norm_eps": None}, r"'rms_norm_eps' is missing"),
         ({"rope_parameters": None}, r"'rope_theta' is missing"),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2}}, r"'yarn'"),
+        ({"rope_parameters": YARN | {"short_factor": [1.0]}}, r"'yarn'"),
+        ({"rope_parameters": YARN | {"factor": "2"}}, r"factor='2' must be a number"),
+        ({"rope_parameters": YARN | {"beta_slow": 40.0}}, r"beta_slow=40\.0: YaRN needs"),
+        ({"rope_parameters": YARN | {"rope_theta": 1.0}}, r"rope_theta=1\.0, .*: YaRN needs"),
+        ({"rope_parameters": YARN | {"truncate": "no"}}, r"rope_truncate='no' must be true"),
         ({"rope_scaling": {"type": "longrope", "factor": 2}, "rope_theta": 1e4}, r"'longrope'"),
         ({"rope_scaling": {"type": "linear"}, "rope_theta": 1e4}, r"'linear'"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"0\.5"),
@@ -152,9 +183,16 @@ def test_values_that_change_nothing_are_no_error(hugging, changes):
 
 @pytest.mark.parametrize(
     "scaling",
-    [scaled_rope(3.0, rope_type="linear"), scaled_rope(8.0, original_max_position_embeddings=64)],
+    [
+        scaled_rope(3.0, rope_type="linear"),
+        scaled_rope(8.0, original_max_position_embeddings=64),
+        HF_CASES["yarn, all parameters"],
+        HF_CASES["yarn of a factor of 1"],
+        HF_CASES["wide heads"],
+        HF_CASES["narrow heads"],
+    ],
 )
-def test_a_conversion_keeps_the_rope_scaling(tmp_path, scaling):
+def test_a_conversion_keeps_the_equations(tmp_path, scaling):
     """From Hugging Face's layout to Meta's, and from there to Hugging Face's again."""
     theirs = hf_model(**scaling)
     theirs.save_pretrained(tmp_path / "hf")

@@ -27,10 +27,12 @@ def ffn_dim(params: dict) -> int:
 def random_state(params: dict, seed: int = 0) -> dict[str, Tensor]:
     """Return Meta's name -> whole float32 tensor, scaled to logits with a deviation of about 3."""
     dim, vocab, ffn = params["dim"], params["vocab_size"], ffn_dim(params)
-    kv = (params.get("n_kv_heads") or params["n_heads"]) * (dim // params["n_heads"])
+    head_dim = params.get("head_size") or dim // params["n_heads"]
+    q = params["n_heads"] * head_dim
+    kv = (params.get("n_kv_heads") or params["n_heads"]) * head_dim
     matrices = {
-        "attention.wq": (dim, dim), "attention.wk": (kv, dim), "attention.wv": (kv, dim),
-        "attention.wo": (dim, dim), "feed_forward.w1": (ffn, dim), "feed_forward.w2": (dim, ffn),
+        "attention.wq": (q, dim), "attention.wk": (kv, dim), "attention.wv": (kv, dim),
+        "attention.wo": (dim, q), "feed_forward.w1": (ffn, dim), "feed_forward.w2": (dim, ffn),
         "feed_forward.w3": (ffn, dim),
     }  # fmt: skip
     draw = torch.Generator().manual_seed(seed)

@@ -65,7 +65,10 @@ def write_gguf(
         del state["output.weight"]
     every = len(state) // parts + 1 if parts > 1 else 0
     writer = gguf.GGUFWriter(path, "llama", split_max_tensors=every)
-    head_dim = params["dim"] // params["n_heads"]
+    head_dim = params.get("head_size") or params["dim"] // params["n_heads"]
+    if "head_size" in params:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_context_length(params.get("context_length", 8192))
     writer.add_embedding_length(params["dim"])
     writer.add_block_count(params["n_layers"])

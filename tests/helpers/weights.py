@@ -124,7 +124,8 @@ def metas_state(model: transformers.LlamaForCausalLM) -> dict[str, Tensor]:
     """Return the weights under Meta's names and in Meta's row order, computed from the model
     itself.
     """
-    head_dim = model.config.hidden_size // model.config.num_attention_heads
+    head_dim = model.config.head_dim
+    assert head_dim is not None
     state = {"tok_embeddings.weight": model.model.embed_tokens.weight}
     for i, layer in enumerate(model.model.layers):
         q, k = layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight

@@ -4,10 +4,10 @@
     python tests/programs/any_ranks.py 3 3,1,1    # these alone
 
 Each argument is a number of ranks, or a list of shares. The models are in float32, with 8 heads
-over 4 key-value heads, 9 over 3 as SmolLM has, and 8 over 8. A line for each argument tells how
-many results there are, and which differ; the exit code is 1 if one does. The calls are greedy,
-sampled, streamed, beams, drafted by lookup and by a model, led by rank 0 from threads, by vLLM's
-API, and with keys and values in 8 bits.
+over 4 key-value heads, 9 over 3 as SmolLM has, 8 over 8, and with heads of another size. A line
+for each argument tells how many results there are, and which differ; the exit code is 1 if one
+does. The calls are greedy, sampled, streamed, beams, drafted by lookup and by a model, led by rank
+0 from threads, by vLLM's API, and with keys and values in 8 bits.
 """
 
 import json
@@ -29,6 +29,7 @@ _PARAMS = {
 _MODELS = {
     "8 over 4": _PARAMS | {"dim": 128, "n_heads": 8, "n_kv_heads": 4},
     "9 over 3": _PARAMS | {"dim": 144, "n_heads": 9, "n_kv_heads": 3},
+    "heads of 24": _PARAMS | {"dim": 96, "n_heads": 8, "n_kv_heads": 4, "head_size": 24},
     "8 over 8": _PARAMS | {"dim": 64, "n_heads": 8, "n_kv_heads": 8},
 }
 _PROMPTS = prompts_of([3, 17, 9, 30, 5, 2], seed=20)

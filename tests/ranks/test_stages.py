@@ -47,14 +47,18 @@ KV_BYTES = 16 * 5 * 2 * 2 * 32 * 2 * 24  # 24 pages of all layers: sequences are
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
-    """One model; one whose ends are tied; and the first one packed."""
+    """One model; one whose ends are tied; one of wider heads; and the second one packed."""
     found = {}
-    for name in ("untied", "tied"):
+    changes: dict[str, dict[str, Any]] = {
+        "untied": {},
+        "tied": {"tied_output": True},
+        "of 64": {"head_size": 64},
+    }
+    for name, change in changes.items():
         folder = tmp_path_factory.mktemp(name)
-        state = random_state(PARAMS, seed=5)
-        params: dict[str, Any] = PARAMS
+        params: dict[str, Any] = PARAMS | change
+        state = random_state(params, seed=5)
         if name == "tied":
-            params = {**PARAMS, "tied_output": True}
             del state["output.weight"]
         write_meta(folder, params, state)
         write_byte_tokenizer(folder)
@@ -88,6 +92,7 @@ def expect_answers(ranks: list[list[dict]], index: int, wanted: list[str]) -> No
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("untied", {}),
     "tied int8, led": ("tied", {"leads": True, "quantize": "int8"}),
+    "heads of 64, int8, led": ("of 64", {"leads": True, "quantize": "int8"}),
     "packed, cut elsewhere": ("packed", {"pipeline_layers": "1,4"}),
     "int8 KV, preempted, led": (
         "untied",

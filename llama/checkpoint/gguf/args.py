@@ -4,6 +4,7 @@ In: the headers of a model. Out: a `ModelArgs`. What this runtime does not compu
 architectures, experts, other RoPE scalings) is a ValueError that names the file and the key.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llama.checkpoint.hf import config as hf
-from llama.common.checks import brief
+from llama.common.checks import brief, errors_in, number
 from llama.model.args import ModelArgs
 from llama.ops.rope import rope_frequencies
 from llama.storage.gguf import Header, TensorInfo
@@ -29,6 +30,14 @@ KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
+}
+ATTENTION_FACTOR = "rope.scaling.attn_factor"
+# By the parameter of YaRN in config.json: the key in the file.
+YARN = {
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+    "attention_factor": ATTENTION_FACTOR,
 }
 _OPTIONAL = ("num_key_value_heads", "head_dim")
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -57,7 +66,8 @@ def args_of(headers: list[Header]) -> ModelArgs:
     if isinstance(config["rms_norm_eps"], float):
         # The file has 1e-5 rounded to float32, which is 9.99999974737875e-06.
         config["rms_norm_eps"] = float(f"{config['rms_norm_eps']:.6g}")
-    config |= _rope_scaling(headers[0])
+    with errors_in(str(path)):
+        config |= _rope_scaling(headers[0])
     args = hf.args_of(config, str(path))
     _check_fixed_values(headers[0], args)
     if ROPE_DIVISORS not in files:
@@ -73,9 +83,45 @@ def _rope_scaling(header: Header) -> dict[str, Any]:
     """
     keys = (f"{_ARCHITECTURE}.rope.scaling.factor", f"{_ARCHITECTURE}.rope.scale_linear")
     factor = next((header.metadata[key] for key in keys if key in header.metadata), 0)
-    if not factor or header.metadata.get(f"{_ARCHITECTURE}.rope.scaling.type") == "none":
+    scaling_type = header.metadata.get(f"{_ARCHITECTURE}.rope.scaling.type", "linear")
+    is_yarn = scaling_type == "yarn"
+    if scaling_type == "none" or not (factor or is_yarn):
         return {}
-    return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    scaling = {"rope_type": scaling_type, "factor": factor or 1.0}
+    if is_yarn:
+        own = {key: header.metadata.get(f"{_ARCHITECTURE}.{name}") for key, name in YARN.items()}
+        scale = number(ATTENTION_FACTOR, own["attention_factor"] or 1.0, 0, 1e6)
+        # The file has what remains after this factor.
+        own["attention_factor"] = scale * _yarn_magnitude(number("factor", factor or 1.0, 0, 1e6))
+        scaling |= own
+    return {"rope_scaling": scaling}
+
+
+def _yarn_magnitude(factor: float) -> float:
+    """Return what llama.cpp multiplies queries and keys by for a factor of YaRN."""
+    return 1.0 + 0.1 * math.log(factor)
+
+
+def yarn_keys(args: ModelArgs) -> dict[str, str | float]:
+    """Return the metadata of a model with YaRN, without the name of the architecture.
+
+    Raises:
+        ValueError: llama.cpp has no key for this scaling.
+    """
+    assert args.yarn is not None
+    if not args.yarn.truncate:
+        raise ValueError(
+            "GGUF has no key for the scaling of this model, YaRN with truncate=false: convert it "
+            "to another layout, such as a folder"
+        )
+    own = {
+        "original_max_position_embeddings": args.rope_original_context,
+        "beta_fast": args.rope_beta_fast,
+        "beta_slow": args.rope_beta_slow,
+        "attention_factor": args.rope_attention_factor / _yarn_magnitude(args.yarn.factor),
+    }
+    keys = {YARN[key]: value for key, value in own.items()}
+    return {"rope.scaling.type": "yarn", "rope.scaling.factor": args.yarn.factor, **keys}
 
 
 def _check_architecture(header: Header) -> None:
@@ -94,8 +140,10 @@ def _check_fixed_values(header: Header, args: ModelArgs) -> None:
     """Raise ValueError where a key has another value than every Llama 3 has."""
     allowed_values: dict[str, tuple[Any, ...]] = {
         "expert_count": (None, 0),
-        "rope.scaling.type": (None, "none", "linear"),
-        "rope.scaling.attn_factor": (None, 1.0),
+        "rope.scaling.type": (None, "none", "linear", "yarn"),
+        "rope.scaling.yarn_ext_factor": (None, 1.0, -1.0),
+        "rope.scaling.yarn_attn_factor": (None, 1.0),
+        "rope.scaling.yarn_log_multiplier": (None, 0.0),
         "rope.dimension_count": (None, args.head_dim),
         "attention.value_length": (None, args.head_dim),
         "attention.causal": (None, True),
@@ -110,6 +158,8 @@ def _check_fixed_values(header: Header, args: ModelArgs) -> None:
         "embedding_scale": (None, 0.0, 1.0),
         "use_parallel_residual": (None, False),
     }
+    if header.metadata.get(f"{_ARCHITECTURE}.rope.scaling.type") != "yarn":
+        allowed_values[ATTENTION_FACTOR] = (None, 1.0)
     for key, allowed in allowed_values.items():
         value = header.metadata.get(f"{_ARCHITECTURE}.{key}")
         if value not in allowed:
@@ -125,7 +175,7 @@ def _with_divisors(header: Header, info: TensorInfo, args: ModelArgs) -> ModelAr
     Raises:
         ValueError: No scaling that is computed here gives these divisors.
     """
-    is_scaled_twice = args.rope_linear_factor != 1
+    is_scaled_twice = args.rope_linear_factor != 1 or args.yarn is not None
     is_vector = info.type.name == "F32" and info.shape == (args.head_dim // 2,)
     if is_vector and not is_scaled_twice:
         data = np.fromfile(header.file, "<f4", args.head_dim // 2, offset=info.offset)

@@ -22,7 +22,7 @@ from torch import Size, Tensor
 
 from llama.checkpoint.chat_templates import GGUF_KEY
 from llama.checkpoint.find import Checkpoint
-from llama.checkpoint.gguf.args import KEYS, ROPE_DIVISORS, rope_divisors
+from llama.checkpoint.gguf.args import KEYS, ROPE_DIVISORS, rope_divisors, yarn_keys
 from llama.checkpoint.hf import config as hf
 from llama.checkpoint.hf.tokenizer import tokenizer_config, tokenizer_json
 from llama.checkpoint.reader import CheckpointReader
@@ -154,10 +154,15 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
         # Meta's files hold no template; that of their format gives way to one beside them.
         template = tokenizer_config(tokenizer, params, is_guard=checkpoint.is_guard)
         settings = {GGUF_KEY: template["chat_template"]} | settings
+    yarn = {}
+    if params.yarn is not None:
+        yarn = {f"llama.{key}": value for key, value in yarn_keys(params).items()}
     return {
         "general.name": checkpoint.weights_path.resolve().stem,
         **{f"llama.{key}": config[name] for name, key in KEYS.items()},
+        "llama.attention.value_length": params.head_dim,
         "llama.rope.dimension_count": params.head_dim,
+        **yarn,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "llama-bpe",
         "tokenizer.ggml.tokens": tokens,

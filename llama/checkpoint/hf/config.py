@@ -4,13 +4,14 @@ In: the content of a config.json, or a `ModelArgs`. Out: the other. What this ru
 compute (other activations, biases, other RoPE scalings) is a ValueError.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llama.common.checks import brief, errors_in, whole_number
+from llama.common.checks import brief, errors_in, number, whole_number
 from llama.model.args import MAX_SIZE, ModelArgs
 
 # What config.json must have, or leave out, so that Meta's equations are the model's.
@@ -71,16 +72,13 @@ def args_of(config: dict[str, Any], source: str) -> ModelArgs:
         sizes = {key: whole_number(key, config[key], 1, MAX_SIZE) for key in _SIZES}
         dim = sizes["hidden_size"]
         n_heads = sizes["num_attention_heads"]
-        if config.get("head_dim") not in (None, dim / n_heads):
-            raise ValueError(
-                f"head_dim is {brief(config['head_dim'])}: this runtime needs hidden_size={dim} / "
-                f"num_attention_heads={n_heads}"
-            )
+        head_dim = whole_number("head_dim", config.get("head_dim"), 2, 2**16, optional=True)
         params = {
             "dim": dim,
             "n_layers": sizes["num_hidden_layers"],
             "n_heads": n_heads,
             "n_kv_heads": config.get("num_key_value_heads"),
+            "head_size": None if head_dim == dim / n_heads else head_dim,
             "vocab_size": sizes["vocab_size"],
             "norm_eps": config["rms_norm_eps"],
             "context_length": config.get("max_position_embeddings"),
@@ -155,14 +153,13 @@ def _rope_params(config: dict[str, Any]) -> dict[str, Any]:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     described = ("rope_theta", "rope_type", "type")
     scaling = {k: v for k, v in rope.items() if k not in described and v is not None}
-    for name in ("partial_rotary_factor", "attention_factor"):
-        if scaling.get(name) == 1:
-            del scaling[name]
+    if scaling.get("partial_rotary_factor") == 1:
+        del scaling["partial_rotary_factor"]
     params = _scaling_params(rope_type, scaling, config)
     if params is None:
         raise ValueError(
-            f"{key} is {brief(rope)}: this runtime knows rope_type 'default', 'linear' and "
-            "'dynamic' with a factor, and 'llama3' with a factor and "
+            f"{key} is {brief(rope)}: this runtime knows rope_type 'default', 'linear', 'dynamic' "
+            "and 'yarn' with a factor, and 'llama3' with a factor and "
             f"{', '.join(f'{k} {v}' for k, v in ROPE_SCALING.items())} or another original context"
         )
     return {"rope_theta": theta, "use_scaled_rope": False, **params}
@@ -180,7 +177,13 @@ def _scaling_params(
     """
     original_key = "original_max_position_embeddings"
     factor = scaling.pop("factor", None)
-    original = scaling.pop(original_key, config.get(original_key))
+    original = scaling.pop(original_key, config.get("max_position_embeddings"))
+    if config.get(original_key) is not None:  # As in transformers it comes first.
+        original = config[original_key]
+    if rope_type == "yarn":
+        return _yarn_params(factor, original, scaling, config)
+    if scaling.get("attention_factor") == 1:
+        del scaling["attention_factor"]
     if rope_type == "default":
         is_plain = not scaling and factor in (None, 1)
         return {} if is_plain else None
@@ -200,6 +203,51 @@ def _scaling_params(
         return {"rope_linear_factor": factor}
     # Dynamic scaling changes nothing up to max_position_embeddings, which is the context here.
     return {} if rope_type == "dynamic" else None
+
+
+def _yarn_params(
+    factor: object, original: object, scaling: dict[str, Any], config: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return the sizes of YaRN's scaling; None where it has an unknown parameter.
+
+    Args:
+        factor: The factor; None: how much longer the context is than the original one.
+        original: The original context, in tokens.
+        scaling: The other parameters, with the names and defaults of transformers.
+        config: The content of config.json.
+    """
+    context = whole_number("original_max_position_embeddings", original, 1, 2**40)
+    if factor is None:
+        factor = number("max_position_embeddings", config.get("max_position_embeddings"), 1, 2**40)
+        factor /= context
+    ratio = number("factor", factor, 0, 1e6, above=True)
+    names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    numbers = {name: number(name, scaling.pop(name, 0), 0, 1e6) for name in names}
+    attention_factor = scaling.pop("attention_factor", None)
+    truncate = scaling.pop("truncate", True)
+    scaling.pop("finetuned", None)  # It says how the model was made.
+    if scaling:
+        return None
+    if attention_factor is None:
+        mscale, mscale_all = numbers["mscale"], numbers["mscale_all_dim"]
+        is_ratio = bool(mscale and mscale_all)
+        attention_factor = _mscale(ratio, mscale if is_ratio else 1.0)
+        attention_factor /= _mscale(ratio, mscale_all) if is_ratio else 1.0
+    if ratio == 1 and attention_factor == 1:
+        return {}
+    return {
+        "rope_attention_factor": attention_factor,
+        "rope_yarn_factor": ratio,
+        "rope_original_context": context,
+        "rope_beta_fast": numbers["beta_fast"] or 32.0,
+        "rope_beta_slow": numbers["beta_slow"] or 1.0,
+        "rope_truncate": truncate,
+    }
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """Return YaRN's factor of queries and keys for a factor of the context."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def special_ids(bos: int, eos: Iterable[int], pad: int) -> dict[str, Any]:
@@ -242,6 +290,16 @@ def config_of(
         scaling["original_max_position_embeddings"] = args.rope_original_context
     elif args.rope_linear_factor != 1:
         scaling = {"rope_type": "linear", "factor": args.rope_linear_factor}
+    elif args.yarn is not None:
+        scaling = {
+            "rope_type": "yarn",
+            "factor": args.yarn.factor,
+            "original_max_position_embeddings": args.rope_original_context,
+            "beta_fast": args.rope_beta_fast,
+            "beta_slow": args.rope_beta_slow,
+            "truncate": args.rope_truncate,
+            "attention_factor": float(args.rope_attention_factor),
+        }
     # Without ids, transformers would take Llama 2's 1 and 2.
     token_ids = ids or {"bos_token_id": None, "eos_token_id": None}
     return {

@@ -8,7 +8,7 @@ than its memory.
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -49,6 +49,11 @@ from llama.weights.choice import QUANTIZED, check_quantize
 _FILE_BYTES = 5_000_000_000  # limit for one .safetensors file, unless it holds a single tensor
 _MAX_SHARDS = 4096
 Lora = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+# The keys of params.json that Meta's package knows.
+_METAS_KEYS = set(
+    "dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps rope_theta "
+    "use_scaled_rope".split()
+)
 _SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}  # Meta's defaults
 
 
@@ -377,17 +382,16 @@ def _meta_params(args: ModelArgs) -> dict[str, Any]:
     Meta's package refuses keys that it does not know; the sizes that Meta released need none.
     """
     inferred_keys = {"rope_scale_factor", "context_length", "tied_output", "is_causal"}
-    ours = HARMLESS_PARAMS | inferred_keys | {"rope_original_context", "rope_linear_factor"}
     params = {}
-    for key, value in vars(args).items():
-        if key not in ours and value is not None:
-            params[key] = value
+    for each in fields(args):
+        value = getattr(args, each.name)
+        if each.name in HARMLESS_PARAMS | inferred_keys or value is None:
+            continue
+        if each.name in _METAS_KEYS or value != each.default:
+            params[each.name] = value
     inferred = ModelArgs(**params)
     if inferred.rope_factor != args.rope_factor:
         params["rope_scale_factor"] = args.rope_factor
-    for key in ("rope_original_context", "rope_linear_factor"):
-        if getattr(inferred, key) != getattr(args, key):
-            params[key] = getattr(args, key)
     if inferred.longest_context != args.longest_context:
         params["context_length"] = args.longest_context
     return params

@@ -60,11 +60,13 @@ class ConversionReader(CheckpointReader):
         super().__init__(checkpoint)
         self.quantize = quantize
         self.activations = activations
-        if quantize and (self.params.dim % GROUP or self.params.ffn_dim % GROUP):
+        params = self.params
+        lengths = sorted({params.dim, params.n_heads * params.head_dim, params.ffn_dim})
+        if quantize and any(length % GROUP for length in lengths):
             raise FieldError.of(
                 "quantize",
                 f"={quantize!r} needs rows whose length is a multiple of {GROUP}, and this "
-                f"model has rows of {self.params.dim} and {self.params.ffn_dim}",
+                f"model has rows of {' and '.join(map(str, lengths))}",
             )
 
     def dtype(self, name: str) -> torch.dtype:
