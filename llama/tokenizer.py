@@ -178,6 +178,22 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
+    def encode_rendered(self, text: str) -> list[int]:
+        """Encode a text in which special tokens are written, such as a rendered dialog.
+
+        Every name of a special token becomes its id, whoever wrote it.
+
+        Returns:
+            The ids. They begin with one begin_of_text, whether or not the text does.
+        """
+        ids = self.encode(text, bos=False, eos=False, allowed_special="all")
+        return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
+
+    def special_start(self, text: str) -> str | None:
+        """Return the name of a special token that a text begins with, after begin_of_text."""
+        rest = text.removeprefix(self.decode(self.bos_id))
+        return next((name for name in self.special_tokens if rest.startswith(name)), None)
+
     def encode_start(self, text: str, max_ids: int) -> list[int]:
         """Return the leading ids of a text, at most `max_ids`; most of the rest is not encoded."""
         ids: list[int] = []

@@ -45,9 +45,9 @@ class ClientTokenizer:
             add_special_tokens: Whether the ids begin with begin_of_text. It is there once, even if
                 the text begins with it.
         """
-        ids = self.wrapped.encode(text, bos=False, eos=False, allowed_special="all")
-        has_begin = ids[:1] == [self.bos_token_id]
-        return ids if has_begin or not add_special_tokens else [self.bos_token_id, *ids]
+        if add_special_tokens:
+            return self.wrapped.encode_rendered(text)
+        return self.wrapped.encode(text, bos=False, eos=False, allowed_special="all")
 
     def __call__(
         self, text: str | list[str] | tuple[str, ...], add_special_tokens: bool = True

@@ -8,7 +8,9 @@ Every sequence gets the root of its prefix hashes here, and nowhere else: whatev
 requests (pages, drafts, compiled grammars) is reused only between equal roots.
 """
 
+import functools
 import hmac
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -30,6 +32,7 @@ from llama.requests.thinking import ReasoningConstraint
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
+log = logging.getLogger("llama")
 _SPEC_FIELDS = {field.name for field in fields(SequenceSpec)}
 _PARAMS_FIELDS = {field.name for field in fields(SamplingParams)}
 # Fields that are copied unchanged. Bad words and the prediction are tokenized first, and the seed
@@ -82,6 +85,7 @@ class Preparer:
         tenant: bytes = b"",
         reads: Pooling | Capture | None = None,
         adapter: str | None = None,
+        parse_special: bool = False,
     ) -> Request:
         """Check a request and create its sequences without queueing them.
 
@@ -101,6 +105,8 @@ class Preparer:
             reads: What is wanted of the hidden states of the prompt, behind which nothing is
                 generated; None: the prompt is continued.
             adapter: The name of a loaded LoRA adapter; None: the base model.
+            parse_special: Whether names of special tokens in a text are those tokens, whoever
+                wrote them. If not, they are plain text.
 
         Raises:
             TypeError: A value has the wrong type.
@@ -113,7 +119,11 @@ class Preparer:
             self.check_generates()
         name = "the prompt" if index is None else f"prompt {index}"
         context = min(max_context or self.max_seq_len, self.max_seq_len)
-        ids = self._prompt_ids(name, prompt, context, index or 0)
+        if isinstance(prompt, str):
+            ids = self._text_ids(prompt, parse_special=parse_special)
+        else:
+            ids = prompt
+        ids = _token_ids(name, ids, context, self.tokenizer.n_words, index or 0)
         params.check_vocab(self.tokenizer.n_words)
         _check_reads(name, reads, len(ids))
         max_len = _max_len(len(ids), params, context) if reads is None else len(ids)
@@ -130,17 +140,13 @@ class Preparer:
             request.set_seed(derived_seed(params.seed, request.index))
         return request
 
-    def _prompt_ids(
-        self, name: str, prompt: str | list[int], context: int, index: int
-    ) -> list[int]:
-        """Return the checked token ids of a prompt, which fit the context length."""
-        if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, bos=True, eos=False)
-        try:
-            return _token_ids(name, prompt, context, self.tokenizer.n_words)
-        except ContextLengthError as error:
-            error.index = index
-            raise
+    def _text_ids(self, text: str, *, parse_special: bool) -> list[int]:
+        """Return the token ids of a text."""
+        if parse_special:
+            return self.tokenizer.encode_rendered(text)
+        if self.tokenizer.special_start(text) is not None:
+            _warn_of_rendered_prompt()
+        return self.tokenizer.encode(text, bos=True, eos=False)
 
     def _answers(
         self, ids: list[int], params: SamplingParams, max_len: int, root: bytes
@@ -279,7 +285,18 @@ def adapter_root(root: bytes, digest: bytes) -> bytes:
     return hmac.digest(digest, root, "sha256")
 
 
-def _token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> list[int]:
+@functools.cache  # once in a process
+def _warn_of_rendered_prompt() -> None:
+    """Say what a prompt becomes that begins with the name of a special token."""
+    # The text of a request is in no log, and its first token is a part of it.
+    log.warning(
+        "a prompt begins with the name of a special token, such as a header's, which is plain text "
+        "in a prompt: send a dialog as messages; or, if a program rendered all of the prompt, give "
+        "parse_special (this line is written once)"
+    )
+
+
+def _token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int, index: int) -> list[int]:
     """Check a prompt of token ids and return it as a list of ints.
 
     Args:
@@ -287,6 +304,7 @@ def _token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> lis
         prompt: A list, tuple, array or tensor of 1 to `max_seq_len` ids.
         max_seq_len: The largest number of tokens.
         n_vocab: The size of the vocabulary.
+        index: The position of the prompt in the caller's list.
 
     Raises:
         TypeError: The prompt is not a list of token ids.
@@ -303,7 +321,9 @@ def _token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> lis
             f"{name} has {len(prompt)} tokens, but max_seq_len is {max_seq_len}: shorten the "
             "prompt, or build with a larger max_seq_len"
         )
-        raise ContextLengthError("prompt", message, len(prompt), max_seq_len)
+        error = ContextLengthError("prompt", message, len(prompt), max_seq_len)
+        error.index = index
+        raise error
     ids: list[int] = []
     for element in prompt:
         token = element if type(element) is int else index_of(element)

@@ -39,6 +39,7 @@ class ApiRequest:
         max_context: number of tokens of prompt and answer together; None for the whole context.
         shows_reasoning: whether the answer of a chat has the model's reasoning.
         fields: names of the body, for errors.
+        parse_special: whether names of special tokens in prompts are those tokens.
     """
 
     params: SamplingParams
@@ -54,6 +55,7 @@ class ApiRequest:
     max_context: int | None = None
     shows_reasoning: bool = True
     fields: ErrorFields = field(default_factory=ErrorFields)
+    parse_special: bool = False
 
     def __post_init__(self) -> None:
         if self.tools is not None and self.params.structured_output is not None:

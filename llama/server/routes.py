@@ -105,7 +105,13 @@ async def _prepare_prompts(http: Exchange, request: ApiRequest) -> list[EngineRe
         for i, prompt in enumerate(request.prompts):
             tenant = http.state.tenant
             made = await serving.prepare(
-                prompt, request.params, request.fields, tenant=tenant, index=i, model=request.model
+                prompt,
+                request.params,
+                request.fields,
+                tenant=tenant,
+                index=i,
+                model=request.model,
+                parse_special=request.parse_special,
             )
             prepared.append(made)
             await asyncio.sleep(0)  # Hundreds of prompts would delay the events of other requests.

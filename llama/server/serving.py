@@ -179,6 +179,7 @@ class Serving:
         must_fit: bool = True,
         max_context: int | None = None,
         model: str | None = None,
+        parse_special: bool = False,
     ) -> Request:
         """Return a checked request for the engine.
 
@@ -191,6 +192,7 @@ class Serving:
             must_fit: whether `max_tokens` beyond the context is an error.
             max_context: number of tokens of prompt and answer together, if less than the context.
             model: the body's `model`, which can be the name of an adapter.
+            parse_special: whether names of special tokens in a text are those tokens.
 
         Raises:
             ApiError: 400 names the field of the body that is at fault, or that takes too long to
@@ -212,6 +214,7 @@ class Serving:
                 must_fit=must_fit,
                 max_context=max_context,
                 adapter=adapter,
+                parse_special=parse_special,
             )
 
     @contextlib.contextmanager

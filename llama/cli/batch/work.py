@@ -134,10 +134,11 @@ def _generating(
     prepare = llama.llm_engine.prepare
     with _naming(asked.fields):
         if asked.chat:
-            prompt = asked.chat_ids(dialog_format)
-            request = prepare(meta.id, prompt, asked.chat_params(dialog_format))
+            ids = asked.chat_ids(dialog_format)
+            request = prepare(meta.id, ids, asked.chat_params(dialog_format))
         else:
-            request = prepare(meta.id, asked.prompts[0], asked.params)
+            (prompt,) = asked.prompts
+            request = prepare(meta.id, prompt, asked.params, parse_special=asked.parse_special)
     if isinstance(body, ResponsesBody):
         return [request], ResponseAnswer(body, asked, dialog_format, meta).content
     return [request], Completion(asked, dialog_format, meta).response

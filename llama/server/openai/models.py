@@ -157,6 +157,7 @@ class CompletionBody(_TextSampling, _Body):  # type: ignore[misc, valid-type]
     unknown_message: ClassVar[str] = "{names} cannot be used in a completion request: leave it out"
 
     prompt: PromptField
+    parse_special: bool | None = None  # llama.cpp's name
     echo: bool | None = None  # type: ignore[assignment]  # honored here, so not only false
 
     def request(self, defaults: SamplingParams) -> ApiRequest:
@@ -176,6 +177,7 @@ class CompletionBody(_TextSampling, _Body):  # type: ignore[misc, valid-type]
             has_usage=self.has_usage(),
             has_running_usage=self.has_running_usage(),
             fields=ErrorFields("prompt", self.given_names(), answer_format=path),
+            parse_special=bool(self.parse_special),
         )
 
 
