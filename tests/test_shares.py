@@ -262,6 +262,9 @@ def _checkpoint(**changes: Any) -> Checkpoint:
             },
             128,
         ),
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, 128),
+        ({"quant_method": "fp8", "weight_block_size": None}, 1),
+        ({"quant_method": "auto-round", "extra_config": {"lm_head": {"group_size": 64}}}, 64),
     ],
 )
 def test_columns_of_a_group_stay_together(quantization, columns):

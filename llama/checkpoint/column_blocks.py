@@ -8,6 +8,7 @@ within such a block is right all the same, but loads more slowly and may need mo
 from typing import Any
 
 from llama.checkpoint.find import Checkpoint
+from llama.checkpoint.hf.quantization import block_sizes, group_sizes
 from llama.weights.choice import QUANTIZED
 
 _NF4_BLOCK = 64  # columns per scale that bitsandbytes uses by default
@@ -31,19 +32,8 @@ def columns_per_block(checkpoint: Checkpoint) -> int:
 
 
 def _group_size(config: dict[str, Any]) -> int:
-    """Return the columns of the largest group with one scale.
-
-    Args:
-        config: The quantization_config, or a part of it: those of compressed-tensors are nested.
-    """
+    """Return the columns of the largest group with one scale."""
     if config.get("quant_method") == "bitsandbytes":
         return _NF4_BLOCK if config.get("load_in_4bit") else 1
-    sizes = [1]
-    for key, value in config.items():
-        if isinstance(value, dict):
-            sizes.append(_group_size(value))
-        elif key == "group_size" and isinstance(value, int):
-            sizes.append(value)
-        elif key == "block_structure" and isinstance(value, list):
-            sizes += [size for size in value if isinstance(size, int)]
-    return min(max(sizes), _MAX_GROUP)
+    columns = group_sizes(config) | {columns for _, columns in block_sizes(config)}
+    return min(max(columns, default=1), _MAX_GROUP)

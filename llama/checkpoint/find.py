@@ -20,6 +20,7 @@ from llama.checkpoint.files import MappedTensor, read_metadata
 from llama.checkpoint.gguf import args as gguf_args
 from llama.checkpoint.hf import config as huggingface
 from llama.checkpoint.hf import quantized as hf_quantized
+from llama.checkpoint.hf.quantization import quantization_of
 from llama.checkpoint.lora.adapters import TIED, Adapter, open_adapters
 from llama.checkpoint.names import open_model_tensors
 from llama.checkpoint.pooling import GENERATES, PoolingSettings, is_causal, settings_of
@@ -67,7 +68,7 @@ class Checkpoint:
         shards: The files of weights, in order.
         layout: "meta", "hf", "gguf" or "packed".
         header: The header of a GGUF file, or of its first part.
-        quantization: The quantization_config, as config.json has it.
+        quantization: The quantization_config, as `quantization_of` returns it.
         in_codes: Whether quantized matrices keep the codes of the file when they are loaded.
         packed: The metadata of a file of packed weights.
         vision: What the files hold beside the text model that is loaded; None: nothing.
@@ -327,15 +328,7 @@ def _find_hf(folder: Path, shards: list[Path]) -> Checkpoint:
     config = read_json(path)
     text_config, vision_parts = split_config(config, str(path))
     args = huggingface.args_of(text_config, source=str(path))
-    quantization = config.get("quantization_config")
-    if quantization is None and (folder / "hf_quant_config.json").exists():
-        quantization = {"quant_method": "modelopt"}
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if quantization is not None and method not in hf_quantized.METHODS:
-        raise ValueError(
-            f"{path}: quantization_config is of {brief(method)}, and this runtime reads "
-            f"{', '.join(hf_quantized.METHODS)}: get the model in one of these, or in bfloat16"
-        )
+    quantization = quantization_of(folder, config)
     pooling = settings_of(folder, config)
     if args.tied_output and pooling.has_lm_head and not is_lm_head_the_embedding(shards):
         args = replace(args, tied_output=False)

@@ -1,16 +1,19 @@
 """Hugging Face's quantized weights of several libraries.
 
-compressed-tensors and bitsandbytes write theirs. Those of AWQ, GPTQ, modelopt and fbgemm come from
-packers in this file, whose packed words are compared with known ones.
+compressed-tensors, bitsandbytes and transformers write theirs. Those of AWQ, GPTQ, AutoRound,
+Marlin, AutoFP8, modelopt and fbgemm come from packers in this file, whose packed words are compared
+with those that the programs have written.
 """
 
 import functools
+import hashlib
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +27,15 @@ from helpers.weights import (
     change_json,
     change_safetensors,
     expect_shards,
+    from_hf,
     hf_model,
     loaded,
     metas_state,
 )
 from llama.checkpoint.find import find
 from llama.checkpoint.hf import formats as hf_formats
+from llama.checkpoint.hf.coded_matrix import CodedMatrix
+from llama.checkpoint.hf.marlin import marlin as read_marlin
 from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.packing import pack_model
@@ -90,14 +96,11 @@ def by_compressed_tensors(weight: Tensor, form: str, **asked: Any) -> tuple[Tens
     from compressed_tensors.quantization.utils import calculate_qparams
 
     args, (n, k) = QuantizationArgs(**asked), weight.shape
-    count = {
-        "group": (n, k // 64),
-        "channel": (n, 1),
-        "tensor": (1, 1),
-        "block": (n // 64, k // 64),
-    }
-    rows, columns = count[asked["strategy"]]
-    groups = weight.view(rows, n // rows, columns, k // columns)
+    height, width = asked.get("block_structure", (64, 64))
+    size = {"group": (1, 64), "channel": (1, k), "tensor": (n, k), "block": (height, width)}
+    height, width = size[asked["strategy"]]
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -n % height))
+    groups = padded.view(-1, height, k // width, width)
     scale, zero = calculate_qparams(groups.amin((1, 3)), groups.amax((1, 3)), args)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     library = BaseCompressor.get_value_from_registry(form)
@@ -156,21 +159,115 @@ def gptq(
     return tensors, (q - zero[:, group_of]) * unit.float().t()[:, group_of]
 
 
-def nf4(weight: Tensor, *, nested: bool) -> tuple[Tensors, Tensor]:
+def nf4(
+    weight: Tensor, *, nested: bool, kind: str = "nf4", storage: torch.dtype = torch.uint8
+) -> tuple[Tensors, Tensor]:
     from bitsandbytes import functional as library
 
-    codes, state = library.quantize_4bit(weight, quant_type="nf4", compress_statistics=nested)
+    codes, state = library.quantize_4bit(
+        weight, quant_type=kind, compress_statistics=nested, quant_storage=storage
+    )
     extra = {f"weight.{key}": x for key, x in state.as_dict(packed=True).items()}
     return {"weight": codes, **extra}, library.dequantize_4bit(codes, state)
 
 
+def by_transformers(weight: Tensor, **asked: Any) -> tuple[Tensors, Tensor]:
+    """Quantize as FineGrainedFP8 does."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    quantizer = SimpleNamespace(quantization_config=FineGrainedFP8Config(**asked))
+    quantize: Any = Fp8Quantize(quantizer)
+    dequantize: Any = Fp8Dequantize(quantizer)
+    tensors = quantize.convert({"weight": weight})
+    numbers = dequantize.convert({name: [tensor] for name, tensor in tensors.items()})["weight"]
+    return tensors, numbers.float()
+
+
+def in_uneven_blocks(weight: Tensor, rows: int, columns: int) -> tuple[Tensors, Tensor]:
+    """Return a matrix in FP8 whose last blocks are smaller, as FineGrainedFP8 computes it."""
+    from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+
+    n, k = weight.shape
+    unit = scales(-(-n // rows), -(-k // columns), dtype=torch.float32)
+    codes = (weight * 100).to(torch.float8_e4m3fn)
+    numbers = _dequantize_fp8_weight(codes, unit, [rows, columns], torch.float32)
+    return {"weight": codes, "weight_scale_inv": unit}, numbers
+
+
+def by_gptqmodel(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """Quantize to FP8 as GPTQModel does, which stores the inverse of a scale for each row."""
+    inverse = 2.0 ** torch.randint(2, 7, (len(weight),))
+    codes = (weight * inverse[:, None]).to(torch.float8_e4m3fn)
+    numbers = codes.float() / inverse[:, None]
+    return {"weight": codes, "weight_scale_inv": inverse}, numbers
+
+
+def dynamic(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """Quantize modules of several shapes in other bits and groups, as GPTQModel's rules ask."""
+    bits, group = {512: (8, 32), 256: (4, 64), 128: (2, 128)}[len(weight)]
+    return gptq(weight, bits, group)
+
+
+def in_uneven_groups(weight: Tensor, *, named: bool) -> tuple[Tensors, Tensor]:
+    """Return a matrix of GPTQ in groups of 96 columns; the last group is smaller."""
+    n, k = weight.shape
+    count = -(-k // 96)
+    q, zero = draw((n, k), 0, 16), draw((n, count), 0, 16)
+    unit = scales(count, n, dtype=torch.float16)
+    group_of = torch.arange(k) // 96
+    tensors = {
+        "qweight": words(q, 4).t(),
+        "qzeros": words(zero.t(), 4) - 0x11111111,
+        "scales": unit,
+        "g_idx": group_of.int(),
+    }
+    if named:
+        del tensors["g_idx"]
+    return tensors, (q - zero[:, group_of]) * unit.float().t()[:, group_of]
+
+
+def by_auto_round(weight: Tensor, kind: str) -> tuple[Tensors, Tensor]:
+    tensors, numbers = gptq(weight, kind=kind)
+    del tensors["g_idx"]
+    return tensors, numbers
+
+
+def in_tiles(q: Tensor, unit: Tensor) -> Tensors:
+    """Pack codes (N, K) from -8 to 7 and scales (N, G) in Marlin's layout."""
+    n, k = torch.arange(len(q))[:, None], torch.arange(q.shape[1])
+    word = n // 64 * 128 + n % 8 * 16 + k // 2 % 4 * 4 + n // 16 % 4
+    shift = k % 2 * 16 + n // 8 % 2 * 8 + k // 8 % 2 * 4
+    packed = torch.zeros(q.shape[1] // 16, 2 * len(q), dtype=torch.int64)
+    packed.view(-1).index_add_(
+        0, (k // 16 * packed.shape[1] + word).flatten(), (q + 8 << shift).flatten()
+    )
+    place = torch.arange(len(q))
+    if unit.shape[1] > 1:
+        place = place // 64 * 64 + place % 8 * 8 + place // 8 % 8
+    else:
+        place = place // 32 * 32 + place // 2 % 4 * 8 + place // 8 % 4 * 2 + place % 2
+    stored = torch.empty_like(unit)
+    stored[place] = unit
+    return {"B": packed.to(torch.int32), "s": stored.t().contiguous()}
+
+
+def marlin(weight: Tensor, group: int) -> tuple[Tensors, Tensor]:
+    n, k = weight.shape
+    q, unit = draw((n, k), -8, 8), scales(n, -(-k // group), dtype=torch.float16)
+    numbers = q * unit.float()[:, torch.arange(k) // group]
+    return {**in_tiles(q, unit), "workspace": torch.zeros(16, dtype=torch.int32)}, numbers
+
+
 COMPRESSED = {"quant_method": "compressed-tensors"}
+FINE_GRAINED = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 PACKED = {"form": "pack-quantized", "num_bits": 4, "strategy": "group", "group_size": 64}
 FLOAT = {"form": "float-quantized", "num_bits": 8, "type": "float"}
 BY_COMPRESSED_TENSORS: dict[str, dict[str, Any]] = {
     "fp8": FLOAT | {"strategy": "tensor"},
     "fp8 of rows": FLOAT | {"strategy": "channel"},
     "fp8 of blocks": FLOAT | {"strategy": "block", "block_structure": [64, 64]},
+    "fp8 of uneven blocks": FLOAT | {"strategy": "block", "block_structure": [96, 64]},
     "w8a8": {"form": "int-quantized", "num_bits": 8, "strategy": "channel"},
     "w8a16": {"form": "pack-quantized", "num_bits": 8, "strategy": "channel"},
     "w4a16": PACKED,
@@ -178,10 +275,39 @@ BY_COMPRESSED_TENSORS: dict[str, dict[str, Any]] = {
 }
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     **{
-        case: (functools.partial(by_compressed_tensors, **asked), COMPRESSED)
+        case: (
+            functools.partial(by_compressed_tensors, **asked),
+            COMPRESSED | {"config_groups": {"group_0": {"weights": asked}}},
+        )
         for case, asked in BY_COMPRESSED_TENSORS.items()
     },
     "fp8 of a tensor": (lambda w: fp8(w, (1, 1)), {"quant_method": "modelopt"}),
+    "fp8 of AutoFP8": (
+        lambda w: with_scalar(*fp8(w, (1, 1))),
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    ),
+    "fp8 of AutoFP8 by rows": (lambda w: fp8(w, (len(w), 1)), FINE_GRAINED),
+    "fp8 of transformers": (by_transformers, FINE_GRAINED | {"weight_block_size": [128, 128]}),
+    "fp8 of transformers, a tensor": (
+        lambda w: by_transformers(w, weight_block_size=None),
+        FINE_GRAINED | {"weight_block_size": None},
+    ),
+    "fp8 of transformers, powers of two": (
+        lambda w: by_transformers(w, scale_fmt="ue8m0"),
+        FINE_GRAINED | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+    ),
+    "fp8 of transformers, bytes": (
+        lambda w: in_bytes(*by_transformers(w, scale_fmt="ue8m0")),
+        FINE_GRAINED | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+    ),
+    "fp8 of transformers, uneven": (
+        lambda w: in_uneven_blocks(w, 96, 160),
+        FINE_GRAINED | {"weight_block_size": [96, 160]},
+    ),
+    "fp8 of GPTQModel": (
+        by_gptqmodel,
+        {"quant_method": "fp8", "weight_scale_method": "row", "weight_scale_semantics": "inverse"},
+    ),
     "fp8 of fbgemm": (lambda w: fp8(w, (len(w), 1)), {"quant_method": "fbgemm_fp8"}),
     "bnb int8": (by_bitsandbytes, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "w4a16 act-order": (lambda w: in_another_order(w, 4, 64), COMPRESSED),
@@ -195,9 +321,80 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "nf4": (lambda w: nf4(w, nested=False), {"quant_method": "bitsandbytes"}),
     "nf4 nested": (lambda w: nf4(w, nested=True), {"quant_method": "bitsandbytes"}),
+    **{
+        f"{kind} in {storage}": (
+            functools.partial(nf4, nested=nested, kind=kind, storage=storage),
+            {"load_in_4bit": True},  # as older versions write it
+        )
+        for kind, nested, storage in (
+            ("nf4", True, torch.bfloat16),
+            ("nf4", False, torch.float32),
+            ("fp4", True, torch.float16),
+            ("fp4", False, torch.uint8),
+            ("fp4", False, torch.int8),
+        )
+    },
+    "gptq dynamic": (
+        dynamic,
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 64,
+            "dynamic": {
+                r"+:.*\.(gate|up)_proj": {"bits": 8, "group_size": 32},
+                r".*\.[kv]_proj": {"bits": 2, "group_size": 128},
+                r"-:lm_head": {},
+            },
+        },
+    ),
+    "gptq in uneven groups": (
+        lambda w: in_uneven_groups(w, named=False),
+        {"quant_method": "gptq", "bits": 4, "group_size": 96},
+    ),
+    "gptq in uneven groups, named": (
+        lambda w: in_uneven_groups(w, named=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": 96},
+    ),
+    "auto-round": (
+        lambda w: by_auto_round(w, "v1"),
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4},
+    ),
+    "auto-round, whole zero points": (
+        lambda w: by_auto_round(w, "v2"),
+        {"quant_method": "auto-round", "packing_format": "auto_round", "bits": 4},
+    ),
+    "auto-round, by its older name": (
+        lambda w: by_auto_round(w, "v1"),
+        {"quant_method": "intel/auto-round", "backend": "auto_round:gptq", "bits": 4},
+    ),
+    "auto-round awq": (
+        awq,
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4},
+    ),
+    "marlin": (
+        lambda w: marlin(w, 128),
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
+    ),
+    "marlin, a scale for each row": (
+        lambda w: marlin(w, 4096),
+        {"quant_method": "gptq", "bits": 4, "group_size": -1, "is_marlin_format": True},
+    ),
 }
-EIGHT_BITS = {x for x in CASES if x.startswith(("fp8", "w8"))} | {"bnb int8", "gptq 8 bits"}
+EIGHT_BITS = {x for x in CASES if x.startswith(("fp8", "w8"))} | {
+    "bnb int8",
+    "gptq 8 bits",
+    "gptq dynamic",
+}
 IN_FLOATS = {"w4a16 act-order", "gptq v2 act-order"}  # act-order groups are not contiguous
+
+
+def with_scalar(tensors: Tensors, numbers: Tensor) -> tuple[Tensors, Tensor]:
+    return {name: x if name == "weight" else x.view(()) for name, x in tensors.items()}, numbers
+
+
+def in_bytes(tensors: Tensors, numbers: Tensor) -> tuple[Tensors, Tensor]:
+    unit = tensors["weight_scale_inv"].view(torch.uint8)
+    return tensors | {"weight_scale_inv": unit}, numbers
 
 
 def write(folder: Path, case: str) -> Tensors:
@@ -287,6 +484,76 @@ def test_words_that_gptqmodel_has_packed(bits, qweight, v1, v2):
         assert torch.equal(numbers, ((5 * n + 3 * k) % most - zero) * 0.5)
 
 
+@pytest.mark.parametrize(
+    ("packing_format", "qzeros"),
+    [
+        (
+            "auto_round:auto_gptq",
+            "4c5d6e70 08192a3b b4c5d6e7 708192a3\n6e708192 2a3b4c5d d6e70819 92a3b4c5",
+        ),
+        ("auto_round", "5d6e7f81 192a3b4c c5d6e7f8 8192a3b4\n7f8192a3 3b4c5d6e e7f8192a a3b4c5d6"),
+    ],
+)
+def test_words_that_autoround_has_packed(packing_format, qzeros):
+    """The packers write the words of AutoRound 0.16.1, of which one keeps zero points whole.
+
+    Codes and zero points are those of the test of GPTQModel, in 32 rows and columns.
+    """
+    n, k = torch.arange(32)[:, None], torch.arange(32)
+    codes = (5 * n + 3 * k) % 16
+    zero = 1 + (7 * n + 2 * (k // 16)) % 15
+    packed = words(codes, 4).t()
+    assert torch.equal(packed[:, :2], int32("52fc9630 a741eb85\nda741eb8 2fc9630d").repeat(2, 1))
+    parts = {"qweight": packed, "qzeros": int32(qzeros), "scales": torch.full((2, 32), 0.5).half()}
+    config = {"quant_method": "auto-round", "packing_format": packing_format}
+    numbers = hf_formats.gptq(parts, config).read(slice(0, 32), slice(0, 32), torch.device("cpu"))
+    assert torch.equal(numbers.plain(), (codes - zero) * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("groups", "of_scales"),
+    [
+        (1, "f1946a0692ecc0faf5d509c22d66d79fc32b323c87f10deb59d249ec32e72690"),
+        (2, "66ec792f5431784766d8bc4fdcf55b65230d3e04729cde042fa16c8b12e97f11"),
+    ],
+)
+def test_bytes_that_autogptq_has_packed_for_marlin(groups, of_scales):
+    """The packer writes the bytes of AutoGPTQ 0.7.1, by their SHA-256."""
+    n, k = torch.arange(128)[:, None], torch.arange(32)
+    codes = (5 * n + 3 * k + n // 16 + 7 * (k // 8)) % 16 - 8
+    unit = ((1 + n + 2 * torch.arange(groups)) / 4).half()
+    parts = in_tiles(codes, unit)
+    digests = [hashlib.sha256(parts[name].numpy().tobytes()).hexdigest() for name in ("B", "s")]
+    assert digests == [
+        "c40f022d071b72f29fa6b843eac7384e23cd766b46fdedd6467af4dc8bcac888",
+        of_scales,
+    ]
+    matrix = read_marlin(parts, {"group_size": 32 // groups})
+    numbers = matrix.read(slice(0, 128), slice(0, 32), torch.device("cpu")).plain()
+    assert torch.equal(numbers, codes * unit.float().repeat_interleave(32 // groups, 1))
+
+
+def test_bytes_of_fp8_that_gptqmodel_has_packed():
+    """GPTQModel 7.7.0 calls the stored factor the inverse of the scale, and divides by it."""
+    n, k = torch.arange(4)[:, None], torch.arange(8)
+    packed = [
+        [254, 249, 238, 102, 118, 124, 250, 242],
+        [244, 0, 116, 124, 254, 248, 232, 112],
+        [110, 121, 254, 249, 238, 102, 118, 124],
+        [126, 252, 244, 0, 116, 124, 254, 248],
+    ]
+    parts = {
+        "weight": torch.tensor(packed, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "weight_scale_inv": torch.tensor([56.0, 32.0, 56 / 3, 16.0]),
+    }
+    config = {"quant_method": "fp8", "weight_scale_semantics": "inverse"}
+    numbers = hf_formats.eight_bits(parts, config).read(
+        slice(0, 4), slice(0, 8), torch.device("cpu")
+    )
+    expected = ((5 * n + 3 * k) % 16 - 8) * (1.0 + n)
+    torch.testing.assert_close(numbers.plain(), expected, rtol=2**-4, atol=0)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_words_are_those_of_compressed_tensors(bits):
     from compressed_tensors.compressors import pack_to_int32
@@ -327,6 +594,8 @@ def test_each_rank_holds_its_slices_of_what_the_files_stand_for(tmp_path, case):
                     )
                     kinds.add(type(module.weight).__name__)
         expected = {"Fp8Weight", "BytesWeight"} if case in EIGHT_BITS else {"NibblesWeight"}
+        if case == "gptq dynamic":  # q with k and v: 4 and 2 bits, joined
+            expected |= {"SixBitsWeight", "NibblesWeight"}
         assert kinds <= ({"BlockedWeight"} if case in IN_FLOATS else expected)
 
 
@@ -344,7 +613,7 @@ def test_a_quantized_folder_is_converted(tmp_path):
     [
         ("qzeros", None, r"layers\.1\.mlp\.down_proj has g_idx, qweight, scales, which cannot be"),
         ("scales", torch.ones(8, 3).half(), "cannot be read as 'gptq': 'its tensors do not fit"),
-        ("scales", torch.ones(0, 256).half(), "cannot be read as 'gptq': 'integer modulo by zero"),
+        ("scales", torch.ones(0, 256).half(), "cannot be read as 'gptq': 'its tensors do not fit"),
         ("qzeros", torch.ones(3, 3, dtype=torch.int32), "its tensors do not fit one another"),
         ("g_idx", torch.full((512,), 99, dtype=torch.int32), "its tensors do not fit one another"),
         (
@@ -390,7 +659,7 @@ def test_what_does_not_fit_is_named(tmp_path, own, tensor, message):
                 {"qzeros": torch.ones(4, 64).half()},
                 {"qweight": torch.ones(32, 512).half()},
                 {"g_idx": torch.zeros(256, dtype=torch.bool)},
-                {"checkpoint_format": "marlin"},
+                {"checkpoint_format": "gptq_p"},
             ],
         ),
         ("w4a16", [{"weight_shape": torch.tensor([512, 255])}, {"weight_shape": None}]),
@@ -435,16 +704,71 @@ def test_other_methods_are_refused_by_name(tmp_path, config):
 
 
 @pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("gptq", {"rotation": "hadamard"}),
+        ("gptq", {"adapter": {"name": "lora", "path": "eora", "rank": 8}}),
+        ("auto-round", {"rotation_config": {"hadamard_type": "random_hadamard"}}),
+        ("auto-round", {"spinquant_config": {"r1": True}}),
+        ("w4a16", {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}),
+        ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}),
+        ("fp8 of AutoFP8", {"fmt": "e5m2"}),
+        ("fp8 of transformers, bytes", {"scale_fmt": "e5m3"}),
+        ("fp8 of GPTQModel", {"weight_scale_semantics": "direct"}),
+    ],
+)
+def test_a_key_that_changes_the_model_is_an_error(tmp_path, case, changes):
+    write(tmp_path, case)
+    change_json(tmp_path / "config.json", quantization_config=CASES[case][1] | changes)
+    (key,) = changes
+    with pytest.raises(ValueError, match=rf"config\.json: quantization_config: {key} .*: get the"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("gptq", {"rotation": None, "adapter": {}, "sym": True, "damp_percent": 0.1}),
+        ("auto-round", {"rotation_config": {}, "iters": 200, "extra_config": {}}),
+        ("w4a16", {"transform_config": {"config_groups": {}}, "sparsity_config": {}}),
+        ("w4a16", {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}}),
+        ("fp8 of transformers", {"fmt": "e4m3", "scale_fmt": "float", "dequantize": False}),
+    ],
+)
+def test_neutral_values_of_such_keys_are_no_error(tmp_path, case, changes):
+    state = write(tmp_path, case)
+    change_json(tmp_path / "config.json", quantization_config=CASES[case][1] | changes)
+    expect_shards(loaded(find(tmp_path)), state, PARAMS)
+
+
+@pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        ("gptq", {"bits": 3}, "it has 3 bits, and 2, 4 and 8 are read"),
-        ("awq", {"version": "gemv"}, "it is 'gemv' of 4 bits, not gemm of 4"),
+        ("gptq", {"checkpoint_format": "gptq_p"}, "is 'gptq_p', and gptq, gptq_v2 are.*gptqmodel:"),
+        ("awq", {"version": "gemv"}, "it is 'gemv' of 4 bits, and gemm of 4 is read"),
+        ("awq", {"backend": "llm-awq"}, "it is 'llm-awq' of 4 bits, and gemm of 4 is read"),
+        (
+            "auto-round",
+            {"packing_format": "auto_round:llm_compressor"},
+            "packing_format is 'auto_round:llm_compressor', and auto_round:auto_gptq",
+        ),
     ],
 )
 def test_another_variant_is_named_with_what_to_take(tmp_path, case, changes, message):
     write(tmp_path, case)
     change_json(tmp_path / "config.json", quantization_config=CASES[case][1] | changes)
-    with pytest.raises(ValueError, match=rf"{message}.*; take the model in .* or GGUF"):
+    with pytest.raises(ValueError, match=message) as raised:
+        CheckpointReader(find(tmp_path))
+    assert re.search("; take the model in .* or GGUF", str(raised.value))
+
+
+def test_gptq_in_three_bits_is_named_with_what_to_take(tmp_path):
+    write(tmp_path, "gptq")
+    name = "model.layers.1.mlp.down_proj"
+    for own, shape in {"qweight": (48, 256), "qzeros": (8, 24)}.items():
+        change_safetensors(tmp_path, f"{name}.{own}", draw(shape, 0, 99).int())
+    message = r"it has 3 bits, and 2, 4 and 8 are read; take .* or GGUF, or dequantize it with"
+    with pytest.raises(ValueError, match=message):
         CheckpointReader(find(tmp_path))
 
 
@@ -454,7 +778,7 @@ def test_what_files_say_of_the_cache_and_of_single_modules_is_read(tmp_path):
     Scales of the KV cache stand beside the matrices, and the number of bits may differ between
     modules.
     """
-    state, names = write(tmp_path, "w4a16"), ("q_scale", "k_scale", "v_scale", "k_zero_point")
+    state, names = write(tmp_path, "w4a16"), ("q_scale", "kv_scale", "v_scale", "k_zero_point")
     for own in names:
         change_safetensors(tmp_path, f"model.layers.0.self_attn.{own}", torch.ones(1))
     asked = BY_COMPRESSED_TENSORS["w8a16"]
@@ -465,17 +789,51 @@ def test_what_files_say_of_the_cache_and_of_single_modules_is_read(tmp_path):
     expect_shards(loaded(find(tmp_path)), state, PARAMS)
 
 
+def test_modules_that_are_not_quantized_stay_as_they_are(tmp_path):
+    """The tensors tell it, whatever the lists of names and rules say."""
+    state = write(tmp_path, "gptq dynamic")
+    name = "model.layers.1.mlp.up_proj"
+    for own in ("qweight", "qzeros", "scales", "g_idx"):
+        change_safetensors(tmp_path, f"{name}.{own}", None)
+    plain = torch.randn(512, 256)
+    change_safetensors(tmp_path, f"{name}.weight", plain)
+    state["layers.1.feed_forward.w3.weight"] = plain
+    for rank, size in ((0, 1), (1, 2)):
+        expect_shards(loaded(find(tmp_path), rank, size), state, PARAMS)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "lm_head"])
+def test_both_ends_of_the_model_may_be_quantized(tmp_path, name):
+    state = write(tmp_path, "fp8 of transformers, a tensor")
+    tensors, numbers = fp8(torch.randn(128, 256), (1, 1))
+    for own in ("weight", "weight_scale"):
+        change_safetensors(tmp_path, f"{name}.{own}", tensors[own])
+    meta = "output.weight" if name == "lm_head" else "tok_embeddings.weight"
+    state[meta] = numbers
+    for rank, size in ((0, 1), (1, 2)):
+        expect_shards(loaded(find(tmp_path), rank, size), state, PARAMS)
+
+
+@pytest.mark.parametrize("case", ["fp8 of transformers", "fp8 of transformers, powers of two"])
+def test_folders_are_what_transformers_loads(tmp_path, case):
+    write(tmp_path, case)
+    change_json(tmp_path / "config.json", torch_dtype="float32")
+    expected = metas_state(from_hf(tmp_path))
+    for rank, size in ((0, 1), (2, 3)):
+        expect_shards(loaded(find(tmp_path), rank, size), expected, PARAMS)
+
+
 @pytest.mark.parametrize("case", ["w4a16 asym", "awq", "gptq", "nf4 nested"])
 def test_a_rank_unpacks_its_share_alone(tmp_path, case, monkeypatch):
     write(tmp_path, case)
-    seen, read = [0], hf_formats.CodedMatrix.read
+    seen, read = [0], CodedMatrix.read
 
     def read_and_count(of: Any, rows: slice, columns: slice, device: torch.device) -> Coded:
         coded = read(of, rows, columns, device)
         seen[0] += coded.codes.numel()
         return coded
 
-    monkeypatch.setattr(hf_formats.CodedMatrix, "read", read_and_count)
+    monkeypatch.setattr(CodedMatrix, "read", read_and_count)
     loaded(find(tmp_path))
     whole, seen[0] = seen[0], 0
     loaded(find(tmp_path), 1, 2)

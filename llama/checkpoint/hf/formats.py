@@ -5,126 +5,40 @@ In: the tensors of one matrix, by the last parts of their names, and the quantiz
 from the dict, so that its caller sees whether any is left. If the tensors do not fit one another,
 it raises one of MISFITS, and the caller adds the names of the file and the matrix.
 
-The formats are those of compressed-tensors, fbgemm_fp8 and modelopt (FP8), AutoAWQ (gemm), GPTQ and
-bitsandbytes; and INT4_EO8 of llama-models' quantization/loader.py. The file has over 400 lines
-because the functions of all formats share its helpers.
+The formats are those of compressed-tensors, FP8 of several programs, AutoAWQ (gemm), GPTQ and
+bitsandbytes' int8; and INT4_EO8 of llama-models' quantization/loader.py.
 
 Shapes: N outputs, K inputs, G groups along K.
 """
 
-import json
-import math
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Size, Tensor
 
 from llama.checkpoint.hf.bit_packing import PackedAcrossRows, covering, unpack_int32
-from llama.checkpoint.quantized_matrix import QuantizedMatrix
-from llama.common.checks import brief
-from llama.weights.coded import Coded
-
-Parts = dict[str, Tensor]
-Config = dict[str, Any]
-
-# Errors that tensors of other sizes and types, or other values in the configuration, can raise.
-MISFITS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    RuntimeError,
-    AttributeError,
+from llama.checkpoint.hf.coded_matrix import (
+    Adapter,
+    CodedMatrix,
+    Config,
+    Parts,
+    check_fits,
+    size_per_scale,
 )
+from llama.checkpoint.hf.quantization import (
+    UnknownLayoutError,
+    block_sizes,
+    group_sizes,
+    stores_zeros_less_one,
+)
+from llama.common.checks import brief
+
 INT4_EO8_SCHEME = "int4_weight_int8_dynamic_activation"
-NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 _E4M3_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _INT8_TABLE = torch.arange(-128.0, 128)
 _INT4_TABLE = torch.arange(-8.0, 8)
 _AWQ_BITS = 4
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the four bits of an int32 that hold neighbours 0 to 7
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A LoRA adapter: up @ down * factor is added to a matrix.
-
-    Attributes:
-        down: (R, K), R being the adapter's rank.
-        up: (N, R).
-        factor: What the product is multiplied with.
-    """
-
-    down: Tensor
-    up: Tensor
-    factor: float
-
-
-@dataclass(frozen=True, eq=False)
-class CodedMatrix(QuantizedMatrix):
-    """A matrix of codes with a scale for each group of columns: weight = scale * table[code].
-
-    With zero points, weight = scale * (code - zero point), and the table has 0 in its middle.
-
-    Attributes:
-        table: What the codes stand for, at most 256 elements.
-        scale: (N / r, G), where r neighbouring rows share the scales.
-        group_of: (K) the group of each column, where groups are not neighbours.
-        adapter: An adapter that is added.
-    """
-
-    table: Tensor
-    scale: Tensor
-    group_of: Tensor | None = field(default=None, kw_only=True)
-    adapter: Adapter | None = field(default=None, kw_only=True)
-
-    def codes(self, rows: slice, columns: slice) -> Tensor:
-        """Return the codes of some rows and columns: (n, k) uint8."""
-        raise NotImplementedError
-
-    def zero_points(self, rows: slice) -> Tensor | None:
-        """Return the codes that stand for 0 in some rows, (n, G), or None where all have 0."""
-        return None
-
-    def scales(self, rows: slice) -> Tensor:
-        """Return the scales of some rows: (n, G), of any float type."""
-        indices = torch.arange(rows.start, rows.stop)
-        return self.scale[indices * len(self.scale) // self.shape[0]]
-
-    def read(self, rows: slice, columns: slice, device: torch.device) -> Coded:
-        """Return some rows and columns, given with both ends, on a device."""
-        scales = self.scales(rows).float()
-        offsets = self._offsets(rows, scales)
-        groups = self._groups(columns, scales.shape[1])
-        coded = Coded(
-            codes=self.codes(rows, columns).to(device),
-            table=self.table.to(device),
-            scale=scales[:, groups].to(device),
-            offset=None if offsets is None else offsets[:, groups].to(device),
-            is_rotated=self.is_rotated,
-        )
-        if self.adapter is None:
-            return coded
-        down = self.adapter.down[:, columns].float().to(device)
-        up = self.adapter.up[rows].float().to(device)
-        return replace(coded, down=down, up=up * self.adapter.factor)
-
-    def _offsets(self, rows: slice, scales: Tensor) -> Tensor | None:
-        """Return what is added to the weights of each group, or None where it is 0 in all."""
-        zero_points = self.zero_points(rows)
-        if zero_points is None:
-            return None
-        shift = zero_points.float() - len(self.table) // 2
-        return -scales * shift if shift.any() else None
-
-    def _groups(self, columns: slice, num_groups: int) -> Tensor:
-        """Return the group of each run of columns that has one scale, as `Coded` wants them."""
-        if self.group_of is not None:
-            return self.group_of[columns]
-        group_size = self.shape[1] // num_groups
-        step = math.gcd(group_size, columns.start, columns.stop)
-        return torch.arange(columns.start, columns.stop, step) // group_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,24 +57,54 @@ class _ByteCodes(CodedMatrix):
         return self.data[rows, columns] ^ self.sign_bit
 
 
-def eight_bits(parts: Parts, _: Config) -> CodedMatrix:
-    """Build a matrix in FP8 (e4m3) or int8, of compressed-tensors, bitsandbytes and others."""
+def eight_bits(parts: Parts, config: Config) -> CodedMatrix:
+    """Build a matrix in FP8 (e4m3) or int8, of compressed-tensors, bitsandbytes and others.
+
+    It has one scale, or one for each row, group of columns, or block of rows and columns.
+    """
     weight = parts.pop("weight")
     n, k = weight.shape
     is_fp8 = weight.dtype is torch.float8_e4m3fn
     check_fits(is_fp8 or weight.dtype is torch.int8)
     weight_format = parts.pop("weight_format", None)  # bitsandbytes: 0 is row by row
     check_fits(weight_format is None or not weight_format.any())
-    # SCB, of bitsandbytes, has the largest magnitude of each row.
-    scale = parts.pop("SCB") / 127 if "SCB" in parts else parts.pop("weight_scale")
-    num_scales = len(scale) if scale.dim() else 1
-    scale = scale.reshape(num_scales, -1)
-    check_fits(n % num_scales == 0)
-    check_fits(k % scale.shape[1] == 0)
-    data = weight.view(torch.uint8)
-    if is_fp8:
-        return _ByteCodes(weight.shape, _E4M3_TABLE, scale, data, sign_bit=0)
-    return _ByteCodes(weight.shape, _INT8_TABLE, scale, data, sign_bit=128)
+    scale = _scale_of_bytes(parts, config)
+    num_rows, num_columns = scale.shape
+    blocks = block_sizes(config)
+    rows = {rows for rows, _ in blocks}
+    columns = {columns for _, columns in blocks} | group_sizes(config)
+    return _ByteCodes(
+        weight.shape,
+        _E4M3_TABLE if is_fp8 else _INT8_TABLE,
+        scale,
+        weight.view(torch.uint8),
+        sign_bit=0 if is_fp8 else 128,
+        rows_per_scale=size_per_scale(n, num_rows, rows),
+        columns_per_scale=size_per_scale(k, num_columns, columns),
+    )
+
+
+def _scale_of_bytes(parts: Parts, config: Config) -> Tensor:
+    """Return the scales of a matrix in 8 bits, by blocks of rows and columns.
+
+    A name that ends in `_inv` tells nothing: the factor is stored, unless the config calls it the
+    inverse.
+    """
+    if "SCB" in parts:
+        # SCB, of bitsandbytes, has the largest magnitude of each row.
+        scale = parts.pop("SCB") / 127
+    elif "weight_scale_inv" in parts:
+        scale = parts.pop("weight_scale_inv")
+        if config.get("weight_scale_semantics") == "inverse":
+            scale = scale.float().reciprocal()
+    else:
+        scale = parts.pop("weight_scale")
+    if scale.dtype is torch.uint8 and config.get("scale_fmt") == "ue8m0":
+        scale = scale.view(torch.float8_e8m0fnu)
+    if scale.dtype is torch.float8_e8m0fnu:
+        scale = scale.float()
+    num_rows = len(scale) if scale.dim() else 1
+    return scale.reshape(num_rows, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +133,7 @@ class _PackedMatrix(CodedMatrix):
 
 
 def _packed_matrix(
-    bits: int, packed: Tensor, scale: Tensor, zeros: Tensor | None, group_of: Tensor | None
+    bits: int, packed: Tensor, scale: Tensor, zeros: Tensor | None, parts: Parts, config: Config
 ) -> CodedMatrix:
     """Build a matrix from int32s with codes along K.
 
@@ -198,61 +142,85 @@ def _packed_matrix(
         packed: (N, K * bits / 32) int32.
         scale: (N, G).
         zeros: (G, N * bits / 32) int32, the zero points.
-        group_of: (K) the group of each column.
+        parts: The other tensors. One of them may be the group of each column.
+        config: The quantization_config.
     """
-    if bits not in (2, 4, 8):
-        raise ValueError(f"it has {bits} bits, and 2, 4 and 8 are read")
+    _check_bits(bits)
     per_int32 = 32 // bits
     n = len(packed)
     k = packed.shape[1] * per_int32
     num_groups = scale.shape[1]
     check_fits(packed.dtype is torch.int32)
     check_fits(len(scale) == n)
-    check_fits(k % num_groups == 0)
-    if group_of is not None:
+    group_of = parts.pop("weight_g_idx", parts.pop("g_idx", None))
+    if group_of is None:
+        columns = size_per_scale(k, num_groups, group_sizes(config))
+    else:
         check_fits(group_of.shape == (k,))
         check_fits(group_of.dtype in (torch.int32, torch.int64))
         check_fits(bool((group_of >= 0).all()))
         check_fits(bool((group_of < num_groups).all()))
-        neighbours = torch.arange(k) // (k // num_groups)
-        if torch.equal(group_of, neighbours):
+        columns = int((group_of == 0).sum()) or 1
+        if torch.equal(group_of, (torch.arange(k) // columns).to(group_of.dtype)):
             group_of = None  # groups of neighbours, which need no table
     packed_zeros = None
     if zeros is not None:
         packed_zeros = PackedAcrossRows(zeros, bits, range(per_int32))
         check_fits(packed_zeros.fits(*scale.shape))
     half = 1 << bits - 1
-    table = torch.arange(-half, half).float()
-    return _PackedMatrix(Size((n, k)), table, scale, packed, bits, packed_zeros, group_of=group_of)
+    return _PackedMatrix(
+        Size((n, k)),
+        torch.arange(-half, half).float(),
+        scale,
+        packed,
+        bits,
+        packed_zeros,
+        columns_per_scale=columns,
+        group_of=group_of,
+    )
 
 
-def compressed_tensors(parts: Parts, _: Config) -> CodedMatrix:
+def _check_bits(bits: int) -> None:
+    if bits not in (2, 4, 8):
+        raise UnknownLayoutError(f"it has {bits} bits, and 2, 4 and 8 are read")
+
+
+def compressed_tensors(parts: Parts, config: Config) -> CodedMatrix:
     """Build a matrix of compressed-tensors in the format pack-quantized."""
     packed = parts.pop("weight_packed")
     zeros = parts.pop("weight_zero_point", None)
     shape = parts.pop("weight_shape").tolist()
-    group_of = parts.pop("weight_g_idx", None)
     scale = parts.pop("weight_scale")
     bits = packed.shape[1] * 32 // shape[1]  # modules of one model may differ
     if zeros is not None:
         zeros = zeros.t()
-    matrix = _packed_matrix(bits, packed, scale, zeros, group_of)
+    matrix = _packed_matrix(bits, packed, scale, zeros, parts, config)
     check_fits(matrix.shape == Size(shape))
     return matrix
 
 
+def is_awq(parts: Parts) -> bool:
+    """Return whether the tensors of a matrix with a qweight are packed as AutoAWQ's are.
+
+    AutoAWQ packs codes and zero points along N, and GPTQ codes along K.
+    """
+    return "qzeros" in parts and parts["qweight"].shape[1:] == parts["qzeros"].shape[1:]
+
+
 def gptq(parts: Parts, config: Config) -> CodedMatrix:
-    """Build a matrix of GPTQ, whose version 1 stores each zero point less one."""
-    bits = config["bits"]
+    """Build a matrix of GPTQ, whose version 1 stores each zero point less one.
+
+    The bits follow from the tensors: modules of one model may differ.
+    """
     zeros = parts.pop("qzeros")
-    version = config.get("checkpoint_format") or "gptq"
-    check_fits(version in ("gptq", "gptq_v2"))
-    if version == "gptq":
+    scale = parts.pop("scales").t()
+    bits, rest = divmod(32 * zeros.shape[1], len(scale))
+    check_fits(rest == 0)
+    _check_bits(bits)
+    if stores_zeros_less_one(config):
         # The subtraction borrowed from the next field of an int32; this addition carries back.
         zeros = zeros + sum(1 << shift for shift in range(0, 32, bits))
-    packed = parts.pop("qweight").t()
-    scale = parts.pop("scales").t()
-    return _packed_matrix(bits, packed, scale, zeros, parts.pop("g_idx", None))
+    return _packed_matrix(bits, parts.pop("qweight").t(), scale, zeros, parts, config)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,92 +239,22 @@ class _AwqMatrix(CodedMatrix):
 
 def awq(parts: Parts, config: Config) -> CodedMatrix:
     """Build a matrix of AutoAWQ, version gemm."""
-    version = config.get("version", "gemm")
-    bits = config["bits"]
-    if str(version).lower() != "gemm" or bits != _AWQ_BITS:
-        raise ValueError(f"it is {brief(version)} of {brief(bits)} bits, not gemm of 4")
     int32s = parts.pop("qweight")
     k = int32s.shape[0]
     n = int32s.shape[1] * 32 // _AWQ_BITS
     scale = parts.pop("scales").t()
+    bits = 32 * int32s.shape[1] / len(scale)
+    version = config.get("version") or config.get("format") or "gemm"
+    if config.get("backend") == "llm-awq":
+        version = "llm-awq"
+    if bits != _AWQ_BITS or str(version).lower() != "gemm":
+        raise UnknownLayoutError(f"it is {brief(version)} of {bits:g} bits, and gemm of 4 is read")
     packed = PackedAcrossRows(int32s, _AWQ_BITS, _AWQ_ORDER)
     zeros = PackedAcrossRows(parts.pop("qzeros"), _AWQ_BITS, _AWQ_ORDER)
-    check_fits(len(scale) == n)
-    check_fits(k % scale.shape[1] == 0)
     check_fits(packed.fits(n, k))
     check_fits(zeros.fits(*scale.shape))
-    return _AwqMatrix(Size((n, k)), _INT4_TABLE, scale, packed, zeros)
-
-
-@dataclass(frozen=True)
-class _NestedScales:
-    """Scales that are quantized themselves ("double quantization").
-
-    Attributes:
-        scale: A scale for each block of `block_size` codes, counted through the whole matrix.
-        table: (256) what the codes stand for.
-        block_size: Codes that share a scale.
-        offset: What is added to each.
-    """
-
-    scale: Tensor
-    table: Tensor
-    block_size: int
-    offset: float
-
-    def read(self, codes: Tensor, first: int) -> Tensor:
-        """Return the scales of codes (n, G), the first of which is number `first` of all."""
-        indices = torch.arange(first, first + codes.numel())
-        scale = self.scale[indices // self.block_size].view(codes.shape)
-        return self.table[codes.int()] * scale + self.offset
-
-
-@dataclass(frozen=True, eq=False)
-class _Nf4Matrix(CodedMatrix):
-    """A matrix of bitsandbytes in NF4.
-
-    Attributes:
-        data: (N, K / 2) uint8, two codes in a byte, the first in the upper four bits.
-        nested: How `scale`, which then has codes, becomes scales; None where it has scales.
-    """
-
-    data: Tensor
-    nested: _NestedScales | None
-
-    def codes(self, rows: slice, columns: slice) -> Tensor:
-        items, within = covering(columns, 2)
-        pairs = self.data[rows, items]
-        codes = torch.stack([pairs >> 4, pairs & 15], -1)
-        return codes.flatten(1)[:, within]
-
-    def scales(self, rows: slice) -> Tensor:
-        scale = self.scale[rows]
-        if self.nested is None:
-            return scale
-        return self.nested.read(scale, rows.start * self.scale.shape[1])
-
-
-def nf4(parts: Parts, _: Config) -> CodedMatrix:
-    """Build a matrix of bitsandbytes in NF4."""
-    state = json.loads(bytes(parts.pop(NF4_STATE).tolist()))
-    n, k = state["shape"]
-    data = parts.pop("weight").view(n, k // 2)
-    scale = parts.pop("weight.absmax").view(n, -1)
-    check_fits(state["quant_type"] == "nf4")
-    check_fits(scale.shape[1] * state["blocksize"] == k)
-    table = parts.pop("weight.quant_map")
-    check_fits(table.shape == (16,))
-    nested = None
-    if "weight.nested_absmax" in parts and "weight.nested_quant_map" in parts:
-        nested = _NestedScales(
-            parts.pop("weight.nested_absmax"),
-            parts.pop("weight.nested_quant_map"),
-            state["nested_blocksize"],
-            state["nested_offset"],
-        )
-        check_fits(len(nested.scale) * nested.block_size >= scale.numel())
-        check_fits(len(nested.table) == 256)
-    return _Nf4Matrix(Size((n, k)), table, scale, data, nested)
+    columns = size_per_scale(k, scale.shape[1], group_sizes(config))
+    return _AwqMatrix(Size((n, k)), _INT4_TABLE, scale, packed, zeros, columns_per_scale=columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -404,11 +302,12 @@ def int4_eo8(parts: Parts, config: Config) -> CodedMatrix:
         check_fits(down.shape == (config["rank"], k))
         check_fits(up.shape == (n, config["rank"]))
         adapter = Adapter(down, up, config["scale"])
-    scale = in_eight_bits.scale
-    return _Int4EO8Matrix(weight.shape, _INT4_TABLE, scale, weight, zeros, adapter=adapter)
-
-
-def check_fits(fits: bool) -> None:
-    """Raise the ValueError for tensors that are not those of a format unless they fit."""
-    if not fits:
-        raise ValueError("its tensors do not fit one another, or are of another version")
+    return _Int4EO8Matrix(
+        weight.shape,
+        _INT4_TABLE,
+        in_eight_bits.scale,
+        weight,
+        zeros,
+        columns_per_scale=in_eight_bits.columns_per_scale,
+        adapter=adapter,
+    )

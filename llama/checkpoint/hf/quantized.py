@@ -2,7 +2,8 @@
 
 In: the tensors of a file with Hugging Face's or Meta's names, and a quantization_config. Out: the
 tensors, with each matrix under the name of its weight; and how the config asks for activations to
-be rounded. Nothing is unpacked before it is read, and `hf_formats` knows the formats.
+be rounded. The tensors of a matrix tell its format, not the name of the method. Nothing is unpacked
+before it is read, and `formats`, `bitsandbytes` and `marlin` know the formats.
 """
 
 import re
@@ -10,15 +11,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from llama.checkpoint.files import MappedTensor
+from llama.checkpoint.hf import bitsandbytes, marlin
 from llama.checkpoint.hf import formats as hf_formats
-from llama.checkpoint.hf.formats import CodedMatrix, Config, Parts, check_fits
+from llama.checkpoint.hf.coded_matrix import MISFITS, CodedMatrix, Config, Parts, check_fits
+from llama.checkpoint.hf.quantization import UnknownLayoutError
 from llama.common.checks import brief
 from llama.weights.choice import ROUNDED_ACTIVATIONS
 
-METHODS = ("compressed-tensors", "fbgemm_fp8", "modelopt", "awq", "gptq", "bitsandbytes")
-_MATRIX_PART = re.compile(r"(.+_proj|lm_head|tok_embeddings|output|.+\.w[qkvo123])\.(.+)")
-# Parts that describe activations and the KV cache with constant scales, which are not used here.
+_MATRIX_PART = re.compile(
+    r"(.+_proj|lm_head|.*embed_tokens|tok_embeddings|output|.+\.w[qkvo123])\.(.+)"
+)
+# Parts that describe activations and the KV cache with constant scales, which are not used here,
+# and the memory that a kernel for GPUs needs.
 _IGNORED_PARTS = {
+    "activation_scale",
+    "workspace",
     "input_scale",
     "input_zero_point",
     "q_scale",
@@ -26,12 +33,16 @@ _IGNORED_PARTS = {
     "v_scale",
     "output_scale",
 }
-_KV_CACHE_PART = re.compile(r".+\.self_attn\.[qkv]_(scale|zero_point)")
+_KV_CACHE_PART = re.compile(r".+\.self_attn\.([qkv]|kv)_(scale|zero_point)")
 # The values of keys that a description of activations leaves out.
 _DEFAULTS: Config = {"num_bits": 8, "type": "int", "symmetric": True}
 # Strategies of weights by which all columns of a row share a scale.
 _SCALE_PER_ROW = ("channel", "tensor")
 _REMEDY = "take the model in bfloat16, FP8, w4a16, AWQ (gemm), GPTQ or GGUF"
+_GPTQ_REMEDY = (
+    ', or dequantize it with the package gptqmodel: python -c "from gptqmodel.utils.model_dequant '
+    "import dequantize_model; dequantize_model('{folder}', 'OUT')\""
+)
 
 
 def activations_of(config: Config) -> str | None:
@@ -72,7 +83,7 @@ def join_parts(tensors: dict[str, MappedTensor], config: Config) -> dict[str, Ma
 
     Args:
         tensors: All tensors of the file, by name.
-        config: The quantization_config; its quant_method is one of METHODS, or of Meta's formats.
+        config: The quantization_config, of a method of Hugging Face's folders or of Meta's.
 
     Raises:
         ValueError: The tensors of a matrix are not those of a format; file and matrix are named.
@@ -107,24 +118,30 @@ def _join(name: str, parts: dict[str, MappedTensor], config: Config) -> CodedMat
             k = matrix.shape[1]
             check_fits(k >= 32 and k.bit_count() == 1)  # a Hadamard matrix of this size is known
             matrix = replace(matrix, is_rotated=True)
-    except hf_formats.MISFITS as e:
+    except MISFITS as e:
         file = next(iter(parts.values())).file
+        method = config.get("quant_method")
+        is_layout = isinstance(e, UnknownLayoutError)
+        cause = str(e) if is_layout else brief(str(e))
+        is_known_there = is_layout and method == "gptq"
+        remedy = _GPTQ_REMEDY.format(folder=file.parent) if is_known_there else ""
         raise ValueError(
             f"{file}: {name} has {', '.join(sorted(parts))}, which cannot be read as "
-            f"{brief(config.get('quant_method'))}: {brief(str(e))}; {_REMEDY}"
+            f"{brief(method)}: {cause}; {_REMEDY}{remedy}"
         ) from e
     return matrix
 
 
 def _format_of(parts: Parts, config: Config) -> Callable[[Parts, Config], CodedMatrix]:
     """Return the function that builds a matrix from such tensors."""
-    method = str(config.get("quant_method"))
     if "qweight" in parts:
-        return hf_formats.awq if method == "awq" else hf_formats.gptq
+        return hf_formats.awq if hf_formats.is_awq(parts) else hf_formats.gptq
+    if "B" in parts:
+        return marlin.marlin
     if "weight_packed" in parts:
         return hf_formats.compressed_tensors
-    if "scales" in parts and method.endswith("_EO8"):
+    if "scales" in parts and str(config.get("quant_method")).endswith("_EO8"):
         return hf_formats.int4_eo8
-    if hf_formats.NF4_STATE in parts:
-        return hf_formats.nf4
+    if bitsandbytes.is_four_bits(parts):
+        return bitsandbytes.four_bits
     return hf_formats.eight_bits
