@@ -3,7 +3,7 @@
 In: a folder. Out: `WeightFiles`, which has the layout, its files in order, and the other files of
 weights there. A folder's own files come before those of `original/`, and the files that every other
 program loads come before those that only this project or llama.cpp reads. The names of files
-decide, and the metadata of packed weights; no tensor is opened.
+decide, the metadata of packed weights, and config.json where it names files; no tensor is opened.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llama.checkpoint.files import read_metadata
 from llama.checkpoint.foreign import describe_foreign
-from llama.common.checks import torchrun_number
+from llama.common.checks import brief, torchrun_number
 from llama.storage import gguf
 from llama.storage.downloads import read_json, shown
 
@@ -149,6 +149,8 @@ def _candidates(folder: Path) -> list[_Candidate]:
     models = {gguf.first_part(path) for path in folder.glob("*.gguf")}
     original = folder / "original"
     hugging = [path for path in safetensors if path not in packed and not _is_stray(path)]
+    if hugging != safetensors:  # Names that seem to be of other models may be named there.
+        hugging = _named_shards(folder) or hugging
     bins = sorted(folder.glob(_BINS))
     return [
         _Candidate("hf", folder, hugging, "config.json"),
@@ -201,9 +203,12 @@ def _meta_shards(folder: Path) -> list[Path]:
 def _hf_shards(folder: Path) -> list[Path]:
     """Return the .safetensors files of a folder that are the model.
 
-    As in transformers these are model.safetensors, else those that the index names. Without either,
-    files that are numbered as shards come before other names.
+    As in transformers these are those that config.json names, else model.safetensors, else those
+    that the index names. Without any, files that are numbered as shards come before other names.
     """
+    named = _named_shards(folder)
+    if named:
+        return named
     single = folder / "model.safetensors"
     if single.exists():
         return [single]
@@ -213,6 +218,34 @@ def _hf_shards(folder: Path) -> list[Path]:
     files = [path for path in sorted(folder.glob("*.safetensors")) if not _is_stray(path)]
     numbered = [path for path in files if _NUMBERED.fullmatch(path.name)]
     return numbered or files
+
+
+def _named_shards(folder: Path) -> list[Path]:
+    """Return the files that `transformers_weights` of config.json names; none without that key.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: It names something else than a safetensors file of the folder, or an index.
+    """
+    config = folder / "config.json"
+    name = read_json(config).get("transformers_weights") if config.is_file() else None
+    if name is None:
+        return []
+    if not is_plain(name) or not name.endswith((".safetensors", ".safetensors.index.json")):
+        raise ValueError(
+            f"{config}: transformers_weights is {brief(name)}: it must name a file of this folder "
+            "that ends in .safetensors or .safetensors.index.json; remove the key if the weights "
+            "have their usual names"
+        )
+    path = folder / name
+    if name.endswith(".json"):
+        return _indexed_shards(folder, path)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{config} names {name} in transformers_weights, which is missing: download it, or "
+            f"{FETCH}"
+        )
+    return [path]
 
 
 def _indexed_shards(folder: Path, index: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from helpers.gguf_files import write_gguf
 from helpers.weights import (
     PARAMS,
     STATE,
+    change_json,
     change_safetensors,
     expect_shards,
     from_hf,
@@ -28,6 +29,7 @@ from helpers.weights import (
 from llama.build_args import BuildArgs
 from llama.checkpoint.find import find
 from llama.checkpoint.verify import verify
+from llama.checkpoint.weight_files import INDEX
 from llama.loading.files import find_files
 from llama.ranks.placement import WHOLE
 
@@ -97,6 +99,45 @@ def test_a_single_file_comes_before_an_index_of_earlier_shards(tmp_path):
     logits = loaded(found)(tokens_of(), 0)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     assert f"model.safetensors is taken, and model-00001-of-{len(found.left):05d}" in found.choice
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "60KB"])
+@pytest.mark.parametrize("stem", ["consolidated", "other"])
+def test_the_weights_that_config_json_names_are_taken(tmp_path, stem, max_shard_size):
+    hf_model(initializer_range=0.3).save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    named = f"{stem}.safetensors"
+    if max_shard_size == "1GB":
+        (tmp_path / "model.safetensors").rename(tmp_path / named)
+    else:
+        named = f"{stem}.safetensors.index.json"
+        (tmp_path / INDEX).rename(tmp_path / named)
+    hf_model().save_pretrained(tmp_path / "later")
+    (tmp_path / "later" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    change_json(tmp_path / "config.json", transformers_weights=named)
+    found = find(tmp_path)
+    logits = loaded(found)(tokens_of(), 0)
+    expected = hf_logits(from_hf(tmp_path), tokens_of())
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert found.left == (tmp_path / "model.safetensors",)
+
+
+@pytest.mark.parametrize(
+    ("named", "error", "message"),
+    [
+        ("../model.safetensors", ValueError, r"'\.\./model.*must name a file of this folder"),
+        ("adapter_model.bin", ValueError, "must name a file of this folder that ends in"),
+        (7, ValueError, "is 7: it must name a file"),
+        ("gone.safetensors", FileNotFoundError, r"names gone\.safetensors in transformers_weights"),
+        ("gone.safetensors.index.json", FileNotFoundError, r"gone\.safetensors\.index\.json"),
+    ],
+)
+def test_a_name_in_config_json_that_is_no_file_of_the_folder_is_an_error(
+    tmp_path, named, error, message
+):
+    hf_model().save_pretrained(tmp_path)
+    change_json(tmp_path / "config.json", transformers_weights=named)
+    with pytest.raises(error, match=message):
+        find(tmp_path)
 
 
 @pytest.mark.parametrize(
