@@ -29,7 +29,7 @@ METHODS = (
 _MODELOPT_FILE = "hf_quant_config.json"
 _OTHER_NAMES = {"intel/auto-round": "auto-round"}
 # Keys that change what the tensors stand for, or the equations of the model, and the values that
-# are read. What is empty is neutral for each of them. Rotations are undone at run time.
+# are read. What is empty is neutral for each. A rotation would have to be undone at run time.
 _READ: dict[str, tuple[object, ...]] = {
     "fmt": ("e4m3",),
     "scale_fmt": ("float", "ue8m0"),
