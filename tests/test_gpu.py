@@ -112,7 +112,7 @@ def test_keys_far_into_a_large_cache_are_read_and_written_where_they_are():
     )
     batch = batch.with_kernels(kernels)
     qkv = normal(3, 6 * heads, 128)
-    freqs = precompute_freqs_cis(128, 3, 5e5, None).to(device)
+    freqs = precompute_freqs_cis(128, 3, 5e5).to(device)
     slots = torch.tensor([0, 17, 143], device=device)
     attended = paged_attention(queries, small, batch)
     for num_pages in (2**31 // elements - 1, 2**31 // elements + 9):

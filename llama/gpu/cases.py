@@ -205,7 +205,7 @@ class Cases:
         plan = self.plan
         tokens = 17
         first = max(self._lengths) - 5
-        freqs = precompute_freqs_cis(plan.head_dim, first + tokens, 5e5, None)[first:]
+        freqs = precompute_freqs_cis(plan.head_dim, first + tokens, 5e5)[first:]
         padding_slot = (_ROPE_PAGES - 1) * PAGE_SIZE
         slots = random.Random(2).sample(range(padding_slot), tokens - 2)
         slots += [padding_slot, padding_slot + 1]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from llama.common.checks import FieldError, Range, brief, check_ranges, errors_in
-from llama.ops.rope import Yarn
+from llama.ops.rope import RopeScaling, Yarn
 
 # Keys that some releases of params.json carry and that change nothing here.
 HARMLESS_PARAMS = frozenset({"max_batch_size", "max_seq_len", "model_parallel_size"})
@@ -86,6 +86,17 @@ class ModelArgs:
             return None
         betas = (self.rope_beta_fast, self.rope_beta_slow)
         return Yarn(self.rope_yarn_factor, *betas, self.rope_truncate)
+
+    @property
+    def rope_scaling(self) -> RopeScaling:
+        """Return the scaling of RoPE."""
+        return RopeScaling(
+            self.rope_factor,
+            self.rope_original_context,
+            self.rope_linear_factor,
+            self.yarn,
+            self.rope_attention_factor,
+        )
 
     @property
     def longest_context(self) -> int:

@@ -117,14 +117,7 @@ def _rotations(params: ModelArgs) -> Tensor:
     The type does not depend on that of the weights.
     """
     return precompute_freqs_cis(
-        params.head_dim,
-        params.max_seq_len,
-        params.rope_theta,
-        params.rope_factor,
-        params.rope_original_context,
-        params.rope_linear_factor,
-        params.yarn,
-        params.rope_attention_factor,
+        params.head_dim, params.max_seq_len, params.rope_theta, params.rope_scaling
     )
 
 

@@ -77,42 +77,46 @@ class Yarn(NamedTuple):
         return frequencies * (1 - blend) + frequencies / self.factor * blend
 
 
-def rope_frequencies(
-    head_dim: int,
-    theta: float,
-    factor: float | None,
-    original_context: int = ORIGINAL_CONTEXT,
-    linear_factor: float = 1.0,
-    yarn: Yarn | None = None,
-) -> Tensor:
+class RopeScaling(NamedTuple):
+    """The scaling of the frequencies, and of the rotated heads. By default nothing is scaled.
+
+    Attributes:
+        factor: The factor of `scale_frequencies`; None for frequencies that are not scaled so.
+        original_context: The context before that scaling or YaRN's, in tokens.
+        linear_factor: What all frequencies are divided by (Chen et al., 2023).
+        yarn: YaRN's scaling; None for frequencies that are not scaled so.
+        magnitude: What queries and keys are multiplied by.
+    """
+
+    factor: float | None = None
+    original_context: int = ORIGINAL_CONTEXT
+    linear_factor: float = 1.0
+    yarn: Yarn | None = None
+    magnitude: float = 1.0
+
+
+UNSCALED = RopeScaling()
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling = UNSCALED) -> Tensor:
     """Return by which angle each pair of a head turns per position, (D/2) float32.
 
     Args:
         head_dim: D.
         theta: The base of the frequencies.
-        factor: The factor of `scale_frequencies`; None for frequencies that are not scaled so.
-        original_context: The context before that scaling or YaRN's, in tokens.
-        linear_factor: What all frequencies are divided by (Chen et al., 2023).
-        yarn: YaRN's scaling; None for frequencies that are not scaled so.
+        scaling: The scaling.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / theta**exponents / linear_factor
-    if yarn is not None:
-        return yarn.scale(frequencies, theta, original_context)
-    if factor is None:
+    frequencies = 1.0 / theta**exponents / scaling.linear_factor
+    if scaling.yarn is not None:
+        return scaling.yarn.scale(frequencies, theta, scaling.original_context)
+    if scaling.factor is None:
         return frequencies
-    return scale_frequencies(frequencies, factor, original_context)
+    return scale_frequencies(frequencies, scaling.factor, scaling.original_context)
 
 
 def precompute_freqs_cis(
-    head_dim: int,
-    length: int,
-    theta: float,
-    factor: float | None,
-    original_context: int = ORIGINAL_CONTEXT,
-    linear_factor: float = 1.0,
-    yarn: Yarn | None = None,
-    magnitude: float = 1.0,
+    head_dim: int, length: int, theta: float, scaling: RopeScaling = UNSCALED
 ) -> Tensor:
     """Return the rotation of each pair at each position, as complex numbers.
 
@@ -120,19 +124,15 @@ def precompute_freqs_cis(
         head_dim: D.
         length: The number of positions.
         theta: The base of the frequencies.
-        factor: The factor of `scale_frequencies`; None for frequencies that are not scaled so.
-        original_context: The context before that scaling or YaRN's, in tokens.
-        linear_factor: What all frequencies are divided by.
-        yarn: YaRN's scaling; None for frequencies that are not scaled so.
-        magnitude: The magnitude of the numbers, which multiplies queries and keys.
+        scaling: The scaling, whose magnitude the numbers have.
 
     Returns:
         (length, D/2) complex64.
     """
-    frequencies = rope_frequencies(head_dim, theta, factor, original_context, linear_factor, yarn)
+    frequencies = rope_frequencies(head_dim, theta, scaling)
     positions = torch.arange(length, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
-    return torch.polar(torch.full_like(angles, magnitude), angles)
+    return torch.polar(torch.full_like(angles, scaling.magnitude), angles)
 
 
 def apply_rope(x: Tensor, freqs_cis: Tensor) -> Tensor:

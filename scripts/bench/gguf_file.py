@@ -13,8 +13,8 @@ from torch import Tensor
 
 from llama import ModelArgs
 from llama.checkpoint.find import Checkpoint
+from llama.checkpoint.gguf.args import rope_divisors
 from llama.checkpoint.reader import CheckpointReader
-from llama.ops.rope import scale_frequencies
 
 try:
     import gguf
@@ -77,14 +77,6 @@ def _add_metadata(writer: gguf.GGUFWriter, args: ModelArgs) -> None:
     writer.add_rope_freq_base(float(args.rope_theta))
     writer.add_vocab_size(args.vocab_size)
     writer.add_tokenizer_model("no_vocab")
-
-
-def rope_divisors(args: ModelArgs) -> Tensor:
-    """Return the divisors (D/2) float32 that llama.cpp applies to the rotary frequencies."""
-    exponents = torch.arange(0, args.head_dim, 2, dtype=torch.float32) / args.head_dim
-    frequencies = 1.0 / args.rope_theta**exponents
-    assert args.rope_factor is not None
-    return frequencies / scale_frequencies(frequencies, args.rope_factor)
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, shape: torch.Size, dtype: torch.dtype) -> None:

@@ -58,7 +58,7 @@ class Rope:
 
     def __init__(self, count: int, head_dim: int, device: torch.device = CPU) -> None:
         self.qkv = numbers(count, 10, head_dim).to(device)
-        self.freqs_cis = precompute_freqs_cis(head_dim, count + 5, 5e5, None)[5:].to(device)
+        self.freqs_cis = precompute_freqs_cis(head_dim, count + 5, 5e5)[5:].to(device)
         self.kv_cache = numbers(2, 7, 8, 2, head_dim, seed=1).to(device)
         self.slots = torch.randperm(56, generator=torch.Generator().manual_seed(2))[:count].to(
             device

@@ -194,11 +194,5 @@ def _with_divisors(header: Header, info: TensorInfo, args: ModelArgs) -> ModelAr
 
 def rope_divisors(args: ModelArgs) -> Tensor:
     """Return what the RoPE scaling divides the frequency of each pair by: (D/2) float32."""
-    plain = rope_frequencies(args.head_dim, args.rope_theta, None)
-    return plain / rope_frequencies(
-        args.head_dim,
-        args.rope_theta,
-        args.rope_factor,
-        args.rope_original_context,
-        args.rope_linear_factor,
-    )
+    plain = rope_frequencies(args.head_dim, args.rope_theta)
+    return plain / rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling)

@@ -13,7 +13,7 @@ from llama.kernels.cuda import elementwise
 from llama.ops.kernels import NO_KERNELS, Kernels
 from llama.ops.kv_cache import FORMATS
 from llama.ops.norm import add_norm, rms_norm
-from llama.ops.rope import precompute_freqs_cis, rope_and_store
+from llama.ops.rope import RopeScaling, precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
 
 OPS = ("add_norm", "rope_and_store", "silu_mul")
@@ -82,7 +82,9 @@ def test_rope_and_store(both, dtype, count, heads, head_dim):
     """
     n_heads, n_kv_heads = heads
     qkv = numbers(count, n_heads + 2 * n_kv_heads, head_dim, dtype=dtype)
-    freqs_cis = precompute_freqs_cis(head_dim, 5000, 5e5, 8.0)[4000 : 4000 + 9 * count : 9]
+    freqs_cis = precompute_freqs_cis(head_dim, 5000, 5e5, RopeScaling(8.0))[
+        4000 : 4000 + 9 * count : 9
+    ]
     slots = torch.randperm(24, generator=torch.Generator().manual_seed(2))[:count]
     before = numbers(2, 6, 4, n_kv_heads, head_dim, dtype=dtype, seed=1)
 
@@ -98,7 +100,7 @@ def test_rope_and_store(both, dtype, count, heads, head_dim):
 def test_a_store_in_8_bits_hides_no_nan(both):
     qkv = numbers(2, 3, 16, dtype=torch.float32)
     qkv[0, 2, 5] = float("nan")
-    freqs_cis, slots = precompute_freqs_cis(16, 2, 5e5, None), torch.tensor([3, 1])
+    freqs_cis, slots = precompute_freqs_cis(16, 2, 5e5), torch.tensor([3, 1])
 
     def run(kernels: Kernels) -> Tensor:
         kv_cache = torch.zeros(2, 1, 4, 1, 18, dtype=torch.int8)
@@ -118,7 +120,7 @@ def test_a_store_in_8_bits(both, dtype, n_kv_heads, head_dim):
     qkv = numbers(7, 4 + 2 * n_kv_heads, head_dim, dtype=dtype)
     for row, size in enumerate((0.0, torch.finfo(dtype).tiny, torch.finfo(dtype).max / 8)):
         qkv[row] *= size
-    freqs_cis = precompute_freqs_cis(head_dim, 7, 5e5, None)
+    freqs_cis = precompute_freqs_cis(head_dim, 7, 5e5)
     slots = torch.randperm(24, generator=torch.Generator().manual_seed(2))[:7]
     before = torch.arange(2 * 24 * n_kv_heads * (head_dim + 2)) % 251
 
@@ -151,8 +153,8 @@ def test_what_the_kernels_do_not_take_stays_with_torch(monkeypatch):
     silu_mul(x, INTERPRETED)
     kv_cache = numbers(2, 12, 4, 1, 32, dtype=torch.float32)
     qkv, slots = numbers(3, 6, 32, dtype=torch.float32), torch.arange(3)
-    freqs = precompute_freqs_cis(32, 3, 5e5, None)
+    freqs = precompute_freqs_cis(32, 3, 5e5)
     rope_and_store(qkv, freqs, kv_cache[:, ::2], slots, INTERPRETED)
     kv_cache, qkv = kv_cache[..., :24].contiguous(), qkv[..., :24]
-    freqs = precompute_freqs_cis(24, 3, 5e5, None)
+    freqs = precompute_freqs_cis(24, 3, 5e5)
     rope_and_store(qkv, freqs, kv_cache, slots, INTERPRETED)
