@@ -35,6 +35,7 @@ _MODULES = {  # module -> the names that it defines
     "requests.beam_search": ["Beam", "beam_search"],
     "requests.detokenizer": ["Detokenizer"],
     "requests.llm_engine": ["LLMEngine"],
+    "requests.mask_budget": ["MaskBudget"],
     "requests.pooling": ["EmbeddingOptions"],
     "requests.prepare": ["ContextLengthError"],
     "requests.request": ["CompletionOutput", "Request", "RequestOutput", "Usage", "derived_seed"],

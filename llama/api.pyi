@@ -19,6 +19,7 @@ from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.beam_search import Beam, beam_search
 from llama.requests.detokenizer import Detokenizer
 from llama.requests.llm_engine import LLMEngine
+from llama.requests.mask_budget import MaskBudget
 from llama.requests.pooling import EmbeddingOptions
 from llama.requests.prepare import ContextLengthError
 from llama.requests.request import CompletionOutput, Request, RequestOutput, Usage, derived_seed
@@ -42,6 +43,7 @@ __all__ = [
     "EmbeddingOptions",
     "LLMEngine",
     "Llama",
+    "MaskBudget",
     "ModelArgs",
     "ModelParallel",
     "NotMetError",

@@ -154,7 +154,7 @@ class FastChatWorker:
             has_echo = bool(request.echo)
             size = ApiRequest(request.sampling, prompts=(request.prompt,), echo=has_echo)
             check_answer_size(size, [prepared], serving.limits.max_answer_mb)
-            outputs = serving.outputs([prepared], http.state.request_id, fields)
+            outputs = serving.outputs([prepared], http.state.request_id, http.state.sender, fields)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     if not pace.is_due(output):

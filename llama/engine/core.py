@@ -170,6 +170,7 @@ class EngineCore:
         self._stepper = stepper or OverlappedStepper()
         self._seconds = 0.0  # the time since steps were last counted
         self._moved: list[SequenceState] = []  # sequences that this step gave a token or ended
+        self._resting: frozenset[SequenceState] = frozenset()  # sequences that sit out this step
 
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence.
@@ -212,6 +213,7 @@ class EngineCore:
         added: Iterable[SequenceState] = (),
         removed: Iterable[SequenceState] = (),
         inform: Inform = None,
+        resting: Iterable[SequenceState] = (),
     ) -> list[SequenceState]:
         """Run one pass of the model, and return the sequences that got a token or ended.
 
@@ -223,9 +225,11 @@ class EngineCore:
             added: The sequences that came since the last step.
             removed: The sequences that are no longer wanted.
             inform: Gets the scheduled step; where rank 0 leads, it informs the other ranks.
+            resting: Sequences that sit out this step, unless nothing else can run.
         """
         began = time.perf_counter()
         self._moved = []
+        self._resting = frozenset(resting)
         for hook in self.hooks:
             hook.begin()
         for seq in added:
@@ -242,7 +246,9 @@ class EngineCore:
 
     def schedule(self, inform: Inform) -> Step:
         """Return the next step, with what the hooks add to it."""
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(self._resting)
+        if self._resting and not step.items and not self.has_step_in_flight:
+            step = self.scheduler.schedule()
         if inform is not None:
             inform(step)
         if step.items:

@@ -56,6 +56,8 @@ class SequenceSpec:
         stop_ids: Tokens that end the sequence and are left out of its output.
         call: The call that it belongs to. Calls share the batch fairly, see
             `llama.engine.scheduler`.
+        sender: Whoever sent it, such as a tenant. Senders share the batch fairly before their calls
+            do; a sequence without a known sender has an empty one.
         prefix_root: The root of the chain of hashes by which its pages are shared. Sequences share
             pages only if their roots are equal.
         adapter: The hash of the LoRA adapter that the model runs with; empty for none.
@@ -78,6 +80,7 @@ class SequenceSpec:
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     call: int = 0
+    sender: bytes = b""
     prefix_root: bytes = b""
     adapter: bytes = b""
     is_constrained: bool = False

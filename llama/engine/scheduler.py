@@ -7,14 +7,13 @@ has known tokens and computed tokens; each step hands out a budget of tokens so 
 ones catch up with the known ones. Chunked prefill, prefix reuse and preemption all follow from
 that: a preempted sequence gives up its pages, and has its tokens to compute again.
 
-Scheduling is fair across calls. Waiting calls are admitted round-robin, and a call with nothing
-running takes a slot from the call that has the most. Only the order of arrival and the calls
-decide, so that all ranks decide alike.
+Scheduling is fair across senders, and across the calls of a sender. Waiting ones are admitted
+round-robin, and a call with nothing running takes a slot from whoever has the most. Only the order
+of arrival, the senders and the calls decide, so that all ranks decide alike.
 
 The file has over 400 lines because admission, growth and preemption share the counts of a step.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 
@@ -22,7 +21,7 @@ from llama.engine.pages import PagePool, page_hash
 from llama.engine.rows import PROMPT_KINDS, Scheduled
 from llama.engine.sequence import SequenceState, no_pages
 from llama.engine.step import Step, StepResults
-from llama.engine.waiting import WaitingQueue
+from llama.engine.waiting import Places, WaitingQueue
 
 _PROMPT_STEPS = 4  # steps of each stage of a pipeline among which waiting prompts are divided
 
@@ -62,19 +61,22 @@ class Scheduler:
         self._num_steps = 0  # steps of a pipeline so far
         self.has_adapters = False  # whether sequences can have adapters
 
-    def schedule(self) -> Step:
+    def schedule(self, resting: frozenset[SequenceState] = frozenset()) -> Step:
         """Choose the tokens of the next step.
 
         Running sequences come first, the oldest before the others, then waiting ones, while budget
         and pages last. The tokens of the step count as computed from now on: steps run in the order
         in which they are scheduled.
+
+        Args:
+            resting: Sequences that sit out this step; those that run keep their places.
         """
         budget = self.token_budget
         chosen: list[Scheduled] = []
         if self.waiting:
-            self._favour_new_calls()
+            self._favour_new_calls(resting)
         has_stages = self.num_stages > 1
-        left_out = self._left_out() if has_stages else frozenset()
+        left_out = self._left_out() | resting if has_stages else resting
         prompt_budget = self._prompt_budget() if has_stages else budget
         row = 0
         while row < len(self.running) and budget > 0:
@@ -93,14 +95,15 @@ class Scheduler:
             row += 1
         prompt_budget = min(prompt_budget, budget)
         while prompt_budget > 0 and self.waiting and len(self.running) < self.max_batch_size:
-            seq = self.waiting.peek()
-            is_too_long = self.has_whole_prompts and len(seq.tokens) > budget
-            if is_too_long or not self._admit(seq):
+            first = self.waiting.peek(resting)
+            if first is None or (self.has_whole_prompts and len(first.tokens) > budget):
+                break
+            if not self._admit(first):
                 break
             limit = budget if self.has_whole_prompts else prompt_budget
-            count = min(seq.num_new, limit)
-            num_loaded = self._load(seq, count)
-            chosen.append(self._schedule(seq, count - num_loaded))
+            count = min(first.num_new, limit)
+            num_loaded = self._load(first, count)
+            chosen.append(self._schedule(first, count - num_loaded))
             prompt_budget -= count
             budget -= count
         chosen.sort(key=lambda item: item.count > 1)  # single tokens first, see `Step`
@@ -327,7 +330,8 @@ class Scheduler:
         assert fits, "admitted without enough pages"
         if not seq.num_output:
             seq.num_cached = seq.num_computed
-        self.running.append(self.waiting.pop())
+        self.waiting.pop(seq)
+        self.running.append(seq)
         return True
 
     def _cached_pages(self, seq: SequenceState) -> list[int] | None:
@@ -377,32 +381,44 @@ class Scheduler:
                 seq.pages.append(self.pool.allocate())
                 continue
             row = self.running.index(seq)
-            victim = self._newest(self.running[row:])
+            victim = Places(self.running).newest(self.running[row:])
             self._preempt(victim)
             if victim is seq:
                 return False
         return True
 
-    def _favour_new_calls(self) -> None:
+    def _favour_new_calls(self, resting: frozenset[SequenceState]) -> None:
         """Let each call that waits and has none running be next, with one sequence.
 
-        The call that has the most running gives up slots and pages for them, but not its last one.
+        It takes slot and pages from a sender that has more than its own, or from a call of its own
+        sender that has several, the one that has most before the others.
         """
-        calls = {seq.spec.call for seq in self.running}
-        max_firsts = self.max_batch_size - len(calls)
-        firsts = self.waiting.firsts(calls, max_firsts)
-        num_calls = len(calls) + len(firsts)
-        while firsts and len(self.running) + len(firsts) > num_calls:
-            has_slot = len(self.running) + len(firsts) <= self.max_batch_size
-            if has_slot and self._cached_pages(firsts[0]) is not None:
+        places = Places(self.running)
+        firsts: list[SequenceState] = []
+        for sender in self.waiting.senders():
+            if len(self.running) + len(firsts) >= self.max_batch_size and not places.has_several:
                 break
-            self._preempt(self._newest(self.running))
+            max_firsts = self.max_batch_size - places.num_calls(sender)
+            for seq in self.waiting.firsts(sender, places.calls, max_firsts, resting):
+                self._make_place(seq, places, firsts)
+                if len(self.running) + len(firsts) >= self.max_batch_size:
+                    break  # its sender has its share
+                firsts.append(seq)
+                places.add(seq)
         self.waiting.move_to_front(firsts)
 
-    def _newest(self, rows: list[SequenceState]) -> SequenceState:
-        """Return the newest of some running sequences, of the call that has the most running."""
-        count = Counter(seq.spec.call for seq in self.running)
-        return max(reversed(rows), key=lambda seq: count[seq.spec.call])
+    def _make_place(self, seq: SequenceState, places: Places, firsts: list[SequenceState]) -> None:
+        """Preempt what must give way until a waiting sequence fits after those before it."""
+        while True:
+            has_slot = len(self.running) + len(firsts) < self.max_batch_size
+            if has_slot and (firsts or self._cached_pages(seq) is not None):
+                return
+            rows = [other for other in self.running if places.gives_way(other, seq)]
+            if not rows:
+                return
+            victim = places.newest(rows)
+            places.remove(victim)
+            self._preempt(victim)
 
     def _preempt(self, seq: SequenceState) -> None:
         """Take slot and pages from a sequence, which is the next to be admitted again."""

@@ -1,22 +1,25 @@
-"""The queue of sequences that wait to run, in which calls take turns.
+"""The queue of sequences that wait to run, in which senders and their calls take turns.
 
-Without turns, a call of two sequences would wait until a call of a thousand has ended. The order
-depends only on the order of arrival and on the calls, so that it is the same on all ranks. The
-queue does not know which sequences run.
+Without turns, a call of two sequences would wait until a call of a thousand has ended, and a sender
+of one call until all calls of another have ended. The order depends only on the order of arrival,
+on the senders and on the calls, so that it is the same on all ranks. The queue does not know which
+sequences run; `Places` counts them.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Container, Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Container, Iterable, Iterator
 from itertools import chain
 
 from llama.engine.sequence import SequenceState
 
+_NONE: frozenset[SequenceState] = frozenset()
+
 
 class WaitingQueue:
-    """Waiting sequences: first those at the front, then one of each call in turn.
+    """Waiting sequences: first those at the front, then one of each sender in turn.
 
-    The scheduler moves a sequence to the front when it is preempted, or when its call has no
-    running sequence.
+    The turns of a sender go to its calls in turn. The scheduler moves a sequence to the front when
+    it is preempted, or when its call has no running sequence.
 
     Attributes:
         front: The sequences that come before all others, in order.
@@ -24,69 +27,151 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.front: deque[SequenceState] = deque()
-        # Queues by the number of their call, in the order of their turns. No queue is empty.
-        self._calls: OrderedDict[int, OrderedDict[SequenceState, None]] = OrderedDict()
+        # For each sender, queues by the number of their call. Both are in the order of their turns,
+        # and none is empty.
+        self._senders: OrderedDict[bytes, OrderedDict[int, OrderedDict[SequenceState, None]]] = (
+            OrderedDict()
+        )
 
     def __bool__(self) -> bool:
-        return bool(self.front or self._calls)
+        return bool(self.front or self._senders)
 
     def __len__(self) -> int:
-        num_in_calls = sum(map(len, self._calls.values()))
-        return len(self.front) + num_in_calls
+        return len(self.front) + sum(map(len, self._queues()))
 
     def __iter__(self) -> Iterator[SequenceState]:
-        return chain(self.front, *self._calls.values())
+        return chain(self.front, *self._queues())
+
+    def _queues(self) -> Iterator[OrderedDict[SequenceState, None]]:
+        return chain.from_iterable(calls.values() for calls in self._senders.values())
 
     def add(self, seq: SequenceState) -> None:
-        """Append a new sequence to its call; a new call comes after those that wait."""
-        queue = self._calls.setdefault(seq.spec.call, OrderedDict())
-        queue[seq] = None
+        """Append a new sequence to its call; new senders and calls come after those that wait."""
+        calls = self._senders.setdefault(seq.spec.sender, OrderedDict())
+        calls.setdefault(seq.spec.call, OrderedDict())[seq] = None
 
-    def peek(self) -> SequenceState:
-        """Return the sequence that is next."""
-        if self.front:
-            return self.front[0]
-        queue = next(iter(self._calls.values()))
-        return next(iter(queue))
+    def peek(self, resting: Container[SequenceState] = _NONE) -> SequenceState | None:
+        """Return the sequence that is next among those that do not rest, if there is one."""
+        for sequences in chain([self.front], self._queues()):
+            for seq in sequences:
+                if seq not in resting:
+                    return seq
+        return None
 
-    def pop(self) -> SequenceState:
-        """Remove and return the sequence that is next, which ends the turn of its call."""
-        seq = self.peek()
-        if not self.front:
-            self._calls.move_to_end(seq.spec.call)
+    def pop(self, seq: SequenceState) -> None:
+        """Remove the sequence that is next, which ends the turn of its sender and its call."""
+        if seq not in self.front:
+            self._senders[seq.spec.sender].move_to_end(seq.spec.call)
+            self._senders.move_to_end(seq.spec.sender)
         self.remove(seq)
-        return seq
 
-    def firsts(self, calls: Container[int], limit: int) -> list[SequenceState]:
-        """Return the first sequence of each call that is not one of `calls`, at most `limit`."""
+    def senders(self) -> list[bytes]:
+        """Return all senders, in the order of their turns."""
+        at_front = [seq.spec.sender for seq in self.front]
+        return list(dict.fromkeys([*at_front, *self._senders]))
+
+    def firsts(
+        self,
+        sender: bytes,
+        calls: Container[int],
+        limit: int,
+        resting: Container[SequenceState] = _NONE,
+    ) -> list[SequenceState]:
+        """Return the first sequence of each call of a sender, without those that rest.
+
+        Args:
+            sender: The sender.
+            calls: Calls that are left out.
+            limit: The largest number of sequences.
+            resting: Sequences that are left out.
+        """
+        at_front = [seq for seq in self.front if seq.spec.sender == sender]
         firsts: dict[int, SequenceState] = {}
-        heads = (next(iter(queue)) for queue in self._calls.values())
-        for seq in chain(self.front, heads):
-            if len(firsts) >= limit:
-                break
-            call = seq.spec.call
-            if call not in calls:
-                firsts.setdefault(call, seq)
+        for queue in chain([at_front], self._senders.get(sender, OrderedDict()).values()):
+            for seq in queue:
+                if len(firsts) >= limit:
+                    return list(firsts.values())
+                if seq in resting:
+                    continue
+                if seq.spec.call not in calls:
+                    firsts.setdefault(seq.spec.call, seq)
+                if queue is not at_front:
+                    break
         return list(firsts.values())
 
     def move_to_front(self, sequences: list[SequenceState]) -> None:
-        """Move waiting sequences before all others, in this order; calls keep their turns."""
+        """Move waiting sequences before all others, in this order; the turns stay as they are."""
         for seq in sequences:
             self.remove(seq)
         self.front.extendleft(reversed(sequences))
 
     def remove(self, seq: SequenceState) -> None:
         """Remove a sequence, if it waits."""
-        call = seq.spec.call
-        queue = self._calls.get(call, OrderedDict())
+        calls = self._senders.get(seq.spec.sender, OrderedDict())
+        queue = calls.get(seq.spec.call, OrderedDict())
         if seq in queue:
             del queue[seq]
             if not queue:
-                del self._calls[call]
+                del calls[seq.spec.call]
+            if not calls:
+                del self._senders[seq.spec.sender]
         elif seq in self.front:
             self.front.remove(seq)
 
     def clear(self) -> None:
         """Remove all sequences."""
         self.front.clear()
-        self._calls.clear()
+        self._senders.clear()
+
+
+class Places:
+    """The places of a batch that each sender and each call has.
+
+    Attributes:
+        calls: The number of places of each call.
+    """
+
+    def __init__(self, sequences: Iterable[SequenceState]) -> None:
+        """Count the places of some sequences."""
+        self.calls: Counter[int] = Counter()
+        self._senders: Counter[bytes] = Counter()
+        self._calls_of: Counter[bytes] = Counter()
+        for seq in sequences:
+            self.add(seq)
+
+    def add(self, seq: SequenceState) -> None:
+        """Count the place that a sequence gets."""
+        self._calls_of[seq.spec.sender] += not self.calls[seq.spec.call]
+        self._senders[seq.spec.sender] += 1
+        self.calls[seq.spec.call] += 1
+
+    def remove(self, seq: SequenceState) -> None:
+        """Count the place that a sequence gives up."""
+        self._senders[seq.spec.sender] -= 1
+        self.calls[seq.spec.call] -= 1
+
+    @property
+    def has_several(self) -> bool:
+        """Whether any sender has several places."""
+        return max(self._senders.values(), default=0) > 1
+
+    def num_calls(self, sender: bytes) -> int:
+        """Return how many calls of a sender have a place, or had one before `remove`."""
+        return self._calls_of[sender]
+
+    def newest(self, rows: list[SequenceState]) -> SequenceState:
+        """Return the newest of some sequences, of the sender and its call that have most places."""
+        return max(
+            reversed(rows),
+            key=lambda seq: (self._senders[seq.spec.sender], self.calls[seq.spec.call]),
+        )
+
+    def gives_way(self, seq: SequenceState, newcomer: SequenceState) -> bool:
+        """Return whether a running sequence gives its place to one of a call that has none.
+
+        It does where its sender has more places, even after that, or where both have one sender and
+        its call keeps a place.
+        """
+        if seq.spec.sender == newcomer.spec.sender:
+            return self.calls[seq.spec.call] > 1
+        return self._senders[seq.spec.sender] > self._senders[newcomer.spec.sender] + 1

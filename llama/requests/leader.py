@@ -47,6 +47,7 @@ class Message:
         checksum: The checksum of the step.
         added: New sequences, each with a serial number.
         removed: The serial numbers of sequences that are not wanted any more.
+        resting: The serial numbers of sequences that sit out this step.
         adapter: The path of an adapter to load, or the hash of one to drop.
     """
 
@@ -55,6 +56,7 @@ class Message:
     checksum: int = 0
     added: list[tuple[int, SequenceSpec]] = field(default_factory=list)
     removed: list[int] = field(default_factory=list)
+    resting: list[int] = field(default_factory=list)
     adapter: str = ""
 
 
@@ -83,7 +85,12 @@ class Leader:
         """Whether a step broke off: the ranks cannot meet again, and get no message."""
         return self._failure is not None
 
-    def step(self, added: list[SequenceState], removed: list[SequenceState]) -> list[SequenceState]:
+    def step(
+        self,
+        added: list[SequenceState],
+        removed: list[SequenceState],
+        resting: list[SequenceState] | None = None,
+    ) -> list[SequenceState]:
         """Run `EngineCore.step` on every rank.
 
         Raises:
@@ -97,9 +104,12 @@ class Leader:
             message.added.append((self._num_added, seq.spec))
             self._num_added += 1
         message.removed += [self._serials.pop(seq) for seq in removed]
+        resting = [seq for seq in resting or [] if seq in self._serials]
+        message.resting += [self._serials[seq] for seq in resting]
+        inform = functools.partial(self._inform, message)
         with self._sending:
             try:
-                moved = self._core.step(added, removed, functools.partial(self._inform, message))
+                moved = self._core.step(added, removed, inform, resting)
             except BaseException as error:
                 # Ranks that broke off in a step cannot meet again.
                 self._failure = error
@@ -216,9 +226,10 @@ class Follower:
             self._serials[seq] = serial
             added.append(seq)
         removed = [self._forget(serial) for serial in message.removed]
+        resting = [self._sequences[serial] for serial in message.resting]
         compare = functools.partial(self._compare, message)
         with self._parallel.step():
-            moved = self._core.step(added, removed, compare)
+            moved = self._core.step(added, removed, compare, resting)
         for seq in moved:
             if seq.finished:
                 self._forget(self._serials[seq])

@@ -24,6 +24,7 @@ from llama.requests.adapter_loading import AdapterLoader
 from llama.requests.adapters import AdapterInfo, AdapterNames
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.interrupts import DeferredInterrupt
+from llama.requests.mask_budget import MaskBudget
 from llama.requests.prepare import Preparer
 from llama.requests.rank_calls import RankCalls
 from llama.requests.registry import RequestRegistry
@@ -45,6 +46,7 @@ class LLMEngine:
     max_seq_len: int  # largest number of tokens of a sequence, prompt and answer together
     seed: int  # seed that the seeds of requests without one are derived from
     why_silent: str = ""  # why the model cannot generate; empty if it can
+    mask_budget: MaskBudget | None = None  # set where rank 0 alone takes requests
 
     def __post_init__(self) -> None:
         self.parallel = self.core.runner.model.parallel
@@ -320,6 +322,8 @@ class LLMEngine:
         """Add the requests to the engine; their sequences enter the core at the next step."""
         with DeferredInterrupt(), self._lock:
             self._registry.queue(requests)
+            if self.mask_budget is not None:
+                self.mask_budget.watch(requests)
 
     def _step(self) -> None:
         """Run the model once for all requests; the lock is released while it runs."""
@@ -328,7 +332,8 @@ class LLMEngine:
             with self._lock:
                 added = registry.take_added()
                 removed = registry.take_removed()
-            changed = self._ranks.step(added, removed)
+                resting = self.mask_budget.resting(registry.sequences) if self.mask_budget else []
+            changed = self._ranks.step(added, removed, resting)
             with self._lock:
                 for seq in changed:
                     registry.read(seq)

@@ -55,10 +55,17 @@ class RankCalls:
         self._caller: int | None = None  # identifier of the thread that makes the calls
         self._is_calling = False
 
-    def step(self, added: list[SequenceState], removed: list[SequenceState]) -> list[SequenceState]:
+    def step(
+        self,
+        added: list[SequenceState],
+        removed: list[SequenceState],
+        resting: list[SequenceState],
+    ) -> list[SequenceState]:
         """Run `EngineCore.step` on every rank, and return the sequences that changed."""
         with self.parallel.step():
-            return (self._leader or self.core).step(added, removed)
+            if self._leader is not None:
+                return self._leader.step(added, removed, resting)
+            return self.core.step(added, removed, None, resting)
 
     def load_adapter(self, path: str) -> LoadedAdapter:
         """Load an adapter on every rank, between two steps, while rank 0 leads."""

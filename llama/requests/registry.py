@@ -8,7 +8,7 @@ threads, ranks or the core.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from llama.common.checks import FieldError, brief
 from llama.engine.sequence import SequenceState
@@ -40,6 +40,11 @@ class RequestRegistry:
         self._added: dict[SequenceState, None] = {}  # sequences to add at the next step
         self._removed: list[SequenceState] = []  # sequences to remove at the next step
         self._num_calls = 0  # calls that have queued requests
+
+    @property
+    def sequences(self) -> Collection[SequenceState]:
+        """All sequences that are queued or in the core."""
+        return self._owner.keys()
 
     def find(self, request_id: str) -> Request | None:
         """Return the unfinished request with this id, or None."""

@@ -310,6 +310,11 @@ class Request:
         for answer in self.answers:
             answer.sequence.spec = replace(answer.sequence.spec, call=call)
 
+    def set_sender(self, sender: bytes) -> None:
+        """Set whoever sent the request; scheduling is fair across senders."""
+        for answer in self.answers:
+            answer.sequence.spec = replace(answer.sequence.spec, sender=sender)
+
     def note_output(self) -> None:
         """Record that an answer has new tokens or has ended, and call the listener."""
         if self.finished or not (self.is_best_of or self.is_final_only):

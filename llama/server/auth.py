@@ -88,7 +88,9 @@ def _index_of(key: str, keys: Sequence[str]) -> int | None:
 class AuthAndLimits:
     """An ASGI app that checks each request before it passes it on.
 
-    `scope["state"]` gets the id of the request, and the prefix root of its tenant.
+    `scope["state"]` gets the id of the request, the prefix root of its tenant, and its sender: the
+    tenant, or the address where there is one tenant. Senders share what the server has. The sender
+    is empty where the address is not known, as at a Unix socket.
 
     Attributes:
         app: the app that gets the requests.
@@ -130,6 +132,8 @@ class AuthAndLimits:
             body = error.body_for(path)
             response = JsonResponse(body, error.status, headers=error.headers())
             return await response(scope, receive, send_with_id)
+        address = str((scope.get("client") or [""])[0])
+        scope["state"]["sender"] = scope["state"]["tenant"] or address.encode()
         await self.app(scope, receive, send_with_id)
 
     def _check(self, scope: Scope, headers: Headers) -> bytes:

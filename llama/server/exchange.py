@@ -117,7 +117,7 @@ async def _read_body(http: Request, adapter: TypeAdapter[Any], ignored: list[str
     length = http.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > memory.max_body_bytes:
         raise memory.too_large()
-    sender = http.state.tenant or (http.client and http.client.host) or None
+    sender: bytes = http.state.sender
     with memory.new_body(sender) as data:
         async for part in http.stream():  # `BoundedProtocol` ends a request that is too slow.
             memory.add(sender, data, part)
@@ -187,14 +187,14 @@ class BodyMemory:
     max_body_bytes: int
     max_total_bytes: int
     used: int = 0
-    used_by: Counter[object] = field(default_factory=Counter)
+    used_by: Counter[bytes] = field(default_factory=Counter)
 
     @contextlib.contextmanager
-    def new_body(self, sender: object) -> Iterator[bytearray]:
+    def new_body(self, sender: bytes) -> Iterator[bytearray]:
         """Yield an empty body, whose bytes count until the context ends.
 
         Args:
-            sender: the tenant or the address that sends it; None if neither is known.
+            sender: whoever sends it, see `AuthAndLimits`.
         """
         data = bytearray()
         try:
@@ -202,13 +202,13 @@ class BodyMemory:
         finally:
             self._count(sender, -_counted(len(data)))
 
-    def _count(self, sender: object, num_bytes: int) -> None:
+    def _count(self, sender: bytes, num_bytes: int) -> None:
         self.used += num_bytes
         self.used_by[sender] += num_bytes
         if not self.used_by[sender]:
             del self.used_by[sender]
 
-    def add(self, sender: object, data: bytearray, part: bytes) -> None:
+    def add(self, sender: bytes, data: bytearray, part: bytes) -> None:
         """Append a part to a body of a sender.
 
         Raises:
@@ -222,7 +222,7 @@ class BodyMemory:
         is_full = self.used + num_more > self.max_total_bytes
         # One body alone may have all of them where the limits are so small.
         used_by_sender = self.used_by[sender] - _counted(len(data))
-        if sender is not None and used_by_sender > 0 and num_more > 0:
+        if sender and used_by_sender > 0 and num_more > 0:
             is_full |= self.used_by[sender] + num_more > self.max_total_bytes // 2
         if is_full:
             message = "too many large requests are being sent at once: send this one again"

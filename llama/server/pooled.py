@@ -143,7 +143,8 @@ async def _run(
 ) -> list[RequestOutput]:
     """Return the outputs of requests in their order."""
     found: dict[int, RequestOutput] = {}
-    outputs = http.serving.outputs(group, http.state.request_id, fields)
+    state = http.state
+    outputs = http.serving.outputs(group, state.request_id, state.sender, fields)
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             found[output.index] = output

@@ -62,7 +62,7 @@ async def respond(
     model = serving.name if request.model is None else request.model
     meta = ResponseMeta(http.state.request_id, model, int(time.time()), serving.reasoning_field)
     answer = make_answer(request, serving.dialog_format, meta)
-    outputs = serving.outputs(prepared, meta.id, request.fields)
+    outputs = serving.outputs(prepared, meta.id, http.state.sender, request.fields)
     if request.stream:
         encode = answer.stream_format.encode
         keep_alive = COMMENT if answer.idle_event is None else encode(answer.idle_event)

@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llama.api import AsyncLLMEngine, ContextLengthError, Llama, Request, RequestOutput
+from llama.api import (
+    AsyncLLMEngine,
+    ContextLengthError,
+    Llama,
+    MaskBudget,
+    Request,
+    RequestOutput,
+)
 from llama.common.checks import FieldError
 from llama.prompts import ToolFormat
 from llama.prompts.dialog_format import DialogFormat
@@ -81,6 +88,7 @@ class Serving:
         """Answer requests from now on, with a loaded model."""
         self.llama = llama
         self.engine = AsyncLLMEngine(llama)
+        llama.llm_engine.mask_budget = MaskBudget()
         self.metrics.registry.register(EngineMetrics(llama, self.num_unfinished))
         self.state = State.READY
         log.info("%s: %s", self.name, self.dialog_format.describe())
@@ -298,15 +306,23 @@ class Serving:
             active.log()
 
     async def outputs(
-        self, requests: list[Request], request_id: str, fields: ErrorFields
+        self, requests: list[Request], request_id: str, sender: bytes, fields: ErrorFields
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one HTTP request as they come.
+
+        Args:
+            requests: the engine's request for each prompt.
+            request_id: the id of the HTTP request.
+            sender: whoever sent it, see `AuthAndLimits`.
+            fields: the body's own names, which an error uses.
 
         Raises:
             ApiError: 500 if the step failed; 400 if the grammar of an answer became too large; 503
                 if the queue is full, if no token came in time, or if the server shuts down.
         """
         assert self.engine is not None
+        for request in requests:
+            request.set_sender(sender)
         with self._admitted(requests, request_id) as active:
             try:
                 async with contextlib.aclosing(self.engine.stream(requests)) as outputs:

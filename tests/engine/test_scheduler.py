@@ -24,6 +24,7 @@ from helpers.scheduling import (
 from llama.engine.hooks import StepHook
 from llama.engine.pages import PagePool, page_hash
 from llama.engine.scheduler import Scheduler
+from llama.engine.sequence import SequenceState
 from llama.engine.step import Step, StepResults
 from llama.engine.waiting import WaitingQueue
 from llama.options.speculation.hook import speculate
@@ -38,6 +39,17 @@ def alone(prompt: list[int], count: int, stop_ids: frozenset[int]) -> list[int]:
             break
         tokens.append(token)
     return tokens
+
+
+def popped(queue: WaitingQueue, count: int) -> list[SequenceState]:
+    """Return the next sequences of a queue, which they leave."""
+    found = []
+    for _ in range(count):
+        seq = queue.peek()
+        assert seq is not None
+        queue.pop(seq)
+        found.append(seq)
+    return found
 
 
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)
@@ -221,13 +233,13 @@ def test_calls_take_turns_in_the_order_of_their_arrival():
     for seq in everyone:
         queue.add(seq)
     assert len(queue) == 8 and list(queue) == everyone
-    assert [queue.pop() for _ in range(4)] == [calls[0][0], calls[1][0], calls[2][0], calls[0][1]]
+    assert popped(queue, 4) == [calls[0][0], calls[1][0], calls[2][0], calls[0][1]]
     for seq in calls[2]:
         queue.remove(seq)
-    assert not queue.firsts({1}, 9), "the others have none that wait"
-    assert not queue.firsts(set(), 0)
-    assert queue.firsts({2}, 9) == [queue.peek()] == [calls[0][2]]
-    assert queue.pop() is calls[0][2]
+    assert not queue.firsts(b"", {1}, 9), "the others have none that wait"
+    assert not queue.firsts(b"", set(), 0)
+    assert queue.firsts(b"", {2}, 9) == [queue.peek()] == [calls[0][2]]
+    assert popped(queue, 1) == [calls[0][2]]
     assert not queue and len(queue) == 0
 
 
@@ -238,12 +250,110 @@ def test_the_front_of_the_queue_comes_before_all_turns():
     for seq in (first, second, third, fourth):
         queue.add(seq)
     queue.front.append(preempted := sequence([1], 1, call=1))
-    assert queue.firsts({1}, 9) == [second, third]
+    assert queue.firsts(b"", {1}, 9) == [second, third]
     queue.move_to_front([second, third])
     assert list(queue) == [second, third, preempted, first, fourth]
     queue.remove(third)
     queue.remove(third)
-    assert [queue.pop() for _ in range(4)] == [second, preempted, first, fourth] and not queue
+    assert popped(queue, 4) == [second, preempted, first, fourth] and not queue
+
+
+def test_senders_take_turns_before_their_calls_do():
+    """One sender of many calls waits for a turn as long as one of a single call does."""
+    queue = WaitingQueue()
+    many = [sequence([n], 1, call=n, sender=b"a") for n in range(5)]
+    few = [sequence([n], 1, call=7, sender=b"b") for n in range(2)]
+    one = sequence([1], 1, call=8, sender=b"c")
+    for seq in [*many, *few, one]:
+        queue.add(seq)
+    assert queue.senders() == [b"a", b"b", b"c"]
+    assert queue.peek(frozenset(many)) is few[0]
+    assert queue.peek(frozenset([*many, *few, one])) is None
+    wanted = [many[0], few[0], one, many[1], few[1], many[2]]
+    assert popped(queue, 6) == wanted and list(queue) == many[3:]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("counts", [[1] * 30, [9, 9], [1, 1, 40]])
+def test_a_sender_of_many_calls_gives_way_to_others(ahead, counts):
+    """Whoever fills the batch with its calls gives way to other senders at once, in equal shares.
+
+    Of eight places, one sender keeps four when a second one comes, and three or two of them when
+    two more have come. Its own calls, whatever their sizes, change nothing.
+    """
+    tried = engine(num_pages=99, budget=16, max_batch_size=8, async_scheduling=ahead)
+    large = [
+        sequence([i % VOCAB], 30, call=call, sender=b"a")
+        for call, count in enumerate(counts)
+        for i in range(count)
+    ]
+    tried.step(large)
+    tried.step()
+
+    def num_running() -> list[int]:
+        senders = [seq.spec.sender for seq in tried.scheduler.running]
+        assert len(senders) == 8
+        return [senders.count(sender) for sender in (b"a", b"b", b"c", b"d")]
+
+    assert num_running() == [8, 0, 0, 0]
+    others = [[sequence([n], 20, call=100 + 10 * k + n, sender=s) for n in range(6)]
+              for k, s in enumerate((b"b", b"c", b"d"))]  # fmt: skip
+    tried.step(others[0])
+    assert num_running() == [4, 4, 0, 0]
+    tried.step([*others[1], *others[2]])
+    assert num_running() == [2, 2, 2, 2]
+    while tried.has_unfinished():
+        tried.step()
+        tried.scheduler.check()
+    for seq in [*large, *itertools.chain(*others)]:
+        count = seq.spec.max_len - seq.num_prompt
+        assert seq.tokens == alone(seq.tokens[: seq.num_prompt], count, frozenset())
+
+
+def test_nobody_gives_way_to_a_sender_that_would_have_more():
+    """A sender with one call of eight keeps half when another one comes with many calls."""
+    tried = engine(num_pages=99, budget=16, max_batch_size=8)
+    tried.step([sequence([i % VOCAB], 30, call=1, sender=b"a") for i in range(8)])
+    tried.step([sequence([i % VOCAB], 30, call=2 + i, sender=b"b") for i in range(20)])
+    before = tried.scheduler.num_preemptions
+    for _ in range(9):
+        tried.step()
+    assert sum(seq.spec.sender == b"a" for seq in tried.scheduler.running) == 4
+    assert tried.scheduler.num_preemptions == before == 4
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_sequences_that_rest_have_no_token_and_keep_their_places(ahead, stages):
+    """Sequences that rest, running or waiting, have no token in a step, and lose none.
+
+    A step in which all rest runs them as if none did, as nothing else could go on.
+    """
+    if ahead and stages > 1:
+        return
+    tried = engine(99, 4, 4, 8, async_scheduling=ahead, stages=stages)
+    everyone = [sequence([i % VOCAB] * 2, 9, call=i // 3) for i in range(9)]
+    tried.step(everyone)
+    rng = random.Random(5)
+    num_rested = 0
+    for _ in range(400):
+        if not tried.has_unfinished():
+            break
+        live = list(tried.scheduler.live())
+        resting = rng.sample(live, rng.randrange(len(live) + 1))
+        running = list(tried.scheduler.running)
+        steps: list[Step] = []
+        tried.step(resting=resting, inform=steps.append)
+        (step,) = steps
+        if not set(running) <= set(resting):
+            num_rested += len(resting)
+            assert stages > 1 or {item.sequence for item in step.items}.isdisjoint(resting)
+        kept = [seq for seq in running if seq in resting and not seq.finished]
+        assert all(seq in tried.scheduler.running for seq in kept)
+        tried.scheduler.check()
+    assert not tried.has_unfinished() and num_rested > 50
+    for i, seq in enumerate(everyone):
+        assert seq.tokens == alone([i % VOCAB] * 2, 9, frozenset())
 
 
 @pytest.mark.parametrize("ahead", [False, True])

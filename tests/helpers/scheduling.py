@@ -178,9 +178,12 @@ def sequence(
     stop_ids: frozenset[int] = frozenset(),
     call: int = 0,
     prefix_root: bytes = b"",
+    sender: bytes = b"",
 ) -> SequenceState:
     max_len = len(prompt) + count
-    return state_of(prompt, max_len, 1, call=call, stop_ids=stop_ids, prefix_root=prefix_root)
+    return state_of(
+        prompt, max_len, 1, call=call, sender=sender, stop_ids=stop_ids, prefix_root=prefix_root
+    )
 
 
 def watch_releases(scheduler: Scheduler, monkeypatch) -> list[bool]:

@@ -79,7 +79,7 @@ def known(core: EngineCore) -> list[tuple[list[int], int, list[int], list[bytes]
 def test_the_follower_holds_what_the_leader_holds_after_each_step(ahead: bool) -> None:
     """The follower has the leader's state after each step.
 
-    Sequences come, end and are aborted at random, on a cache so small that some are preempted.
+    Sequences come, rest, end and are aborted at random, on a cache so small that some lose places.
     Whatever rank 0 decides, the follower has the same tokens, counts, pages and hashes after the
     step, also where sequences have different prefix roots.
     """
@@ -94,8 +94,11 @@ def test_the_follower_holds_what_the_leader_holds_after_each_step(ahead: bool) -
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
             root = rng.choice((b"", b"\xff" * 32))
             stops = frozenset({rng.randrange(40)})
-            added.append(sequence(prompt, rng.randrange(1, 14), stops, prefix_root=root))
-        ranks.leader.step(added, removed)
+            sender = rng.choice((b"", b"\xff", b"b"))
+            count = rng.randrange(1, 14)
+            added.append(sequence(prompt, count, stops, 0, root, sender))
+        resting = [seq for seq in live + added if rng.random() < 0.3]
+        ranks.leader.step(added, removed, resting)
         live = [seq for seq in live + added if not seq.finished]
         wanted = known(ranks.core)
         wait_until(lambda: ranks.following._num_steps == ranks.leader._num_steps)
@@ -116,6 +119,7 @@ def test_a_message_carries_every_field() -> None:
         presence_penalty=-0.5, frequency_penalty=0.25, logit_bias=((3, -100.0), (5, 1.5)),
         bad_words=((1,), (2, 3)), min_tokens=4, logprobs=0, prompt_logprobs=1,
         pooling=Pooling("mean", 3), capture=Capture((0, 2), True), adapter=b"\xff",
+        sender=b"192.0.2.1",
     )  # fmt: skip
     default = SequenceSpec((), 0)
     same = {f.name for f in fields(spec) if getattr(spec, f.name) == getattr(default, f.name)}

@@ -1,0 +1,95 @@
+"""Senders share a server: keys where there are several, and else addresses."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers.launch import DEMO
+from helpers.services import service_of
+from helpers.waiting import wait_until
+from llama import Llama
+from llama.server.limits import Limits
+from llama.server.process import Server
+
+TEXT = "/v1/completions"
+SMALL = {"prompt": "One day", "max_tokens": 3, "ignore_eos": True}
+KEYS = ("first-key", "second-key")
+ADDRESSES = ("127.0.0.1", "127.0.0.2")
+
+
+@pytest.fixture(scope="module")
+def llama() -> Llama:
+    """Return a model with a batch of four."""
+    return Llama.build(str(DEMO), max_seq_len=128, max_batch_size=4, dtype="fp32", device="cpu")
+
+
+@contextmanager
+def served(llama: Llama, api_keys: list[str], **limits: Any) -> Iterator[Server]:
+    """Serve a model in this process."""
+    service = service_of(limits=Limits(**limits))
+    server = Server(service, host="127.0.0.1", port=0, api_keys=api_keys)
+    server.start()
+    service.start(llama)
+    try:
+        yield server
+    finally:
+        service.close()
+        server.stop()
+
+
+def client_of(server: Server, *, key: str = "none", address: str = ADDRESSES[0]) -> httpx.Client:
+    """Return a client with a key, at an address of this machine."""
+    return httpx.Client(
+        base_url=f"http://127.0.0.1:{server.port}",
+        headers={"Authorization": f"Bearer {key}"},
+        transport=httpx.HTTPTransport(local_address=address, limits=httpx.Limits()),
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("by", ["key", "address"])
+@pytest.mark.parametrize("path", [TEXT, "/v1/chat/completions"])
+def test_many_requests_of_one_sender_take_no_turn_of_another(llama, monkeypatch, by, path):
+    """A small request runs at once beside as many requests of one sender as keep the batch full.
+
+    So few steps run until it has ended that none of the others can have ended before.
+    """
+    count = 12
+    body: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "n": 1}
+    body |= {"prompt": "x"} if path == TEXT else {"messages": [{"role": "user", "content": "x"}]}
+    step, may_step = llama.engine.step, threading.Semaphore(0)
+
+    def counted_step(*args: Any, **options: Any) -> Any:
+        assert may_step.acquire(timeout=60)
+        return step(*args, **options)
+
+    monkeypatch.setattr(llama.engine, "step", counted_step)
+    keys = list(KEYS) if by == "key" else []
+    first, second = ({by: name} for name in (KEYS if by == "key" else ADDRESSES))
+    answers: list[httpx.Response] = []
+    with served(llama, keys) as server:
+
+        def send() -> None:
+            with client_of(server, **first) as client:
+                answers.append(client.post(path, json=body))
+
+        threads = [threading.Thread(target=send) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        with client_of(server, **second) as client:
+            wait_until(lambda: server.service.num_unfinished() == count)
+            may_step.release(20)
+            wait_until(lambda: may_step._value == 0)
+            may_step.release(8)
+            found = client.post(TEXT, json=SMALL)
+            assert found.status_code == 200, found.text
+            assert found.json()["usage"]["completion_tokens"] == 3
+            assert server.service.num_unfinished() == count, "it waited for another sender"
+            may_step.release(10_000)
+        for thread in threads:
+            thread.join(60)
+    assert [answer.status_code for answer in answers] == [200] * count
