@@ -299,6 +299,13 @@ class Llama:
             known_head = ClassificationHead(head, pooling.head or HeadSettings())
         self.classifier = Classifier(self.pooler, dialog_format, known_head)
 
+    def __repr__(self) -> str:
+        args = self.model.params
+        weight = self.model.norm.weight
+        shape = f"n_layers={args.n_layers}, dim={args.dim}, max_seq_len={args.max_seq_len}"
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return f"Llama({shape}, max_batch_size={args.max_batch_size}, {dtype} on {weight.device})"
+
     def load_adapter(
         self, name: str, path: str | os.PathLike[str], *, replace: bool = False
     ) -> AdapterInfo:

@@ -31,7 +31,7 @@ from llama import Llama
 from llama.checkpoint.verify import verify
 from llama.cli import COMMANDS, main, model, ranks, run_script
 from llama.cli.commands import _write
-from llama.cli.flags import UsageError
+from llama.cli.flags import FLAGS, UsageError
 from llama.cli.parser import REQUIRED, Command
 from llama.ranks.errors import NotMetError
 from llama.ranks.parallel import RankError
@@ -253,7 +253,7 @@ def test_the_help_of_a_command_shows_every_flag_with_its_default(name, capsys):
         meaning = COMMANDS[name].flags[flag].meaning
         shown = {None: COMMANDS[name].flags[flag].absent, REQUIRED: "required", False: ""}
         assert meaning in line
-        assert (f"[env var: LLAMA_{flag.upper()}" in line) == COMMANDS[name].has_variables
+        assert (f"[env var: LLAMA_{flag.upper()}" in line) == COMMANDS[name].has_variable(flag)
         assert shown.get(default, str(default)) in line.partition(meaning)[2]
         both = default not in (None, REQUIRED) and COMMANDS[name].flags[flag].absent
         assert not both or f"none: {both}" in line
@@ -271,6 +271,15 @@ def test_the_help_of_a_command_has_its_flags_in_groups(capsys):
     by_group = dict(zip(names, sections, strict=True))
     assert "--system TEXT" in by_group["Flags"] and "--top_p P" in by_group["Sampling"]
     assert all(section.count("\n  --") <= 15 for section in sections)
+
+
+def test_a_variable_has_one_meaning():
+    """LLAMA_GPU names a kind of device for `llama plan`; `doctor --gpu` is another flag."""
+    assert values(COMMANDS["plan"], "8b", LLAMA_GPU="h100").gpu == "h100"
+    assert values(COMMANDS["doctor"], LLAMA_GPU="h100").gpu is False
+    for command in COMMANDS.values():
+        for name in filter(command.has_variable, command.defaults):
+            assert command.flags[name] is FLAGS[name]
 
 
 def test_every_example_of_the_help_is_a_line_that_is_understood():

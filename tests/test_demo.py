@@ -23,7 +23,9 @@ def test_it_is_small_and_in_metas_layout():
 
 def test_its_context_is_that_of_its_training(capsys):
     """Without max_seq_len, a build has the 512 tokens that the model was trained on."""
-    demo = Llama.build(str(DEMO), device="cpu")
+    demo = Llama.build(str(DEMO), device="cpu", dtype="bf16")
+    shape = "n_layers=4, dim=256, max_seq_len=512, max_batch_size=32"
+    assert repr(demo) == f"Llama({shape}, bfloat16 on cpu)"
     assert demo.model.params.max_seq_len == 512
     assert "max_seq_len=512, " in (line := capsys.readouterr().out)
     assert "model context 512 tokens" in line

@@ -157,7 +157,16 @@ def _import_problems(folder: Path) -> Iterator[Fact]:
     Meta's own distribution, installed from such a clone, has files of the same names as this one.
     """
     other = folder / "llama"
-    if other.is_dir() and any(other.glob("*.py")) and other.resolve() != _PACKAGE:
+    if other.resolve() == _PACKAGE:
+        pass
+    elif (other / "cli" / Path(__file__).name).exists():
+        yield problem(
+            "import",
+            f"this folder is another checkout of this project: the command llama runs {_PACKAGE}, "
+            "and python here imports the one in this folder; `. ./scripts/setup` in it makes and "
+            "activates an environment of its own",
+        )
+    elif other.is_dir() and any(other.glob("*.py")):
         yield problem(
             "import",
             f"{other} hides this package from the scripts beside it, which then stop with "

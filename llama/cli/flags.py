@@ -322,7 +322,7 @@ _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a
     },
 }
 
-# The flag --gpu of `llama doctor`; that of `llama plan` has a value.
+# The flag --gpu of `llama doctor`. That of `llama plan` has a value, and the variable LLAMA_GPU.
 COMPARE_KERNELS = Flag(
     bool, "", "Compare each kernel of the GPU with PyTorch's operator in all cases; minutes"
 )

@@ -166,7 +166,7 @@ class Command(click.Command):
         examples: Command lines for `--help`.
         error_code: The exit code after an error.
         flags: The table of flags.
-        has_variables: Whether LLAMA_* variables stand for flags.
+        has_variables: Whether LLAMA_* variables stand for flags, see `has_variable`.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Command(click.Command):
         self.flags = flags
         self.has_variables = has_variables
         options: list[click.Parameter] = [
-            _Option(name, flags[name], default, variable(name) if has_variables else None)
+            _Option(name, flags[name], default, variable(name) if self.has_variable(name) else None)
             for name, default in defaults.items()
         ]
         arguments = [
@@ -209,6 +209,10 @@ class Command(click.Command):
             add_help_option=False,
             context_settings={"max_content_width": WIDTH, "token_normalize_func": _underscored},
         )
+
+    def has_variable(self, name: str) -> bool:
+        """Return whether a variable stands for a flag: a name of two flags is that of `FLAGS`."""
+        return self.has_variables and self.flags[name] is FLAGS.get(name, self.flags[name])
 
     def _shown(self, name: str) -> str:
         """Return a flag by position as the usage shows it."""

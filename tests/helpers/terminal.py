@@ -39,7 +39,10 @@ class Session:
         self.process = subprocess.Popen(
             command,
             stdin=self.side, stdout=self.side, stderr=self.side, start_new_session=True,
-            env=environment(**{"TERM": "xterm", "LLAMA_NO_HISTORY": "1"} | variables),
+            # pytest-xdist sets COLUMNS, which comes before the size of the terminal.
+            env=environment(
+                **{"TERM": "xterm", "COLUMNS": "", "LLAMA_NO_HISTORY": "1"} | variables
+            ),
             preexec_fn=self._take_terminal,
         )  # fmt: skip
         self.shown = ""  # output that no test has expected yet

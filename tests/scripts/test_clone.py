@@ -71,6 +71,14 @@ def test_doctor_names_the_remedy(clone, capfd):
     assert TORCH_SAYS in line and f"{REMEDY} torchrun" in line
 
 
+def test_doctor_in_another_checkout_says_which_one_runs(clone, capfd):
+    (clone / "llama" / "cli").mkdir()
+    (clone / "llama" / "cli" / "doctor.py").touch()
+    assert main(["doctor", "--device", "cpu"]) == 1
+    (line,) = [x for x in capfd.readouterr().out.splitlines() if " PROBLEM: " in x]
+    assert "another checkout" in line and f"the command llama runs {REPO / 'llama'}," in line
+
+
 def test_the_command_runs_in_the_clone_and_the_module_is_told(clone, tmp_path):
     """The command runs in the clone, and running the module gives an error.
 

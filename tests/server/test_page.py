@@ -29,6 +29,23 @@ from llama.server.page import read_page
 from llama.server.process import Server
 
 
+def test_each_message_and_each_block_runs_as_its_first_letter_does(page, server):
+    """Arabic and Hebrew run from right to left: in a question, its field, and each block."""
+    direction = "node => getComputedStyle(node).direction"
+    script(page, [{"content": "- عربي\n\nEnglish\n\n```\nx = 1  # עברית\n```\n\n> עברית\n"}])
+    page.fill("#message", "שלום")
+    assert page.eval_on_selector("#message", direction) == "rtl"
+    page.fill("#message", "Hello")
+    assert page.eval_on_selector("#message", direction) == "ltr"
+    send(page, "שלום")
+    answer_of(page)
+    assert page.eval_on_selector(".user .text", direction) == "rtl"
+    blocks = page.eval_on_selector_all(
+        ".answer :is(li, p, pre)", "nodes => nodes.map((node) => getComputedStyle(node).direction)"
+    )
+    assert blocks == ["rtl", "ltr", "ltr", "rtl"]
+
+
 def test_the_page_is_one_small_text_with_nothing_from_elsewhere(server):
     text = read_page()
     assert len("".join(text.split())) < 80_000, "its layout is the formatter's, and does not count"

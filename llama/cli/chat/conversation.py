@@ -8,6 +8,7 @@ text by text.
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ _LISTED = (
 # The settings that a user can change: those of this list, and every flag of sampling. They are
 # fields of SamplingParams, except for the names in SAMPLING_FIELDS.
 SETTINGS = tuple(dict.fromkeys((*_LISTED, *SAMPLING_FLAGS)))
+_SPECIAL = re.compile(r"<\|\w+\|>")  # like the name of a special token
 _KEYWORDS = {"none": "null", "true": "true", "false": "false"}  # written in any case -> JSON
 _MORE_HELP = '''\
 A \\ at the end of a line continues the text on the next line. A line of """ begins a text of
@@ -102,6 +104,7 @@ class Conversation:
         self.stats: list[TurnStats] = []  # one entry per answer
         self._attempt = 0  # attempt number of the last answer
         self._files: set[Path] = set()  # files of this chat, which /save may replace
+        self._has_told = False  # Whether the chat has said that such a name stays text.
         if system is not None:
             self._system(system)
         defaults = {**SAMPLING_FLAGS, "seed": BUILD_FLAGS["seed"]}
@@ -176,7 +179,12 @@ class Conversation:
         return result if isinstance(result, Turn) else Turn(result)
 
     def _ask(self, question: str) -> Turn:
-        return Turn(dialog=(*self.messages, {"role": "user", "content": question}))
+        dialog = (*self.messages, {"role": "user", "content": question})
+        special = _SPECIAL.search(question)
+        if special is None or self._has_told or self.encode is None:
+            return Turn(dialog=dialog)
+        self._has_told = True
+        return Turn(f"{special[0]} stays text: no text becomes a special token", dialog)
 
     def _last_question(self) -> int:
         """Return the index of the last message of the user."""

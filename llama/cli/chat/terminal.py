@@ -22,6 +22,7 @@ from typing import Any
 from llama.api import SIGNALS, Watch, stop_requested
 from llama.cli.chat.completion import complete
 from llama.cli.chat.line_editor import LineEditor
+from llama.cli.chat.word_wrap import WordWrap
 
 QUOTES = '"""'
 PROMPT = "> "
@@ -81,6 +82,7 @@ class Terminal:
         self._history = history
         self._editor: LineEditor | None = None
         self._reasoning = ""  # what the line of `write_reasoning` shows
+        self._wrap = WordWrap()
         self.stops = False  # SIGTERM has come, so that no further question is asked.
 
     @contextlib.contextmanager
@@ -215,10 +217,16 @@ class Terminal:
             _restore(before)
 
     def write(self, text: str) -> None:
-        """Show a piece of an answer at once. On a screen, control characters become U+FFFD."""
+        """Show a piece of an answer at once.
+
+        On a screen, control characters become U+FFFD, and lines are broken between words.
+        """
         if text:
             self.fold_reasoning()
-        sys.stdout.write(_CONTROL.sub("\ufffd", text) if self.screen else text)
+        if self.screen:
+            columns = shutil.get_terminal_size().columns
+            text = self._wrap.feed(_CONTROL.sub("\ufffd", text), columns)
+        sys.stdout.write(text)
         sys.stdout.flush()
 
     def write_reasoning(self, text: str) -> None:
@@ -246,6 +254,8 @@ class Terminal:
     def note(self, text: str) -> None:
         """Show lines about the chat: dimmed on a screen, and otherwise on stderr."""
         text = _CONTROL.sub("\ufffd", text)
+        if self.screen:
+            text = WordWrap().feed(text, shutil.get_terminal_size().columns)
         print(_DIM.format(text) if self._dim_notes else text, file=self._notes, flush=True)
 
 

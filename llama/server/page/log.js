@@ -76,7 +76,7 @@ function show(message) {
         ...(message.files?.length ? [fileList(message.files)] : []),
         make(
           "div",
-          { className: `text ${message.role === "tool" ? "code" : ""}` },
+          { className: `text ${message.role === "tool" ? "code" : ""}`, dir: "auto" },
           message.content,
         ),
       ];

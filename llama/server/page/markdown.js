@@ -29,7 +29,7 @@ class Markdown {
   constructor(node, onDrawn = () => {}) {
     this.node = node;
     this.onDrawn = onDrawn;
-    this.tail = make("p", { className: "tail" });
+    this.tail = make("p", { className: "tail", dir: "auto" });
     this.text = "";
     this.from = 0; // index in the text; the blocks before it are drawn
     this.asked = -1; // the last blank line that a request has had
@@ -77,7 +77,9 @@ class Markdown {
     const isWhole = !isGrowing && sent.length === rest.length;
     const done = isWhole ? blocks : blocks.slice(0, -1);
     for (const [, trees] of done) {
-      this.node.append(...trees.map((tree) => built(tree, this.node)));
+      const nodes = trees.map((tree) => built(tree, this.node));
+      nodes.forEach((node) => (node.dir = "auto")); // each block runs as its first letter does
+      this.node.append(...nodes);
     }
     if (done.length) this.from += isWhole ? rest.length : done.at(-1)[0];
     this.showTail();

@@ -79,6 +79,7 @@ class TokenText {
     this.label = label;
     this.node = make("div", {
       className: "text",
+      dir: "auto",
       role: "group",
       "aria-label": label,
       onclick: (event) => this.clicked(event),

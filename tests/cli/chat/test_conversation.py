@@ -49,6 +49,16 @@ def conversation(shared_llama) -> Conversation:
     return Conversation(encoder(shared_llama), 128, temperature=0.6, seed=7)
 
 
+def test_names_of_special_tokens_stay_text_which_is_said_once(conversation, shared_llama):
+    turn = conversation.handle("What is <|eot_id|>?")
+    assert turn.note == "<|eot_id|> stays text: no text becomes a special token"
+    assert turn.dialog == (user("What is <|eot_id|>?"),)
+    ids = conversation.prompt(turn)
+    assert ids.count(shared_llama.tokenizer.special_tokens["<|eot_id|>"]) == 1, "the turn's own"
+    assert conversation.handle("And <|eom_id|>?").note == ""
+    assert Conversation(None, 128).handle("<|eot_id|>").note == "", "a server may be another one"
+
+
 def answered(conversation: Conversation, *texts: str) -> Conversation:
     """Ask each text with a scripted model, whose answer is the text in capitals."""
     for text in texts:
