@@ -32,6 +32,7 @@ _Ignored = list[tuple[Any, str | None]]  # objects, each with the name of a fiel
 _MAX_NAMED = 8  # number of fields that one error names
 # The types that the APIs give a part of a message that is an image.
 _IMAGE_TYPES = ("image", "image_url", "input_image")
+IMAGE_TEXT = "[An image was left out: this model reads text alone.]"
 _OTHER_TYPE = ("union_tag_invalid", "literal_error")
 
 
@@ -140,6 +141,48 @@ def _check_no_images(content: Any) -> Any:
 
 NO_IMAGES = BeforeValidator(_check_no_images)
 """Annotation of the content of a message: an image among its parts is refused as such."""
+
+
+def _replace_later_images(messages: Any, info: ValidationInfo) -> Any:
+    """Replace the images after the first message of the user, where the reader is lenient."""
+    ignored: _Ignored | None = info.context
+    if ignored is None or not isinstance(messages, list):
+        return messages
+    objects = [message for message in messages if isinstance(message, dict)]
+    users = [i for i, message in enumerate(objects) if message.get("role") == "user"]
+    for message in objects[users[0] + 1 :] if users else ():
+        if isinstance(message.get("images"), list) and message["images"]:
+            ignored.append((message, "images"))
+            texts = [message.get("content"), *[IMAGE_TEXT] * len(message.pop("images"))]
+            message["content"] = "\n".join(text for text in texts if isinstance(text, str) and text)
+        for part in _parts_of(message):
+            kind = part.get("type")
+            if isinstance(kind, str) and kind in _IMAGE_TYPES:
+                ignored.append((part, None))
+                part.clear()
+                part.update(type="input_text" if kind == "input_image" else "text", text=IMAGE_TEXT)
+    return messages
+
+
+def _parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a message, and the parts of results among them."""
+    found: list[dict[str, Any]] = []
+    holders = [message]
+    for _ in range(2):
+        lists = [holder.get(name) for holder in holders for name in ("content", "output")]
+        holders = [
+            part for parts in lists if isinstance(parts, list) for part in parts
+            if isinstance(part, dict)
+        ]  # fmt: skip
+        found += holders
+    return found
+
+
+LATER_IMAGES = BeforeValidator(_replace_later_images)
+"""Annotation of a list of messages: a lenient reader puts a text in the place of later images.
+
+The answer to the first message of the user may be about its image, so one there stays an error.
+"""
 
 
 def chosen_by(tag_of: Callable[[Any], str | None], message: str) -> Discriminator:

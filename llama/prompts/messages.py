@@ -24,7 +24,7 @@ from pydantic_core import from_json
 
 from llama.common.checks import FieldError, brief
 from llama.common.validation import field_error, json_type, with_message
-from llama.prompts.fields import NO_IMAGES, Fields, read_as
+from llama.prompts.fields import LATER_IMAGES, NO_IMAGES, Fields, read_as
 from llama.tokenizer import Role
 
 # The roles of messages, and the role that the prompt has for each of them. A new role is also a
@@ -210,7 +210,7 @@ class ToolMessage(_Labelled):
 
 
 ChatMessage = Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
-Dialog = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+Dialog = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), LATER_IMAGES]
 _DIALOG: TypeAdapter[list[ChatMessage]] = TypeAdapter(Dialog)
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from llama.common.checks import FieldError, brief
 from llama.prompts.dialog_format import PromptOptions
-from llama.prompts.fields import NO_IMAGES, SKIP_OTHER_TYPES, UNUSED, Fields
+from llama.prompts.fields import LATER_IMAGES, NO_IMAGES, SKIP_OTHER_TYPES, UNUSED, Fields
 from llama.prompts.messages import PartLabels, text_of
 from llama.prompts.reasoning import effort_options
 from llama.prompts.tools import (
@@ -191,7 +191,7 @@ class CountBody(AcceptedFields, SamplingFields):
         "{names} cannot be used in a request for messages: leave it out"
     )
 
-    messages: Annotated[list[_Message], _LIST]
+    messages: Annotated[list[_Message], _LIST, LATER_IMAGES]
     system: _Text | None = None
     tools: Annotated[list[Annotated[InputTool, SKIP_OTHER_TYPES]], TOOLS] | None = None
     tool_choice: InputChoice | None = None

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from llama.common.checks import FieldError
 from llama.common.validation import with_message
 from llama.prompts.dialog_format import PromptOptions
-from llama.prompts.fields import UNUSED, Fields
+from llama.prompts.fields import LATER_IMAGES, UNUSED, Fields
 from llama.prompts.messages import FunctionCall
 from llama.prompts.tools import ToolList, Tools, tool_request
 from llama.sampling_params import MAX_COUNT, SamplingParams, StructuredOutput
@@ -243,7 +243,7 @@ class ChatBody(_Body):
 
     unknown_message: ClassVar[str] = "{names} cannot be used in /api/chat: leave it out"
 
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True), LATER_IMAGES] | None = None
     tools: ToolList | None = None
 
     @property

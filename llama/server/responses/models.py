@@ -11,7 +11,7 @@ from pydantic import Field, Tag
 
 from llama.common.checks import FieldError, brief
 from llama.prompts.dialog_format import PromptOptions
-from llama.prompts.fields import NO_IMAGES, UNUSED, Fields, chosen_by
+from llama.prompts.fields import LATER_IMAGES, NO_IMAGES, UNUSED, Fields, chosen_by
 from llama.prompts.messages import HEADER_ROLES, PartLabels, RefusalPart, text_of
 from llama.prompts.reasoning import effort_options
 from llama.prompts.tools import Allowed, FunctionName, tool_request
@@ -127,7 +127,7 @@ _AnyItem = Annotated[
     | Annotated[ToolsItem, Tag("tools")],
     chosen_by(_item_tag, " must be an object: a message, a call, its output, reasoning or tools"),
 ]
-_Input = str | Annotated[list[_AnyItem], Field(min_length=1, fail_fast=True)]
+_Input = str | Annotated[list[_AnyItem], Field(min_length=1, fail_fast=True), LATER_IMAGES]
 
 
 class FunctionChoice(FunctionName):
