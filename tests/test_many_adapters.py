@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import json
 import pickle
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from helpers.adapters import PREFIX, update_of, write_adapter
+from helpers.adapters import EMBEDDING, PREFIX, update_of, weight_of, write_adapter
 from helpers.checkpoints import shard_of, write_byte_tokenizer
 from helpers.kernels import HAS_KERNELS, without_amx
 from helpers.weights import hf_model, loaded, metas_state
@@ -348,6 +349,11 @@ def damaged(model: Any, root: Path) -> dict[str, tuple[Path, str]]:
     narrow = good | {a: torch.ones(4, 64)}
     embedding = update_of(model, "model.embed_tokens")
     whole = good | {f"{PREFIX}model.norm.weight": torch.ones(128)}
+    ends = {f"{PREFIX}{x}.weight": weight_of(model, x).clone() for x in ("lm_head", EMBEDDING)}
+    more = {name: torch.cat([x, x[:8]]) for name, x in ends.items()}
+    other = {f"{PREFIX}lm_head.weight": ends[f"{PREFIX}lm_head.weight"].clone()}
+    other[f"{PREFIX}lm_head.weight"][-1, -1] += 0.01
+    tokens = {f"{PREFIX}{EMBEDDING}.token_adapter.trainable_tokens_delta": torch.ones(1, 128)}
     cases: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
         "dora": (update_of(model, QUERY, dora=True), {"use_dora": True}, "DoRA cannot be chosen"),
         "nan": (nan, {}, "holds NaN"),
@@ -359,6 +365,15 @@ def damaged(model: Any, root: Path) -> dict[str, tuple[Path, str]]:
         "key": (good, {"use_magic": 1}, "'use_magic' is 1"),
         "embedding": (embedding, {}, "updates tok_embeddings.weight"),
         "whole": (whole, {"modules_to_save": ["norm"]}, "replaces norm.weight"),
+        "more rows": (good | more, {}, "has rows for 520 tokens, and the model for 512: merge it"),
+        "another lm_head": (good | other, {}, "replaces output.weight"),
+        "a token": (good | tokens, {"trainable_token_indices": [7]}, "changes rows of tok_embedd"),
+        "a trained lm_head": (
+            good | {f"{PREFIX}lm_head.weight": ends[f"{PREFIX}lm_head.weight"]},
+            {"modules_to_save": ["lm_head"]},
+            "replaces output.weight",
+        ),
+        "copies alone": (ends, {}, "holds no low-rank update"),
         "method": (good, {"peft_type": "IA3"}, "'IA3'"),
     }
     found = {}
@@ -388,6 +403,32 @@ def test_a_bad_folder_is_refused_by_name_and_the_engine_goes_on(base, folders, m
         llama.load_adapter("absent", tmp_path / "absent")
     assert llama.llm_engine.adapter_store.nbytes == num_bytes
     assert answers(llama, MIXED, PROMPTS) == expected
+    llama.close()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_copies_of_the_ends_change_nothing(base, folders, model, tmp_path, dtype):
+    """PEFT saves the embedding and lm_head of the base model if save_embedding_layers is set."""
+    tensors = load_file(folders["qv"] / "adapter_model.safetensors")
+    config = json.loads((folders["qv"] / "adapter_config.json").read_text())
+    for name in ("lm_head", EMBEDDING):
+        tensors[f"{PREFIX}{name}.weight"] = weight_of(model, name).clone()
+    write_adapter(tmp_path, tensors, **config)
+    llama = build(base, {"qv": folders["qv"], "copies": tmp_path}, dtype=dtype)
+    expected = answers(llama, ["qv"], PROMPTS[:1])
+    assert answers(llama, ["copies"], PROMPTS[:1]) == expected
+    assert answers(llama, [None], PROMPTS[:1]) != expected
+    llama.close()
+
+
+def test_copies_that_cannot_be_compared_are_refused(base, folders, model, tmp_path):
+    tensors = load_file(folders["qv"] / "adapter_model.safetensors")
+    config = json.loads((folders["qv"] / "adapter_config.json").read_text())
+    tensors[f"{PREFIX}lm_head.weight"] = weight_of(model, "lm_head").clone()
+    write_adapter(tmp_path, tensors, **config)
+    llama = build(base, {}, quantize="int8")
+    with pytest.raises(ValueError, match=r"lm_head\.weight, and as the model's is quantized"):
+        llama.load_adapter("copies", tmp_path)
     llama.close()
 
 

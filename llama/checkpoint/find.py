@@ -21,7 +21,7 @@ from llama.checkpoint.gguf import args as gguf_args
 from llama.checkpoint.hf import config as huggingface
 from llama.checkpoint.hf import quantized as hf_quantized
 from llama.checkpoint.hf.quantization import quantization_of
-from llama.checkpoint.lora.adapters import TIED, Adapter, open_adapters
+from llama.checkpoint.lora.adapters import Adapter, open_adapters
 from llama.checkpoint.names import open_model_tensors
 from llama.checkpoint.pooling import GENERATES, PoolingSettings, is_causal, settings_of
 from llama.checkpoint.vision import VisionParts, split_config, split_params
@@ -73,8 +73,7 @@ class Checkpoint:
         packed: The metadata of a file of packed weights.
         vision: What the files hold beside the text model that is loaded; None: nothing.
         adapters: The adapters that are merged into the tensors while these are read, in order.
-        is_untied: Whether the adapters separate embedding and lm_head, which are one matrix in the
-            files.
+        base_params: The sizes of the model in the files, where adapters change them.
         pooling: What the files say about embeddings and scores of whole prompts.
         left: Other files of weights in the folder that was given, which are not used.
     """
@@ -89,7 +88,7 @@ class Checkpoint:
     packed: dict[str, str] | None = None
     vision: VisionParts | None = None
     adapters: tuple[Adapter, ...] = ()
-    is_untied: bool = False
+    base_params: ModelArgs | None = None
     pooling: PoolingSettings = GENERATES
     left: tuple[Path, ...] = ()
 
@@ -111,11 +110,10 @@ class Checkpoint:
                 f"another folder: llama convert {source} OUT --packed --lora ADAPTER"
             )
         adapters = open_adapters(lora, self.params)
-        is_untied = self.params.tied_output and any(
-            not adapter.updates.keys().isdisjoint(TIED) for adapter in adapters
-        )
-        params = replace(self.params, tied_output=False) if is_untied else self.params
-        return replace(self, params=params, adapters=adapters, is_untied=is_untied)
+        is_tied = self.params.tied_output and not any(adapter.unties for adapter in adapters)
+        vocab_size = adapters[-1].vocab_size
+        params = replace(self.params, tied_output=is_tied, vocab_size=vocab_size)
+        return replace(self, params=params, adapters=adapters, base_params=self.params)
 
     @property
     def why_silent(self) -> str:
@@ -149,7 +147,7 @@ class Checkpoint:
     @property
     def params_of_files(self) -> ModelArgs:
         """The sizes of the model in the files, before adapters are merged."""
-        return replace(self.params, tied_output=True) if self.is_untied else self.params
+        return self.base_params or self.params
 
     @property
     def weights_path(self) -> Path:
@@ -201,11 +199,16 @@ class Checkpoint:
         """Return the GGUF file, or tokenizer.model or tokenizer.json beside the weights.
 
         In Hugging Face's layout tokenizer.json comes first: a fine-tune may have a copy of Meta's
-        original/tokenizer.model, which does not name the tokens that were added or renamed.
+        original/tokenizer.model, which does not name the tokens that were added or renamed. An
+        adapter that adds rows for tokens may have a tokenizer.json that names them.
 
         Raises:
             FileNotFoundError: There is none.
         """
+        for adapter in reversed(self.adapters):
+            path = adapter.folder / "tokenizer.json"
+            if adapter.vocab_size > self.params_of_files.vocab_size and path.is_file():
+                return path
         if self.layout == "gguf":
             return self.weights_path
         folders = [self.folder, self.folder / "original"]

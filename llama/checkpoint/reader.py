@@ -20,7 +20,7 @@ from torch import Tensor
 from llama.checkpoint.files import FileReader, MappedTensor
 from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.hf import config as hf
-from llama.checkpoint.lora.adapters import TIED
+from llama.checkpoint.lora.ends import TIED
 from llama.checkpoint.lora.merged import copy_merged
 from llama.checkpoint.lora.merging import Update
 from llama.checkpoint.shards import Shard, check_alike, open_shards
@@ -90,11 +90,10 @@ class CheckpointReader:
                 "that they were made from"
             )
         self.params = checkpoint.params
+        self._params_of_files = checkpoint.params_of_files
         self.layout = checkpoint.layout
         self.shapes = whole_shapes(self.params)
-        self.shards = [
-            self._by_metas_names(shard, checkpoint.is_untied) for shard in open_shards(checkpoint)
-        ]
+        self.shards = [self._by_metas_names(shard) for shard in open_shards(checkpoint)]
         if compares:
             self.check_alike()
         self.updates: dict[str, list[Update]] = {}
@@ -111,9 +110,10 @@ class CheckpointReader:
         """Raise ValueError if the shards of Meta's layout are not of one model."""
         check_alike(self.shards)
 
-    def _by_metas_names(self, shard: Shard, is_untied: bool) -> Shard:
+    def _by_metas_names(self, shard: Shard) -> Shard:
         """Return the tensors by Meta's names; an lm_head that adapters untie is the embedding."""
         tensors = {}
+        is_untied = self._params_of_files.tied_output
         for name in self.shapes:
             source = TIED[0] if is_untied and name == TIED[1] else name
             tensors[name] = shard[name_in(self.layout, source)]
@@ -173,6 +173,10 @@ class CheckpointReader:
                 plain = plain[:, as_slice(wanted)]
             into[row : row + len(plain)] = plain
             row += len(plain)
+
+    def num_rows_in_files(self, name: str) -> int:
+        """Return the rows of a matrix in the files, which may be fewer than adapters make it."""
+        return self._params_of_files.vocab_size if name in TIED else self.shapes[name][0]
 
     def read_base(self, name: str, rows: range, columns: range, layout: str, into: Tensor) -> None:
         """Fill a tensor of a wide float type with rows and columns of a matrix of the files.
@@ -247,7 +251,7 @@ class CheckpointReader:
         """
         position = wanted.start
         for shard, placement in zip(self.shards, self._placements, strict=True):
-            _, stored = share(self.params, name, placement)
+            _, stored = share(self._params_of_files, name, placement)
             end = min(stored.stop, wanted.stop)
             if not stored.start <= position < end:
                 continue

@@ -30,7 +30,9 @@ def load_tokenizer(checkpoint: Checkpoint, path: str | os.PathLike[str] | None =
     if path:
         given = path_like("tokenizer_path", path)
     else:
-        given = checkpoint.header or checkpoint.tokenizer_path()
+        given = checkpoint.tokenizer_path()
+        if checkpoint.header is not None and given == checkpoint.header.file:
+            given = checkpoint.header
     has_config = checkpoint.layout in ("hf", "packed")
     return Tokenizer(
         given,

@@ -35,11 +35,13 @@ from helpers.checkpoints import shard_of, write_byte_tokenizer, write_meta
 from helpers.kernels import HAS_KERNELS
 from helpers.launch import torchrun
 from helpers.weights import from_hf, hf_logits, hf_model, loaded, metas_state, tokens_of
-from llama import Llama
+from llama import Llama, Tokenizer
 from llama.build_args import lora_paths
 from llama.checkpoint import reader
 from llama.checkpoint.find import find
+from llama.checkpoint.hf.tokenizer import tokenizer_json
 from llama.checkpoint.lora import config as adapter_config
+from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import verify
 from llama.checkpoint.write.convert import convert, pack
 from llama.cli import main
@@ -342,6 +344,19 @@ def tensors_with(**changes: Any) -> Callable[[dict[str, Tensor], Path], None]:
     return damage
 
 
+def rows_with(ids: Any, **rows: Tensor) -> Callable[[dict[str, Tensor], Path], None]:
+    """Return a damage: rows of tokens of the embedding or lm_head, and the ids of the tokens."""
+
+    def damage(tensors: dict[str, Tensor], folder: Path) -> None:
+        titles = {"embed_tokens": EMBEDDING, "lm_head": HEAD}
+        for name, values in rows.items():
+            end = "token_adapter.trainable_tokens_delta"
+            tensors[f"{PREFIX}{titles[name]}.{end}"] = values
+        write_adapter(folder, tensors, trainable_token_indices=ids)
+
+    return damage
+
+
 def void(_: object) -> None:
     return None
 
@@ -354,7 +369,39 @@ DAMAGES = {
     "olora": (config_with(init_lora_weights="olora"), "changes the base model"),
     "another start": (config_with(init_lora_weights="mica"), "'mica', which this runtime does not"),
     "a new key": (config_with(use_magic=True), "'use_magic' is True"),
-    "a token": (config_with(trainable_token_indices=[1]), "'trainable_token_indices' is"),
+    "a lost token": (
+        config_with(trainable_token_indices=[1]),
+        "trainable_token_indices of adapter_config.json names 'embed_tokens', of which",
+    ),
+    "a token twice": (
+        config_with(trainable_token_indices={"lm_head": [4, 4]}), "a list of different tokens"
+    ),
+    "a token in words": (
+        config_with(trainable_token_indices=["a"]), "trainable_token_indices='a' must be a whole"
+    ),
+    "fewer rows than tokens": (
+        rows_with([4, 5, 6], embed_tokens=torch.ones(2, 64)),
+        "tokens has shape (2, 64), but .* (3, 64)",
+    ),
+    "rows that no key names": (
+        rows_with({"lm_head": [4]}, embed_tokens=torch.ones(1, 64), lm_head=torch.ones(1, 64)),
+        "tokens has shape (1, 64), but .* (0, 64)",
+    ),
+    "a gap after the vocabulary": (
+        rows_with([511, 514], embed_tokens=torch.ones(2, 64)),
+        "names token 514, and the base model has 512: the rows between are in neither",
+    ),
+    "an embedding without its lm_head": (
+        rows_with([512, 513], embed_tokens=torch.ones(2, 64)),
+        "embed_tokens has shape (514, 64), and lm_head (512, 64): .* of another vocabulary",
+    ),
+    "two saved weights": (
+        tensors_with(
+            lm_head__weight=torch.ones(512, 64),
+            lm_head__modules_to_save__weight=torch.zeros(512, 64),
+        ),
+        "lm_head.weight and lm_head.modules_to_save.weight differ",
+    ),
     "layers twice": (config_with(layer_replication=[[0, 2]]), "'layer_replication' is"),
     "blocks": (config_with(use_bdlora={"nblocks": 2}), "'use_bdlora' is"),
     "activated": (config_with(alora_invocation_tokens=[1]), "'alora_invocation_tokens' is"),
@@ -423,7 +470,7 @@ DAMAGES = {
     ),
     "added tokens": (
         tensors_with(model__embed_tokens__weight=torch.ones(513, 64)),
-        "weight has shape (513, 64), but .* of another vocabulary",
+        "embed_tokens has shape (513, 64), and lm_head (512, 64): .* of another vocabulary",
     ),
 }  # fmt: skip
 
@@ -475,7 +522,13 @@ STRANGE: tuple[Any, ...] = (
 )
 KEYS = [*CONFIG, "rank_pattern", "alpha_pattern", "use_dora", "use_rslora", "modules_to_save"]
 KEYS += ["layers_to_transform", "exclude_modules", "init_lora_weights", "ensure_weight_tying"]
-KEYS += ["fan_in_fan_out", "layer_replication", "loftq_config", "a key of next year"]
+KEYS += [
+    "trainable_token_indices",
+    "fan_in_fan_out",
+    "layer_replication",
+    "loftq_config",
+    "a key of next year",
+]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -576,6 +629,11 @@ PEFT_CASES: dict[str, dict[str, Any]] = {
     },
     "the ends": {"target_modules": ["embed_tokens", "lm_head"]},
     "exclusions": {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["k_proj"]},
+    "tokens": {"target_modules": ["v_proj"], "trainable_token_indices": [400, 3, 77]},
+    "tokens of both ends": {
+        "target_modules": ["v_proj"],
+        "trainable_token_indices": {"lm_head": [5, 511], "model.embed_tokens": [9]},
+    },
 }
 
 
@@ -616,3 +674,116 @@ def test_a_tied_model_answers_as_peft_does_before_its_merge(tied, tmp_path):
     torch.testing.assert_close(
         merged(tokens_of(), 0), hf_logits(model, tokens_of()), atol=1e-4, rtol=1e-4
     )
+
+
+TOKENS = list(range(512, 520))  # that are added
+# Whether the base model is tied, its rows after tokens were added, the configuration, and whether
+# the adapter is saved with save_embedding_layers=True.
+END_CASES: dict[str, tuple[bool, int, dict[str, Any], bool]] = {
+    "copies": (False, 512, {}, True),
+    "copies of one matrix": (True, 512, {}, True),
+    "saved twice": (False, 512, {"modules_to_save": ["embed_tokens", "lm_head"]}, True),
+    "an lm_head saved twice": (False, 512, {"modules_to_save": ["lm_head"]}, True),
+    "a tie that is kept": (
+        True, 512, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, False
+    ),
+    "more rows": (False, 520, {}, True),
+    "more rows of one matrix": (True, 520, {}, True),
+    "more rows, trained": (False, 514, {"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+    "more rows of low rank": (False, 520, {"target_modules": ["embed_tokens", "lm_head"]}, True),
+    "tokens of one matrix": (True, 512, {"trainable_token_indices": [7, 3, 500]}, False),
+    "tokens of one matrix, saved": (True, 512, {"trainable_token_indices": [7, 3]}, True),
+    "tokens of one end of two": (True, 512, {"trainable_token_indices": {"lm_head": [4]}}, False),
+    "unlike tokens of one matrix": (
+        True, 512, {"trainable_token_indices": {"embed_tokens": [4, 9], "lm_head": [4]}}, False
+    ),
+    "added tokens": (
+        False, 520, {"trainable_token_indices": {"embed_tokens": TOKENS, "lm_head": TOKENS}}, False
+    ),
+    "added tokens of one matrix": (True, 520, {"trainable_token_indices": [2, *TOKENS]}, False),
+    "added tokens, saved": (False, 520, {"trainable_token_indices": TOKENS}, True),
+}  # fmt: skip
+
+
+def saved_by_peft(
+    base: transformers.LlamaForCausalLM, case: tuple[bool, int, dict[str, Any], bool], folder: Path
+) -> Any:
+    """Return PEFT's model with an adapter of random numbers, which is saved to a folder."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    _, num_rows, settings, saves_ends = case
+    torch.manual_seed(1)
+    base.resize_token_embeddings(num_rows, mean_resizing=False)
+    given = {"target_modules": ["v_proj"], **settings}
+    config = peft.LoraConfig(r=4, lora_alpha=9, task_type="CAUSAL_LM", **given)
+    model = peft.get_peft_model(base, config)
+    draw = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
+    model.save_pretrained(folder, save_embedding_layers=saves_ends)
+    if num_rows > 512:
+        write_byte_tokenizer(folder)
+        content = tokenizer_json(Tokenizer(folder / "tokenizer.model"))
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        (folder / "tokenizer.model").unlink()
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json")
+        )
+        tokenizer.add_tokens([f"<added {i}>" for i in range(512, num_rows)], special_tokens=True)
+        tokenizer.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize("layout", ["hf", "meta2"])
+@pytest.mark.parametrize("name", END_CASES)
+def test_embeddings_of_peft_give_its_logits(name, layout, tmp_path):
+    """The model of PEFT before its merge, which writes into the one matrix of a tied model."""
+    is_tied, num_rows, _, _ = case = END_CASES[name]
+    base = hf_model(vocab_size=512, tie_word_embeddings=is_tied)
+    base.save_pretrained(tmp_path / "hf")
+    write_byte_tokenizer(tmp_path / "hf")
+    folder = tmp_path / "hf"
+    if layout == "meta2":
+        folder = tmp_path / "meta2"
+        state = metas_state(base)
+        if is_tied:
+            del state["output.weight"]
+        write_meta(folder, PARAMS | {"tied_output": is_tied}, state, 2)
+        write_byte_tokenizer(folder)
+    theirs = saved_by_peft(base, case, tmp_path / "adapter")
+    tokens = torch.randint(num_rows, (1, 100), generator=torch.Generator().manual_seed(7))
+    tokens[0, -8:] = torch.arange(num_rows - 8, num_rows)
+    found = find(folder).merged_with(tmp_path / "adapter")
+    assert found.params.vocab_size == load_tokenizer(found).n_words == num_rows
+    assert (num_rows == 512) == ("<added 513>" not in load_tokenizer(found).special_tokens)
+    expected = hf_logits(theirs, tokens)
+    ours = loaded(found)
+    torch.testing.assert_close(ours(tokens, 0), expected, atol=1e-4, rtol=1e-4)
+    whole = ours.named_shards()["tok_embeddings.weight"]
+    parts = [loaded(found, rank, 2).named_shards()["tok_embeddings.weight"] for rank in range(2)]
+    assert torch.equal(torch.cat(parts), whole)
+    if layout == "hf":
+        convert(folder, tmp_path / "merged", lora=tmp_path / "adapter")
+        again = from_hf(tmp_path / "merged")
+        torch.testing.assert_close(hf_logits(again, tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["copies of one matrix", "tokens of one matrix", "more rows of one matrix"]
+)
+def test_one_matrix_stays_one(name, tmp_path):
+    """And an adapter after it that separates the two finds what it did to both."""
+    base = hf_model(vocab_size=512, tie_word_embeddings=True)
+    base.save_pretrained(tmp_path / "hf")
+    theirs = saved_by_peft(base, END_CASES[name], tmp_path / "adapter")
+    found = find(tmp_path / "hf").merged_with(tmp_path / "adapter")
+    assert found.params.tied_output
+    one = loaded(found).named_shards()["tok_embeddings.weight"]
+    second = write_adapter(tmp_path / "second", update_of(theirs.merge_and_unload(), HEAD))
+    both = loaded(find(tmp_path / "hf").merged_with([tmp_path / "adapter", second])).named_shards()
+    assert torch.equal(both["tok_embeddings.weight"], one)
+    up, down = (
+        load_file(second / "adapter_model.safetensors")[f"{PREFIX}{HEAD}.lora_{x}.weight"].double()
+        for x in "BA"
+    )
+    torch.testing.assert_close(both["output.weight"], (one.double() + 2 * up @ down).float())

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Size, Tensor
 
 from llama.build_args import lora_paths
@@ -24,7 +25,8 @@ from llama.checkpoint.lora.config import (
     names_module,
     read_config,
 )
-from llama.checkpoint.lora.merging import LowRank, Update
+from llama.checkpoint.lora.ends import TIED, stays_tied, token_ids_of, vocab_size_of
+from llama.checkpoint.lora.merging import LowRank, TokenRows, Update
 from llama.checkpoint.table import name_in, whole_shapes
 from llama.common.checks import brief, errors_in
 from llama.model.args import ModelArgs
@@ -32,11 +34,10 @@ from llama.storage.downloads import check_utf8
 from llama.storage.hub import model_folder
 from llama.weights.plain import all_finite
 
-TIED = ("tok_embeddings.weight", "output.weight")  # the matrices that can be one
 _WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
 _INNER = "model."  # absent from the names of a model without lm_head, as LLM2Vec has it
-# The ends of the tensors' names, and what they are. The last one is an end of others.
+# The ends of the tensors' names, and what they are. The last ones are ends of others.
 _ROLES = {
     ".lora_A.weight": "A",
     ".lora_B.weight": "B",
@@ -44,7 +45,11 @@ _ROLES = {
     ".lora_embedding_B": "embedding_B",
     ".lora_magnitude_vector.weight": "magnitude",
     ".lora_magnitude_vector": "magnitude",
+    ".token_adapter.trainable_tokens_delta": "tokens",
+    ".token_adapter.base_layer.weight": "weight",
     ".base_layer.weight": "weight",
+    ".modules_to_save.weight": "saved",
+    ".original_module.weight": "original",
     ".weight": "weight",
 }
 _HASHED_BYTES = 1 << 20  # bytes that are hashed at a time
@@ -59,12 +64,16 @@ class Adapter:
         weights_path: The file of its tensors.
         config: Its configuration.
         updates: What it changes, by Meta's name of the tensor.
+        vocab_size: The rows of the model's embedding and lm_head after it.
+        unties: Whether embedding and lm_head, if they were one matrix, are two after it.
     """
 
     folder: Path
     weights_path: Path
     config: AdapterConfig
     updates: dict[str, Update]
+    vocab_size: int
+    unties: bool
 
     def digest(self) -> str:
         """Return the SHA-256 of its configuration and its tensors."""
@@ -89,7 +98,11 @@ def open_adapters(
         OSError: A file is missing or cannot be read.
         ValueError: An adapter is damaged, does not fit the model, or cannot be merged.
     """
-    return tuple(_open(model_folder(path), params) for path in lora_paths(lora))
+    adapters: list[Adapter] = []
+    for path in lora_paths(lora):
+        adapters.append(_open(model_folder(path), params))
+        params = replace(params, vocab_size=adapters[-1].vocab_size)
+    return tuple(adapters)
 
 
 def _open(folder: Path, params: ModelArgs) -> Adapter:
@@ -108,12 +121,24 @@ def _open(folder: Path, params: ModelArgs) -> Adapter:
     with errors_in(f"{weights_path} (made for {config.base_model})"):
         modules = _modules(tensors, shapes)
         _check_names(modules, config, shapes)
-        updates = {module.name: module.update(config) for module in modules}
+        ends = {module.name: module.tensors for module in modules if module.name in TIED}
+        vocab_size = vocab_size_of(ends, config, params)
+        for name in TIED:
+            shapes[name] = Size([vocab_size, params.dim])
+        updates = {module.name: module.update(config, shapes) for module in modules}
         for name, tensor in tensors.items():
             if not all_finite(tensor):
                 raise ValueError(f"{brief(name)} holds NaN or infinity: train or fetch it again")
-        _check_tie(updates, config, params)
-    return Adapter(folder, weights_path, config, updates)
+        unties = params.tied_output and not stays_tied(updates)
+        if unties and config.keeps_tie:
+            raise ValueError(
+                "ensure_weight_tying is true, and the adapter changes the embedding or lm_head, "
+                "which are one matrix in the base model: merge it with PEFT's merge_and_unload, "
+                "and give the merged model"
+            )
+    if params.tied_output and not unties and TIED[0] in updates:
+        updates[TIED[1]] = updates[TIED[0]]  # in case that another adapter unties them
+    return Adapter(folder, weights_path, config, updates, vocab_size, unties)
 
 
 def _weights_path(folder: Path) -> Path:
@@ -133,38 +158,56 @@ class _Module:
     Attributes:
         name: Meta's name of the weight.
         title: The module's name in the adapter.
-        shape: The shape of the weight.
         tensors: The tensors by their roles.
     """
 
     name: str
     title: str
-    shape: Size
     tensors: dict[str, Tensor]
 
     @property
     def has_product(self) -> bool:
         """Whether the weight has a low-rank update."""
-        return self.tensors.keys() != {"weight"}
+        return not self.tensors.keys() <= {"weight", "tokens"}
 
-    def update(self, config: AdapterConfig) -> Update:
+    def update(self, config: AdapterConfig, shapes: dict[str, Size]) -> Update:
         """Return the update of the weight.
+
+        Args:
+            config: The configuration of the adapter.
+            shapes: The shapes of the model's weights, by Meta's names.
 
         Raises:
             ValueError: A tensor is missing, or has a wrong shape or type.
         """
+        shape = shapes[self.name]
         weight = self.tensors.get("weight")
         if weight is not None:
-            self._check("weight", self.shape)
-        return Update(weight, self._low_rank(config) if self.has_product else None)
+            self._check("weight", shape)
+        low_rank = self._low_rank(config, shape) if self.has_product else None
+        return Update(weight, low_rank, self._tokens(config, shape))
 
-    def _low_rank(self, config: AdapterConfig) -> LowRank:
+    def _tokens(self, config: AdapterConfig, shape: Size) -> TokenRows | None:
+        """Return the rows that were trained alone."""
+        values = self.tensors.get("tokens")
+        if values is None:
+            return None
+        if self.has_product:
+            raise ValueError(
+                f"{self.title} has a low-rank update and rows of tokens: merge it with PEFT's "
+                "merge_and_unload, and give the merged model"
+            )
+        ids, order = torch.tensor(token_ids_of(config, self.name)).sort()
+        self._check("tokens", Size([len(ids), shape[1]]))
+        return TokenRows(ids, values[order])
+
+    def _low_rank(self, config: AdapterConfig, shape: Size) -> LowRank:
         is_embedding = "embedding_A" in self.tensors or "embedding_B" in self.tensors
         prefix = "embedding_" if is_embedding else ""
         needed = {f"{prefix}A", f"{prefix}B"} | ({"magnitude"} if config.use_dora else set())
-        self._check_roles(needed)
+        self._check_roles(needed, shape)
         rank = config.rank_of(self.title)
-        n, k = self.shape
+        n, k = shape
         first, second = (n, k) if is_embedding else (k, n)
         self._check(f"{prefix}A", Size([rank, first]))
         self._check(f"{prefix}B", Size([second, rank]))
@@ -177,11 +220,11 @@ class _Module:
         up, down = (a.T, b.T) if is_embedding else (b, a)
         return LowRank(up, down, config.scale_of(self.title), magnitude, is_embedding)
 
-    def _check_roles(self, needed: set[str]) -> None:
+    def _check_roles(self, needed: set[str], shape: Size) -> None:
         """Raise ValueError unless the module has a low-rank update with exactly these tensors."""
-        if len(self.shape) != 2:
+        if len(shape) != 2:
             raise ValueError(f"{self.title} has a low-rank update, but it is no matrix")
-        roles = self.tensors.keys() - {"weight"}
+        roles = self.tensors.keys() - {"weight", "tokens"}
         if "embedding_A" in needed and self.name != TIED[0]:
             raise ValueError(f"{self.title} has the update of an embedding, but it is none")
         missing = sorted(needed - roles)
@@ -231,11 +274,27 @@ def _modules(tensors: dict[str, Tensor], shapes: dict[str, Size]) -> list[_Modul
                 f"{brief(tensor_name)} is a tensor that cannot be merged into this model: it has "
                 "no module of that name, or the tensor is of another method than LoRA or DoRA"
             )
-        module = modules.setdefault(name, _Module(name, title, shapes[name], {}))
+        module = modules.setdefault(name, _Module(name, title, {}))
         if role in module.tensors or module.title != title:
             raise ValueError(f"{brief(tensor_name)} is the second {role} of {name} in the file")
         module.tensors[role] = tensor
-    return list(modules.values())
+    for module in modules.values():
+        _drop_copies(module)
+    return [module for module in modules.values() if module.tensors]
+
+
+def _drop_copies(module: _Module) -> None:
+    """Leave one of the copies of a weight that PEFT saves with save_embedding_layers=True."""
+    module.tensors.pop("original", None)  # the base model's, which the saved one replaces
+    saved = module.tensors.pop("saved", None)
+    if saved is None:
+        return
+    weight = module.tensors.setdefault("weight", saved)
+    if not torch.equal(weight, saved):
+        raise ValueError(
+            f"{module.title}.weight and {module.title}.modules_to_save.weight differ: save the "
+            "adapter again"
+        )
 
 
 def _names_by_title(shapes: dict[str, Size]) -> dict[str, str]:
@@ -265,6 +324,7 @@ def _check_names(modules: list[_Module], config: AdapterConfig, shapes: dict[str
     """
     updated = [module.title for module in modules if module.has_product]
     replaced = [module.title for module in modules if "weight" in module.tensors]
+    with_tokens = [module.title for module in modules if "tokens" in module.tensors]
     for module in modules:
         if module.has_product and not _is_targeted(module, config):
             raise ValueError(
@@ -275,6 +335,7 @@ def _check_names(modules: list[_Module], config: AdapterConfig, shapes: dict[str
     for key, ends, titles in (
         ("target_modules", () if config.has_exclusions else config.targets, updated),
         ("modules_to_save", config.modules_to_save, replaced),
+        ("trainable_token_indices", tuple(config.token_ids), with_tokens),
     ):
         for end in ends:
             is_known = any(names_module(end, title) for title in known)
@@ -293,13 +354,3 @@ def _is_targeted(module: _Module, config: AdapterConfig) -> bool:
     if config.layers is None or parts[0] != "layers":
         return True
     return int(parts[1]) in config.layers
-
-
-def _check_tie(updates: dict[str, Update], config: AdapterConfig, params: ModelArgs) -> None:
-    """Raise ValueError where embedding and lm_head must stay one matrix and would not."""
-    if config.keeps_tie and params.tied_output and not updates.keys().isdisjoint(TIED):
-        raise ValueError(
-            "ensure_weight_tying is true, and the adapter changes the embedding or lm_head, which "
-            "are one matrix in the base model: merge it with PEFT's merge_and_unload, and give the "
-            "merged model"
-        )

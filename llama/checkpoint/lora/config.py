@@ -14,6 +14,7 @@ from typing import Any
 import regex
 
 from llama.common.checks import brief, errors_in, number, whole_number
+from llama.model.args import MAX_SIZE
 from llama.storage.downloads import read_json
 
 CONFIG_FILE = "adapter_config.json"
@@ -36,6 +37,7 @@ _READ = {
     "r",
     "rank_pattern",
     "target_modules",
+    "trainable_token_indices",
     "use_dora",
     "use_rslora",
 }
@@ -79,6 +81,7 @@ class AdapterConfig:
             gives one regular expression.
         has_exclusions: Whether some modules that `targets` names have no update.
         modules_to_save: The modules that were trained whole, by the ends of their names.
+        token_ids: The tokens whose rows were trained alone, by the end of the module's name.
         layers: The layers with updates; None for all.
         keeps_tie: Whether embedding and lm_head stay one matrix if the adapter changes it.
         base_model: The name of the base model, for messages. It is often a path of another machine.
@@ -93,6 +96,7 @@ class AdapterConfig:
     targets: tuple[str, ...]
     has_exclusions: bool
     modules_to_save: tuple[str, ...]
+    token_ids: dict[str, tuple[int, ...]]
     layers: frozenset[int] | None
     keeps_tie: bool
     base_model: str
@@ -143,6 +147,7 @@ def read_config(path: Path) -> AdapterConfig:
             targets=_targets(content.get("target_modules")),
             has_exclusions=bool(content.get("exclude_modules")),
             modules_to_save=_names("modules_to_save", content.get("modules_to_save")),
+            token_ids=_token_ids(content.get("trainable_token_indices")),
             layers=_layers(content.get("layers_to_transform")),
             keeps_tie=_flag(content, "ensure_weight_tying"),
             base_model=brief(content.get("base_model_name_or_path")),
@@ -216,6 +221,19 @@ def _names(key: str, value: object) -> tuple[str, ...]:
 def _targets(value: object) -> tuple[str, ...]:
     """Return target_modules. A regular expression is not run: the tensors say what it matched."""
     return () if isinstance(value, str) else _names("target_modules", value)
+
+
+def _token_ids(value: object) -> dict[str, tuple[int, ...]]:
+    """Return trainable_token_indices; a list is that of the embedding."""
+    key = "trainable_token_indices"
+    by_module = value if isinstance(value, dict) else {"embed_tokens": value or []}
+    token_ids = {}
+    for module, ids in by_module.items():
+        if not isinstance(ids, list) or len({str(x) for x in ids}) < len(ids):
+            raise ValueError(f"{key} is {brief(value)}, and must be a list of different tokens")
+        if ids:
+            token_ids[module] = tuple(whole_number(key, x, 0, MAX_SIZE - 1) for x in ids)
+    return token_ids
 
 
 def _layers(value: object) -> frozenset[int] | None:

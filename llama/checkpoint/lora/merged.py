@@ -36,6 +36,10 @@ class BaseReader(Protocol):
         """Yield rows of a matrix, some whole heads at a time."""
         ...
 
+    def num_rows_in_files(self, name: str) -> int:
+        """Return the rows of a matrix in the files, which may be fewer than adapters make it."""
+        ...
+
     def read_base(self, name: str, rows: range, columns: range, layout: str, into: Tensor) -> None:
         """Fill a tensor of a wide float type with rows and columns of a matrix of the files."""
         ...
@@ -119,8 +123,9 @@ class _MergedMatrix:
             needed = range(self.base.shapes[self.name][1])
         dtype = work_dtype(self.device)
         work = torch.empty(len(rows), len(needed), dtype=dtype, device=self.device)
-        if self.merge.needs_base:
-            self.base.read_base(self.name, rows, needed, self.layout, work)
+        held = range(rows.start, min(rows.stop, self.base.num_rows_in_files(self.name)))
+        if self.merge.needs_base and held:
+            self.base.read_base(self.name, held, needed, self.layout, work[: len(held)])
         self.merge.apply(work, as_slice(rows), as_slice(needed), unscaled)
         begin = columns.start - needed.start
         return work[:, begin : begin + len(columns)]

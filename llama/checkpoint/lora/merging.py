@@ -38,16 +38,42 @@ class LowRank(NamedTuple):
     is_by_column: bool = False
 
 
+class TokenRows(NamedTuple):
+    """Rows of an embedding or lm_head that were trained alone.
+
+    Attributes:
+        ids: The tokens, ascending, (T).
+        values: Their rows, (T, K).
+    """
+
+    ids: Tensor
+    values: Tensor
+
+    def put_into(self, work: Tensor, rows: slice, columns: slice) -> None:
+        """Replace those of some rows of the matrix that are rows of these tokens.
+
+        Args:
+            work: The rows of the matrix.
+            rows: Which rows they are.
+            columns: Which columns they have.
+        """
+        first, last = torch.searchsorted(self.ids, torch.tensor([rows.start, rows.stop])).tolist()
+        at = (self.ids[first:last] - rows.start).to(work.device)
+        work[at] = self.values[first:last, columns].to(work)
+
+
 class Update(NamedTuple):
     """The changes of one adapter to a tensor, in the row order of Hugging Face's layout.
 
     Attributes:
         replacement: The tensor, (N, K) or (N,), that takes the place of the base model's.
         low_rank: What is added afterwards.
+        tokens: The rows that are replaced afterwards.
     """
 
     replacement: Tensor | None = None
     low_rank: LowRank | None = None
+    tokens: TokenRows | None = None
 
 
 def work_dtype(device: torch.device) -> torch.dtype:
@@ -86,14 +112,14 @@ class Merge:
         """Whether some columns cannot be merged without the others."""
         return any(
             low_rank.magnitude is not None and not low_rank.is_by_column
-            for _, low_rank in self.updates[self.first :]
+            for _, low_rank, _ in self.updates[self.first :]
             if low_rank is not None
         )
 
     def indices_with_column_norms(self) -> list[int]:
         """Return the indices of the updates for which `column_norms` must be known, in order."""
         indices = []
-        for i, (_, low_rank) in enumerate(self.updates):
+        for i, (_, low_rank, _) in enumerate(self.updates):
             if i < self.first or low_rank is None:
                 continue
             if low_rank.magnitude is not None and low_rank.is_by_column:
@@ -111,11 +137,13 @@ class Merge:
             columns: Which columns they have.
             unscaled: The index of an update after whose product this ends, before its magnitude.
         """
-        for i, (replacement, low_rank) in enumerate(self.updates):
+        for i, (replacement, low_rank, tokens) in enumerate(self.updates):
             if i < self.first:
                 continue
             if replacement is not None:
                 work.copy_(self.order(replacement[rows])[:, columns])
+            if tokens is not None:
+                tokens.put_into(work, rows, columns)
             if low_rank is None:
                 continue
             up = self.order(low_rank.up[rows]).to(work)

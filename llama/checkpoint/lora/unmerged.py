@@ -2,7 +2,8 @@
 
 In: the folder of an adapter, and a model on some rank. Out: an `AdapterWeights`, in the type of the
 model. What only a merge can do is a ValueError that names it: DoRA, weights that were trained
-whole, and updates of the embedding and the lm_head. The weights of the model are not read.
+whole, updates of the embedding and the lm_head, and added tokens. Of the weights of the model only
+those are read that the adapter has a copy of.
 """
 
 import os
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 from llama.checkpoint.hf import config as hf
-from llama.checkpoint.lora.adapters import open_adapters
+from llama.checkpoint.lora.adapters import Adapter, open_adapters
+from llama.checkpoint.lora.config import names_module
+from llama.checkpoint.lora.ends import TIED
 from llama.checkpoint.lora.merging import LowRank, Update
-from llama.checkpoint.table import is_rotated, share
+from llama.checkpoint.table import as_slice, is_rotated, name_in, share
 from llama.common.checks import errors_in
 from llama.kernels.cpu import native
 from llama.kernels.cpu.adapters import PackedAdapter
@@ -24,6 +27,8 @@ from llama.model.kinds import HalfLayer
 from llama.model.layers import Linear
 from llama.model.transformer import Transformer, TransformerBlock
 from llama.ops.adapters import AdapterWeights, Delta, DeltaPart
+from llama.weights.blocks import BlockedWeight
+from llama.weights.plain import PlainWeight
 
 _MERGE = "merge it: build with lora=, or use `llama convert --lora`"
 
@@ -58,7 +63,18 @@ def load(path: str | os.PathLike[str], model: Transformer) -> LoadedAdapter:
     """
     (adapter,) = open_adapters([path], model.params)
     with errors_in(str(adapter.folder)):
-        low_ranks = {name: _low_rank(name, x) for name, x in adapter.updates.items()}
+        if adapter.vocab_size != model.params.vocab_size:
+            raise ValueError(
+                f"it has rows for {adapter.vocab_size} tokens, and the model for "
+                f"{model.params.vocab_size}: {_MERGE}"
+            )
+        low_ranks = {
+            name: _low_rank(name, update)
+            for name, update in adapter.updates.items()
+            if not _is_copy(name, update, adapter, model)
+        }
+        if not low_ranks:
+            raise ValueError("it holds no low-rank update")
     digest = bytes.fromhex(adapter.digest())
     products = [linear for block in model.blocks() for linear in _products(block)]
     parts_of: dict[str, list[DeltaPart]] = {}
@@ -75,8 +91,39 @@ def load(path: str | os.PathLike[str], model: Transformer) -> LoadedAdapter:
     return LoadedAdapter(digest, weights, adapter.config.base_model, rank)
 
 
+def _is_copy(name: str, update: Update, adapter: Adapter, model: Transformer) -> bool:
+    """Return whether an update is the model's own embedding or lm_head, as far as a rank has it.
+
+    PEFT saves them with save_embedding_layers=True.
+
+    Raises:
+        ValueError: That cannot be told, as the model's matrix is quantized.
+    """
+    title = name_in("hf", name).removesuffix(".weight")
+    was_trained = any(names_module(end, title) for end in adapter.config.modules_to_save)
+    whole, low_rank, tokens = update
+    if name not in TIED or whole is None or was_trained or low_rank or tokens:
+        return False
+    share = model.plan.share
+    if not (share.has_embedding if name == TIED[0] else share.has_lm_head):
+        return True
+    weight = (model.tok_embeddings if name == TIED[0] else model.output).weight
+    if type(weight) not in (PlainWeight, BlockedWeight):
+        raise ValueError(
+            f"it holds {title}.weight, and as the model's is quantized they cannot be compared: "
+            "save it with save_embedding_layers=False"
+        )
+    plain = weight.plain()
+    return torch.equal(plain, whole[as_slice(share.vocab)].to(plain))
+
+
 def _low_rank(name: str, update: Update) -> LowRank:
     """Return the low-rank update of a tensor, if that is all that the adapter changes."""
+    if update.tokens is not None:
+        raise ValueError(
+            f"it changes rows of {name} (trainable_token_indices), and requests can choose "
+            f"low-rank updates only: {_MERGE}"
+        )
     if update.replacement is not None:
         raise ValueError(
             f"it replaces {name} (modules_to_save), and requests can choose low-rank updates only: "
