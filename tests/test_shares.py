@@ -1,7 +1,9 @@
 """The shares of ranks: as arguments, as measured, and what they make of memory and cores."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,81 @@ def test_ranks_measure_how_many_columns_they_hold(monkeypatch):
     given = replace(args, ffn_shares=[1, 2, 1])
     (found,) = with_ffn_shares(given, [files_of(placements[0])], parallel, AS_COMPUTED)
     assert found.placement.ffn_shares == (1, 2, 1), "the user's own"
+
+
+def files_of_ranks(ffn: int, size: int, *, head_dim: int = 32, **options: Any) -> list[Files]:
+    """Return the files of each rank of a model with so many columns, as a build divides it."""
+    params = ModelArgs(
+        dim=8 * head_dim, n_layers=2, n_heads=8, n_kv_heads=8, vocab_size=512, multiple_of=ffn,
+        ffn_dim_multiplier=0.01,
+    )  # fmt: skip
+    assert params.ffn_dim == ffn
+    checkpoint = replace(_checkpoint(), params=params)
+    args = BuildArgs("model", None, 4096, 256)
+    found = []
+    for placement in Placement(size=size).peers():
+        given = Files(checkpoint, torch.bfloat16, options["quantize"], placement, CPU)
+        given = replace(given, activations=options["activations"])
+        found += with_ffn_shares(args, [given], Parallel(placement), AS_COMPUTED)
+    return found
+
+
+@pytest.mark.parametrize("activations", ["int8", "int8_token", "int8_lm_head"])
+@pytest.mark.parametrize(
+    ("ffn", "size", "columns"),
+    [
+        (480, 2, [256, 224]),
+        (1120, 4, [288, 288, 288, 256]),
+        (512, 4, [128] * 4),
+        (512, 3, [192, 160, 160]),
+        (96, 4, [24] * 4),
+    ],
+)
+def test_columns_fill_the_pieces_of_rounded_activations(ffn, size, columns, activations):
+    ranks = files_of_ranks(ffn, size, quantize="int8", activations=activations)
+    shares = [RankShare.of(files.checkpoint.params, files.placement) for files in ranks]
+    assert [len(share.ffn) for share in shares] == columns
+    assert [share.ffn.start for share in shares] == list(accumulate(columns[:-1], initial=0))
+    for files in ranks:
+        if min(columns) >= 32:
+            files.check_pieces()
+            continue
+        with pytest.raises(
+            FieldError, match=r"w2 has 24 columns on a rank.* give activations='bf16"
+        ):
+            files.check_pieces()
+
+
+def test_columns_are_equal_where_no_activations_are_rounded_on_a_cpu():
+    for activations in (None, "fp8"):
+        ranks = files_of_ranks(480, 2, quantize="int8", activations=activations)
+        assert [files.placement.ffn_shares for files in ranks] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("size", "head_dim", "ffn", "matrix"),
+    [
+        (4, 24, 512, "wo has 48 columns"),
+        (8, 80, 512, "wo has 80 columns"),
+        (1, 10, 512, "wqkv has 80 columns"),
+        (1, 32, 1000, "w2 has 1000 columns"),
+    ],
+)
+def test_columns_that_fill_no_pieces_are_an_error_on_every_rank(size, head_dim, ffn, matrix):
+    """The error comes before weights are read; matrices in codes are seen when they are."""
+    ranks = files_of_ranks(ffn, size, head_dim=head_dim, quantize="int4", activations="int8")
+    errors = set()
+    for files in ranks:
+        try:
+            files.check_pieces()
+        except FieldError as e:
+            errors.add(str(e))
+    (error,) = errors
+    assert re.search(
+        rf"activations='int8': .*{matrix} on a rank, which is no multiple of 32", error
+    )
+    for files in ranks:
+        replace(files, quantize=None).check_pieces()
 
 
 def test_the_rank_with_the_smallest_cache_decides_for_all():

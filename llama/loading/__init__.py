@@ -77,6 +77,8 @@ def load_model(args: BuildArgs) -> Loaded:
     models = [choose_kernels(each, parallel, allowed, kv_format) for each in models]
     sizes = fit_memory(args, models, parallel, kv_format)
     with parallel.agree("the checkpoint", world=True):
+        for each in models:
+            each.check_pieces()
         model, *draft = [
             load_weights(
                 each, parallel=parallel, kv_format=kv_format, sizes=sizes, verify=args.verify

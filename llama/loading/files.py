@@ -18,15 +18,20 @@ from llama.common.checks import FieldError, path_like
 from llama.common.device import pick_dtype
 from llama.gpu.check import unsupported_reason
 from llama.kernels.cpu import native
-from llama.loading.shares import column_step
+from llama.loading.shares import column_step, shares_in_pieces
 from llama.loading.sizes import USUAL_SEQ_LEN, default_batch_size
 from llama.model.args import ModelArgs
 from llama.model.cost import Storage
+from llama.model.shares import RankShare, distinct_ranks
 from llama.model.stage_layers import stage_layers
 from llama.ops.kernels import NO_KERNELS, Kernels
+from llama.ops.rounded import PIECE
 from llama.ranks.placement import Placement
 from llama.weights import choice
 from llama.weights.groups import QuantKey
+
+# The matrices of a layer, and the dimension of the columns of each.
+_COLUMNS = {"attention.wqkv": "E", "attention.wo": "Q", "feed_forward.w2": "F"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,37 @@ class Files:
         """Return the same files for ranks with these relative shares, in this rank's part."""
         placement = replace(self.placement, shares=shares, ffn_shares=ffn_shares)
         return replace(self, placement=placement)
+
+    def in_pieces(self) -> "Files":
+        """Return the same files for ranks whose feed-forward columns suit rounded activations."""
+        if not self._rounds_in_pieces:
+            return self
+        ffn_shares = shares_in_pieces(self.checkpoint.params, self.placement)
+        return self.with_shares(self.placement.shares, ffn_shares or self.placement.ffn_shares)
+
+    def check_pieces(self) -> None:
+        """Check that each rank's columns of each matrix fill the pieces of rounded activations.
+
+        Of matrices that keep the codes of their files, only loading tells which are rounded.
+
+        Raises:
+            FieldError: The columns of a rank do not; the error is the same on every rank.
+        """
+        is_rounded = self.quantize is not None and choice.has_integers(self.quantize)
+        if not (self._rounds_in_pieces and is_rounded):
+            return
+        params = self.checkpoint.params
+        for rank in distinct_ranks(params, self.placement):
+            share = RankShare.of(params, rank)
+            for matrix, dimension in _COLUMNS.items():
+                num_columns = len(share.rows(dimension))
+                if num_columns % PIECE:
+                    raise choice.no_pieces(str(self.activations), matrix, num_columns)
+
+    @property
+    def _rounds_in_pieces(self) -> bool:
+        rounded = choice.ROUNDED_ACTIVATIONS.get(self.activations or "")
+        return rounded is not None and rounded.device == "cpu"
 
     def compared(self) -> list[tuple[str, object]]:
         """Return what must be the same on every rank, by name."""

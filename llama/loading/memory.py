@@ -76,7 +76,9 @@ def with_ffn_shares(
     """Return the files with the share of feed-forward columns of each rank.
 
     Key-value heads are dealt whole, so that ranks with equal memory can have unequal parts of the
-    KV cache. With shares="memory", those with more of it hold fewer columns. All ranks call this.
+    KV cache. With shares="memory", those with more of it hold fewer columns. Where rows are rounded
+    in pieces of columns, equal parts become unequal if they would not fill pieces. All ranks call
+    this.
 
     Args:
         args: The arguments of the build.
@@ -90,7 +92,8 @@ def with_ffn_shares(
         ffn_shares = _measured_ffn_shares(args, models, parallel, kv_format)
     if len(set(shares)) <= 1 and len(set(ffn_shares)) <= 1:
         ffn_shares = ()
-    return [each.with_shares(shares, ffn_shares) for each in models]
+    with_shares = [each.with_shares(shares, ffn_shares) for each in models]
+    return [each.in_pieces() for each in with_shares]
 
 
 def _measured_ffn_shares(

@@ -20,8 +20,11 @@ from llama.common.checks import FieldError
 from llama.common.device import free_bytes
 from llama.engine.core import PAGE_SIZE
 from llama.loading.sizes import MEMORY_FRACTION, Memory
+from llama.model.args import ModelArgs
 from llama.ops.formats import N_BLOCK
+from llama.ops.rounded import PIECE
 from llama.ranks.parallel import Parallel
+from llama.ranks.placement import Placement
 
 _MEASURED_STEPS = 16  # Shares that are measured are rounded to so many parts of the largest.
 _PROBE_BYTES = 256 << 20  # more than caches hold
@@ -184,6 +187,24 @@ def tightest_memory(memory: Memory, parallel: Parallel, kv_bytes: int | None) ->
     if len({(each.weights, each.per_token) for each in ranks}) == 1:
         return ranks[rank]
     return replace(ranks[rank], rank=rank)
+
+
+def shares_in_pieces(params: ModelArgs, placement: Placement) -> tuple[int, ...]:
+    """Return shares of feed-forward columns that fill the pieces in which rounded rows are summed.
+
+    Returns:
+        A number of blocks for each rank. Empty where equal parts fill pieces already, where parts
+        are unequal, which then begin at blocks, or where there are too few blocks.
+    """
+    count = params.ffn_dim
+    even, rest = divmod(count, placement.size)
+    if not placement.is_even or rest or even % PIECE == 0:
+        return ()
+    num_blocks = placement.num_ffn_blocks(count)
+    if count // num_blocks % PIECE:
+        return ()
+    ranks = Placement(size=placement.size).peers()
+    return tuple(len(rank.span(num_blocks)) for rank in ranks)
 
 
 def column_step(checkpoint: Checkpoint, device: torch.device) -> int:

@@ -215,12 +215,7 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
         if weight.round_activations(per_token, exact_top=matrix == LM_HEAD):
             is_any = True
         elif weight.has_integers() and weight.shape[1] % rounded.PIECE:
-            raise FieldError.of(
-                "activations",
-                f"={name!r}: {matrix} has {weight.shape[1]} columns on a rank, which is "
-                f"no multiple of {rounded.PIECE}: use another number of ranks, or give "
-                "activations='bf16'",
-            )
+            raise no_pieces(name, matrix, weight.shape[1])
         elif matrix == LM_HEAD:
             raise FieldError.of(
                 "activations",
@@ -240,6 +235,27 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
 def _fits_tiles(weight: Weight) -> bool:
     """Return whether AMX multiplies rounded rows by a weight faster than rows in bf16."""
     return weight.kind == ElementFormat.INT8 and getattr(weight, "groups", 0) == 1
+
+
+def has_integers(quantize: str) -> bool:
+    """Return whether the elements of a format of `quantize=` are whole numbers."""
+    number_type, _ = QUANTIZED[quantize].in_files
+    return number_type == "int"
+
+
+def no_pieces(name: str, matrix: str, num_columns: int) -> FieldError:
+    """Return the error for a matrix whose columns on a rank do not fill pieces.
+
+    Args:
+        name: A value of `activations=` that rounds.
+        matrix: The matrix.
+        num_columns: Its columns on a rank.
+    """
+    return FieldError.of(
+        "activations",
+        f"={name!r}: {matrix} has {num_columns} columns on a rank, which is no multiple of "
+        f"{rounded.PIECE}: use another number of ranks, or give activations='bf16'",
+    )
 
 
 def _no_integers(name: str) -> ValueError:
