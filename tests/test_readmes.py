@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import list_files
+import llama
 from helpers.flags import read
 from helpers.pages import DOCS, IDS, PAGES, REPO, anchors, blocks, commands, links, prose
 from llama.cli import COMMANDS
@@ -64,11 +65,18 @@ def test_the_index_of_the_documentation_leads_to_each_of_its_pages():
     assert not {path for path in DOCS.rglob("*.md") if path.name != "index.md"} - targets
 
 
-def test_the_list_of_files_is_that_of_the_docstrings():
-    """llama/README.md has the list that scripts/list_files.py writes."""
-    assert list_files.PAGE.read_text() == list_files.page_with_list(list_files.PAGE.read_text()), (
-        "the list of files is out of date: run python scripts/list_files.py"
+@pytest.mark.parametrize("page", list_files.LISTS, ids=lambda page: page.name)
+def test_the_lists_of_the_pages_are_those_of_the_docstrings(page):
+    """The pages have the lists that scripts/list_files.py writes."""
+    assert page.read_text() == list_files.page_with_list(page), (
+        "the list is out of date: run python scripts/list_files.py"
     )
+
+
+def test_the_python_reference_has_each_name_that_the_package_exports():
+    table = list_files.name_table()
+    for name in {*llama.__all__} - {"Dialog", "Message"}:  # types of dictionaries
+        assert f"| `{name}` | " in table, name
 
 
 def test_the_list_of_files_has_every_module_and_its_docstring(tmp_path, monkeypatch):
@@ -176,7 +184,7 @@ def test_the_commands_of_the_pages_have_flags_that_exist():
                 case ["python" | "python3", script, *rest] if script.startswith("scripts/"):
                     counts["bench"] += script == "scripts/bench"
                     check_script(script, rest)
-                case ["pip", "install", *rest]:
+                case ["pip", "install", *rest] if rest[-1].startswith("."):
                     for name in ",".join(re.findall(r"^\.\[(.*)\]$", rest[-1])).split(","):
                         assert name in extras(), name
                 case [script, *_] if script.startswith(("./scripts/", "torchrun_examples/")):
