@@ -365,7 +365,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "auto-round, by its older name": (
         lambda w: by_auto_round(w, "v1"),
-        {"quant_method": "intel/auto-round", "backend": "auto_round:gptq", "bits": 4},
+        {"quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2", "bits": 4},
     ),
     "auto-round awq": (
         awq,
@@ -618,7 +618,7 @@ def test_a_quantized_folder_is_converted(tmp_path):
         ("g_idx", torch.full((512,), 99, dtype=torch.int32), "its tensors do not fit one another"),
         (
             "bias",
-            torch.zeros(256),
+            torch.eye(256)[3],
             "has bias, g_idx, qweight, qzeros, scales, which cannot be read",
         ),
         ("scales", torch.full((8, 256), torch.nan).half(), r"of layers\.1\.feed.*w2.* not finite"),
@@ -787,6 +787,35 @@ def test_what_files_say_of_the_cache_and_of_single_modules_is_read(tmp_path):
         change_safetensors(tmp_path, f"model.layers.1.mlp.down_proj.{own}", tensor)
     state["layers.1.feed_forward.w2.weight"] = numbers
     expect_shards(loaded(find(tmp_path)), state, PARAMS)
+
+
+def test_a_bias_of_zeros_changes_nothing(tmp_path):
+    state = write(tmp_path, "gptq")
+    change_safetensors(tmp_path, "model.layers.1.mlp.down_proj.bias", torch.zeros(256).half())
+    expect_shards(loaded(find(tmp_path)), state, PARAMS)
+
+
+def test_another_order_of_columns_needs_its_tensor(tmp_path):
+    write(tmp_path, "auto-round")
+    config = CASES["auto-round"][1] | {"desc_act": True}
+    change_json(tmp_path / "config.json", quantization_config=config)
+    with pytest.raises(ValueError, match=r"has qweight, qzeros, scales, which .* do not fit"):
+        CheckpointReader(find(tmp_path))
+
+
+def test_a_quantized_embedding_may_be_the_lm_head(tmp_path):
+    write(tmp_path, "fp8 of transformers")
+    tensors, numbers = fp8(torch.randn(128, 256), (1, 1))
+    change_json(tmp_path / "config.json", tie_word_embeddings=True)
+    for own in ("weight", "weight_scale"):
+        change_safetensors(tmp_path, f"model.embed_tokens.{own}", tensors[own])
+    change_safetensors(tmp_path, "lm_head.weight", None)
+    found = find(tmp_path)
+    assert found.params.tied_output
+    for rank, size in ((0, 1), (1, 2)):
+        model = loaded(found, rank, size)
+        shard = shard_of("output.weight", numbers, PARAMS, rank, size)
+        assert torch.equal(model.output.weight.plain(), shard)
 
 
 def test_modules_that_are_not_quantized_stay_as_they_are(tmp_path):

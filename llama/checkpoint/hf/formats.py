@@ -154,6 +154,7 @@ def _packed_matrix(
     check_fits(len(scale) == n)
     group_of = parts.pop("weight_g_idx", parts.pop("g_idx", None))
     if group_of is None:
+        check_fits(not config.get("desc_act"))  # else their order would be lost
         columns = size_per_scale(k, num_groups, group_sizes(config))
     else:
         check_fits(group_of.shape == (k,))

@@ -49,6 +49,7 @@ _PACKED_LESS_ONE = {
     "auto_round": False,
     "auto_round:gptqmodel": False,
 }
+_KERNEL = ":exllamav2"
 _GPTQ_LESS_ONE = {"gptq": True, "gptq_v2": False}
 
 
@@ -123,8 +124,8 @@ def stores_zeros_less_one(config: dict[str, Any]) -> bool:
     if config.get("quant_method") == "auto-round":
         key = "packing_format"
         known = _PACKED_LESS_ONE
-        # Older versions wrote the layout as the backend.
-        value = config.get(key) or config.get("backend") or "auto"
+        # Older versions wrote the layout as the backend, and the name of a kernel after it.
+        value = str(config.get(key) or config.get("backend") or "auto").removesuffix(_KERNEL)
     else:
         key = "checkpoint_format"
         known = _GPTQ_LESS_ONE
