@@ -122,8 +122,8 @@ ResponseFormatField = Annotated[
 ]
 
 
-class ThinkingFields(Fields):
-    """The variables of the chat template, and whether and how long the model reasons.
+class PromptFields(Fields):
+    """The fields of a chat that its prompt depends on: template variables and reasoning.
 
     Attributes:
         reasoning_effort: OpenAI's field; "none" switches reasoning off.
@@ -136,7 +136,7 @@ class ThinkingFields(Fields):
     chat_template_kwargs: _TemplateKwargs | None = None
     thinking_token_budget: ThinkingBudget | None = None
 
-    def thinking_options(self) -> dict[str, Any]:
+    def prompt_options(self) -> dict[str, Any]:
         """Return the fields of `PromptOptions` that these fields give."""
         options: dict[str, Any] = effort_options(self.reasoning_effort)
         template_kwargs = dict(self.chat_template_kwargs or {})
@@ -152,7 +152,7 @@ class ThinkingFields(Fields):
         return options
 
 
-class _ChatFields(ToolFields, ThinkingFields):
+class _ChatFields(ToolFields, PromptFields):
     response_format: ResponseFormatField | None = None
 
 
@@ -190,7 +190,7 @@ class ChatOptions:
     @cached_property
     def prompt_options(self) -> PromptOptions:
         """The options of the prompts."""
-        return PromptOptions(**self._read.thinking_options())
+        return PromptOptions(**self._read.prompt_options())
 
     def params(self, params: SamplingParams, dialog_format: DialogFormat) -> SamplingParams:
         """Return the parameters with the format of the answer.

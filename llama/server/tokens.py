@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from pydantic import Field, Tag
 from starlette.responses import Response
 
-from llama.prompts.chat import ThinkingFields
+from llama.prompts.chat import PromptFields
 from llama.prompts.dialog_format import DialogFormat, PromptOptions
 from llama.prompts.fields import Fields, chosen_by
 from llama.prompts.messages import Dialog
@@ -55,7 +55,7 @@ class TokenizeText(_Tokenize):
         return tokenizer.encode(self.prompt, bos=has_bos, eos=False)
 
 
-class TokenizeChat(_Tokenize, ToolFields, ThinkingFields):
+class TokenizeChat(_Tokenize, ToolFields, PromptFields):
     """A dialog whose ids are asked for; they are those of a chat request."""
 
     messages: Dialog
@@ -68,7 +68,7 @@ class TokenizeChat(_Tokenize, ToolFields, ThinkingFields):
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             keeps_space=True,
-            **self.thinking_options(),
+            **self.prompt_options(),
         )
         ids = dialog_format.encode(self.messages, self.tool_request(), options)
         if len(ids) > _MAX_LENGTH:

@@ -12,9 +12,9 @@ from pydantic import Field, Tag, TypeAdapter
 from llama.common.checks import FieldError
 from llama.prompts.chat import (
     JsonSchema,
+    PromptFields,
     ResponseFormatField,
     ThinkingBudget,
-    ThinkingFields,
 )
 from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import UNUSED, Fields, chosen_by, read_as
@@ -194,7 +194,7 @@ class Prediction(Fields):
         return "".join(part.text for part in self.content)
 
 
-class ChatBody(ToolFields, ThinkingFields, _ChatSampling, _Body):  # type: ignore[misc, valid-type]
+class ChatBody(ToolFields, PromptFields, _ChatSampling, _Body):  # type: ignore[misc, valid-type]
     """The body of /v1/chat/completions."""
 
     unknown_message: ClassVar[str] = "{names} cannot be used in a chat request: leave it out"
@@ -238,15 +238,15 @@ class ChatBody(ToolFields, ThinkingFields, _ChatSampling, _Body):  # type: ignor
                 add_generation_prompt=self.add_generation_prompt is not False,
                 continue_final_message=bool(self.continue_final_message),
                 keeps_space=True,
-                **self.thinking_options(),
+                **self.prompt_options(),
             ),
             shows_reasoning=self.include_reasoning is not False,
             fields=ErrorFields("messages", self.given_names(), answer_format=path),
         )
 
-    def thinking_options(self) -> dict[str, Any]:
+    def prompt_options(self) -> dict[str, Any]:
         """Return the fields of `PromptOptions` that the body gives."""
-        options = super().thinking_options()
+        options = super().prompt_options()
         budget = self.thinking_budget_tokens
         if budget is None:
             return options
