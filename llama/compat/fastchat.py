@@ -28,7 +28,7 @@ from llama.server.errors import ApiError, ErrorFields
 from llama.server.exchange import Exchange, beside_if_confined, body_router
 from llama.server.limits import State
 from llama.server.request import ApiRequest
-from llama.server.respond import MAX_IN_LOOP, check_answer_size, num_items
+from llama.server.respond import MAX_IN_LOOP, hold_answer, num_items
 from llama.server.service import Service
 from llama.server.serving import Serving, log
 
@@ -149,11 +149,15 @@ class FastChatWorker:
             request = await beside_if_confined(http, _request, serving, params)
             fields = ErrorFields()
             prepared = await serving.prepare(
-                request.prompt, request.sampling, fields, tenant=ONE_TENANT
+                request.prompt,
+                request.sampling,
+                fields,
+                tenant=ONE_TENANT,
+                sender=http.state.sender,
             )
             has_echo = bool(request.echo)
             size = ApiRequest(request.sampling, prompts=(request.prompt,), echo=has_echo)
-            check_answer_size(size, [prepared], serving.limits.max_answer_mb)
+            hold_answer(http, size, [prepared])
             outputs = serving.outputs([prepared], http.state.request_id, http.state.sender, fields)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:

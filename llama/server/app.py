@@ -22,10 +22,11 @@ from llama.server import adapters, markdown, pooled, routes, tokens
 from llama.server.auth import ApiKeys, AuthAndLimits
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, first_name, log_refusal, unknown_model
-from llama.server.exchange import IGNORED, BodyMemory
+from llama.server.exchange import IGNORED, body_memory
 from llama.server.limits import State
 from llama.server.ollama import routes as ollama
 from llama.server.page import content_security_policy, read_page
+from llama.server.respond import answer_memory
 from llama.server.service import Service
 
 log = logging.getLogger("llama.server")
@@ -64,7 +65,8 @@ def make_app(
     )
     app.state.lenient = lenient
     limits = service.limits
-    app.state.bodies = BodyMemory(limits.max_body_bytes, limits.max_bodies_bytes)
+    app.state.bodies = body_memory(limits.max_bodies_bytes)
+    answers = answer_memory(limits.max_answer_mb)
     host = host_routes or APIRouter()
     app.state.service = service
     apis = [module.routes(service) for module in (tokens, ollama, adapters)]
@@ -77,7 +79,7 @@ def make_app(
     keyless_paths = frozenset(getattr(route, "path", "") for route in host.routes)
     routes_of_all = [route for router in routers for route in router.routes]
     keys = ApiKeys(api_keys, metrics_keys)
-    checked = AuthAndLimits(app, keys, routes_of_all, loopback, keyless_paths)
+    checked = AuthAndLimits(app, keys, answers, routes_of_all, loopback, keyless_paths)
     if not allowed_origins:
         return checked
     # CORS comes before the key, because a browser's first request has none, and because pages

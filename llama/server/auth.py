@@ -19,12 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llama.server.encoding import JsonResponse
 from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large, log_refusal
+from llama.server.memory import SharedMemory
 
 # Paths of routes. A load balancer has no key, and the page asks a person for it.
 _OPEN_PATHS = frozenset({"/health", "/ready", "/"})
 # They show what all tenants do together.
 _OPERATOR_PATHS = frozenset({"/metrics", "/load"})
 ONE_TENANT = b""  # the prefix root of requests where there are no several keys
+_SMALL_ANSWER = 16 * 1024  # bytes of a body that the system takes at once
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -90,12 +92,14 @@ class AuthAndLimits:
 
     `scope["state"]` gets the id of the request, the prefix root of its tenant, and its sender: the
     tenant, or the address where there is one tenant. Senders share what the server has. The sender
-    is empty where the address is not known, as at a Unix socket.
+    is empty where the address is not known, as at a Unix socket. It also gets what the answer holds
+    of the memory of all answers, until the client has read the last byte.
 
     Attributes:
         app: the app that gets the requests.
         keys: the keys of which a request must have one, as "Authorization: Bearer KEY" or as
             "x-api-key: KEY".
+        answers: the memory of all answers.
         routes: the routes of the app. The one that answers decides which key is needed, as no other
             reading of a path would always find the same one.
         loopback: whether the server listens on this machine alone. Then the Host header must name
@@ -106,6 +110,7 @@ class AuthAndLimits:
 
     app: ASGIApp
     keys: ApiKeys
+    answers: SharedMemory
     routes: Sequence[BaseRoute]
     loopback: bool
     open_paths: frozenset[str] = frozenset()
@@ -122,6 +127,10 @@ class AuthAndLimits:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            elif not message.get("more_body") and len(message.get("body", b"")) > _SMALL_ANSWER:
+                # The server sends a message once the client has taken the one before.
+                await send({**message, "more_body": True})
+                message = {"type": "http.response.body", "body": b""}
             await send(message)
 
         path = scope["path"]
@@ -133,8 +142,10 @@ class AuthAndLimits:
             response = JsonResponse(body, error.status, headers=error.headers())
             return await response(scope, receive, send_with_id)
         address = str((scope.get("client") or [""])[0])
-        scope["state"]["sender"] = scope["state"]["tenant"] or address.encode()
-        await self.app(scope, receive, send_with_id)
+        sender = scope["state"]["tenant"] or address.encode()
+        scope["state"]["sender"] = sender
+        with self.answers.held(sender) as scope["state"]["answer"]:
+            await self.app(scope, receive, send_with_id)
 
     def _check(self, scope: Scope, headers: Headers) -> bytes:
         """Return the prefix root of the tenant; raise an ApiError where a request must not pass."""

@@ -5,13 +5,10 @@ or an `ApiError` that names the body's own field. It knows no fields itself.
 """
 
 import asyncio
-import contextlib
 import inspect
 import json
 import logging
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -23,6 +20,7 @@ from llama.api import Request as EngineRequest
 from llama.common.checks import FieldError, brief
 from llama.prompts.fields import read_as
 from llama.server.errors import ApiError
+from llama.server.memory import Holding, SharedMemory
 from llama.server.request import ApiRequest
 from llama.server.service import Service
 from llama.server.serving import Serving
@@ -69,7 +67,7 @@ class BodyRoute(APIRoute):
         body_type: Any = parameters["body"].annotation
         adapter: TypeAdapter[Any] = TypeAdapter(body_type)
 
-        async def answer(http: Request) -> Response:
+        async def respond(http: Request) -> Response:
             _check_encoding(http)
             self.check_content_type(http)
             ignored: list[str] | None = [] if http.app.state.lenient else None
@@ -78,11 +76,14 @@ class BodyRoute(APIRoute):
             body = await _read_body(exchange, adapter, ignored)
             exchange.serving = _serving_of(http.app.state.service, body)
             response: Response = await self.endpoint(body, exchange)
+            answer: Holding = exchange.state.answer
+            if not answer.num_bytes:  # An answer of the engine holds its largest size.
+                answer.grow_to(len(getattr(response, "body", b"")))  # Streams have none.
             if ignored:
                 _name_ignored(http, response, sorted(ignored))
             return response
 
-        return answer
+        return respond
 
     def check_content_type(self, http: Request) -> None:
         """Raise an ApiError 400 for a body that is not declared as JSON."""
@@ -113,14 +114,19 @@ def _check_encoding(http: Request) -> None:
 
 async def _read_body(http: Request, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:
     """Receive a body, and read it in the event loop or, if it is large, in a thread."""
-    memory: BodyMemory = http.app.state.bodies
+    memory: SharedMemory = http.app.state.bodies
+    max_bytes: int = http.app.state.service.limits.max_body_bytes
     length = http.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > memory.max_body_bytes:
-        raise memory.too_large()
-    sender: bytes = http.state.sender
-    with memory.new_body(sender) as data:
-        async for part in http.stream():  # `BoundedProtocol` ends a request that is too slow.
-            memory.add(sender, data, part)
+    if length.isdecimal() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    data = bytearray()
+    with memory.held(http.state.sender) as held:
+        async with memory.arriving(held):
+            async for part in http.stream():  # `BoundedProtocol` ends a request that is too slow.
+                if len(data) + len(part) > max_bytes:
+                    raise _too_large(max_bytes)
+                held.grow_to(len(data) + len(part))
+                data += part
         http.state.has_large_body = len(data) > _SMALL_BODY
         return await beside_if_large(http, _parse, data, adapter, ignored)
 
@@ -150,7 +156,7 @@ async def beside_if_confined(http: Exchange, work: Callable[..., _T], *args: Any
         ApiError: it takes too long, as a chat template may; see `Workers.encode_dialog`.
     """
     if http.serving.dialog_format.is_confined:
-        return await http.serving.workers.encode_dialog(work, *args)
+        return await http.serving.workers.encode_dialog(http.state.sender, work, *args)
     return await beside_if_large(http, work, *args)
 
 
@@ -168,77 +174,15 @@ def body_router(lifespan: Any = None, route_class: type[BodyRoute] = BodyRoute) 
     return APIRouter(route_class=route_class, responses=_RESPONSES, lifespan=lifespan)
 
 
-@dataclass
-class BodyMemory:
-    """The bytes of all bodies that are being received and read, and their limits.
-
-    The first 16 KiB of each body do not count, so that small requests always come through.
-
-    Half of all bytes is the most that the bodies of one sender may have, so that whoever sends
-    slowly keeps no other out. A sender is a tenant, or an address where there is one tenant.
-
-    Attributes:
-        max_body_bytes: bytes of one body.
-        max_total_bytes: bytes of all bodies together.
-        used: bytes that count now.
-        used_by: bytes that count now, by their sender.
-    """
-
-    max_body_bytes: int
-    max_total_bytes: int
-    used: int = 0
-    used_by: Counter[bytes] = field(default_factory=Counter)
-
-    @contextlib.contextmanager
-    def new_body(self, sender: bytes) -> Iterator[bytearray]:
-        """Yield an empty body, whose bytes count until the context ends.
-
-        Args:
-            sender: whoever sends it, see `AuthAndLimits`.
-        """
-        data = bytearray()
-        try:
-            yield data
-        finally:
-            self._count(sender, -_counted(len(data)))
-
-    def _count(self, sender: bytes, num_bytes: int) -> None:
-        self.used += num_bytes
-        self.used_by[sender] += num_bytes
-        if not self.used_by[sender]:
-            del self.used_by[sender]
-
-    def add(self, sender: bytes, data: bytearray, part: bytes) -> None:
-        """Append a part to a body of a sender.
-
-        Raises:
-            ApiError: 413 if the body becomes too large, 503 if all bodies together do, or those of
-                the sender.
-        """
-        new_size = len(data) + len(part)
-        if new_size > self.max_body_bytes:
-            raise self.too_large()
-        num_more = _counted(new_size) - _counted(len(data))
-        is_full = self.used + num_more > self.max_total_bytes
-        # One body alone may have all of them where the limits are so small.
-        used_by_sender = self.used_by[sender] - _counted(len(data))
-        if sender and used_by_sender > 0 and num_more > 0:
-            is_full |= self.used_by[sender] + num_more > self.max_total_bytes // 2
-        if is_full:
-            message = "too many large requests are being sent at once: send this one again"
-            raise ApiError(503, message)
-        data += part
-        self._count(sender, num_more)
-
-    def too_large(self) -> ApiError:
-        """Return the error of a body that is too large."""
-        message = f"the request has more than {self.max_body_bytes} bytes: send less at once"
-        return ApiError(413, message)
+def body_memory(max_bytes: int) -> SharedMemory:
+    """Return the memory of the bodies that are being received and read."""
+    refusal = "too many large requests are being sent at once: send this one again"
+    return SharedMemory(max_bytes, _SMALL_BODY, refusal)
 
 
-def _counted(num_bytes: int) -> int:
-    """Return how many bytes of a body of this size count."""
-    return max(0, num_bytes - _SMALL_BODY)
+def _too_large(max_bytes: int) -> ApiError:
+    """Return the error of a body that is too large."""
+    return ApiError(413, f"the request has more than {max_bytes} bytes: send less at once")
 
 
 def _parse(data: bytearray, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:
@@ -327,4 +271,5 @@ async def prepare_chat(http: Exchange, chat: ApiRequest, *, must_fit: bool) -> E
         must_fit=must_fit,
         max_context=chat.max_context,
         model=chat.model,
+        sender=http.state.sender,
     )

@@ -25,9 +25,10 @@ class Limits:
         max_queue: sequences that may wait, beside those that run.
         max_wait_s: seconds until the first token of a request.
         max_body_bytes: bytes of one body.
-        max_bodies_bytes: bytes of all bodies that are being received. See `BodyMemory`.
+        max_bodies_bytes: bytes of all bodies that are being received. See `SharedMemory`.
         max_prompts: prompts of one body.
-        max_answer_mb: MiB that one answer may take. See `check_answer_size`.
+        max_answer_mb: MiB that one answer may take; all together may take four times as much. See
+            `hold_answer`.
         max_connections: open connections. See `Connections`.
         max_loras: LoRA adapters that are loaded at once, if clients can load them.
         max_per_address: open connections of one address; None stands for three quarters of all.

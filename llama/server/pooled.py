@@ -34,6 +34,7 @@ from llama.server.scoring import ClassifyBody, RerankBody, ScoreBody, ScoringBod
 
 _MAX_IN_LOOP = 10_000  # characters and ids of a body's inputs that are encoded in the event loop
 _PER_INPUT = 100  # characters that take as long as the rest of what is done for an input
+_VALUE_BYTES = 8  # bytes of an element of a vector, as a number and as a part of the JSON
 _MAX_VALUES = 1000  # elements of vectors that are encoded as JSON in the event loop
 
 
@@ -104,6 +105,7 @@ async def pooled_response(http: Exchange, request: PooledRequest, fields: ErrorF
         ApiError: 400 names the field that is wrong; 500 and 503 are those of `Serving.outputs`.
     """
     outputs: list[RequestOutput] = []
+    http.state.answer.grow_to(len(request.inputs) * request.values_per_input * _VALUE_BYTES)
     prepared = await _prepared(http, request, fields)
     group_size = http.serving.limits.max_prompts
     for start in range(0, len(prepared), group_size):
@@ -125,7 +127,8 @@ async def _prepared(
     with http.serving.refusals(fields):
         if cost <= _MAX_IN_LOOP:
             return list(requests)
-        work = http.serving.workers.collect(requests, fields.prompt)
+        sender = http.state.sender
+        work = http.serving.workers.collect(sender, requests, fields.prompt)
         return await unless_client_leaves(work, http.receive)
 
 

@@ -28,6 +28,7 @@ from llama.server.encoding import (
 )
 from llama.server.errors import ApiError
 from llama.server.exchange import Exchange
+from llama.server.memory import SharedMemory
 from llama.server.openai.answers import Completion, ResponseMeta
 from llama.server.request import ApiRequest
 
@@ -38,6 +39,7 @@ MAX_IN_LOOP = 1000
 # takes 30 bytes, or 80 in a chat).
 _TOKEN_BYTES = 8
 _LOGPROB_BYTES = 128
+_SMALL_ANSWER = 64 * 1024  # bytes of an answer that are not counted among those of all answers
 
 
 async def respond(
@@ -55,10 +57,10 @@ async def respond(
         make_answer: makes the answer of the API.
 
     Raises:
-        ApiError: 400 if the answer could become too large.
+        ApiError: 400 if the answer could become too large, 503 if all answers together could.
     """
     serving = http.serving
-    check_answer_size(request, prepared, serving.limits.max_answer_mb)
+    hold_answer(http, request, prepared)
     model = serving.name if request.model is None else request.model
     meta = ResponseMeta(http.state.request_id, model, int(time.time()), serving.reasoning_field)
     answer = make_answer(request, serving.dialog_format, meta)
@@ -154,22 +156,30 @@ def _num_logprobs(params: SamplingParams) -> int:
     return 0 if params.logprobs is None else 1 + params.logprobs
 
 
-def check_answer_size(
-    request: ApiRequest, prepared: list[EngineRequest], max_answer_mb: int
-) -> None:
-    """Check the largest size that an answer can have, before any work for it begins.
+def answer_memory(max_answer_mb: int) -> SharedMemory:
+    """Return the memory of all answers, of which one of the largest size leaves three quarters."""
+    refusal = "too many large answers are being made or read at once: try again"
+    return SharedMemory(4 * max_answer_mb * 2**20, _SMALL_ANSWER, refusal)
+
+
+def hold_answer(http: Exchange, request: ApiRequest, prepared: list[EngineRequest]) -> None:
+    """Hold the largest size that an answer can have, before any work for it begins.
+
+    It is given back once the client has read the last byte, or has left.
 
     Each token counts as 8 bytes, and each log-probability as 128. The tokens are those of all
     answers at their largest length and, with echo, those of the prompt before each answer.
 
     Args:
+        http: the request of HTTP, which knows its model.
         request: what the body asks for.
         prepared: the engine's request for each prompt.
-        max_answer_mb: the limit in MiB.
 
     Raises:
-        ApiError: 400 if the answer could be larger.
+        ApiError: 400 if the answer could be larger than one may be, 503 if all answers together
+            could take too much.
     """
+    max_answer_mb = http.serving.limits.max_answer_mb
     token_bytes = _TOKEN_BYTES + _num_logprobs(request.params) * _LOGPROB_BYTES
     num_tokens = 0
     for part in prepared:
@@ -185,6 +195,7 @@ def check_answer_size(
             "start the server with a larger --max_answer_mb"
         )
         raise ApiError(400, message, param=_largest_field(request))
+    http.state.answer.grow_to(num_tokens * token_bytes)
 
 
 def _largest_field(request: ApiRequest) -> str:

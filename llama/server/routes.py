@@ -109,6 +109,7 @@ async def _prepare_prompts(http: Exchange, request: ApiRequest) -> list[EngineRe
                 request.params,
                 request.fields,
                 tenant=tenant,
+                sender=http.state.sender,
                 index=i,
                 model=request.model,
                 parse_special=request.parse_special,

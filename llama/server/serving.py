@@ -183,6 +183,7 @@ class Serving:
         fields: ErrorFields,
         *,
         tenant: bytes,
+        sender: bytes,
         index: int = 0,
         must_fit: bool = True,
         max_context: int | None = None,
@@ -196,6 +197,7 @@ class Serving:
             params: parameters of all its answers.
             fields: the body's own names, which an error uses.
             tenant: prefix root of whoever sends the request. See `ApiKeys`.
+            sender: whoever sends it. See `AuthAndLimits`.
             index: position of the prompt in the body.
             must_fit: whether `max_tokens` beyond the context is an error.
             max_context: number of tokens of prompt and answer together, if less than the context.
@@ -217,6 +219,7 @@ class Serving:
             return await self._prepare(
                 prompt,
                 params,
+                sender,
                 tenant=tenant,
                 index=index,
                 must_fit=must_fit,
@@ -246,7 +249,7 @@ class Serving:
             raise shutting_down() from None
 
     async def _prepare(
-        self, prompt: str | list[int], params: SamplingParams, **options: Any
+        self, prompt: str | list[int], params: SamplingParams, sender: bytes, **options: Any
     ) -> Request:
         """Prepare a request in the event loop or in a thread; the time is limited either way."""
         assert self.engine is not None
@@ -254,7 +257,7 @@ class Serving:
             async with asyncio.timeout(PREPARE_S):
                 return await self.engine.prepare(prompt, params, "", **options)
         prepare = functools.partial(self.engine.engine.prepare, "", prompt, params, **options)
-        request = await self.workers.compile(prepare)
+        request = await self.workers.compile(sender, prepare)
         self.loaded()  # The engine may have been closed meanwhile.
         return request
 

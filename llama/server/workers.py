@@ -2,7 +2,7 @@
 
 In: functions that encode dialogs or texts, or compile grammars. Out: what they return, or an
 `ApiError` where they take too long or cannot begin in time. Each kind has threads of its own, so
-that none holds up the others. This file knows no model.
+that none holds up the others, and each sender at most half of them. This file knows no model.
 """
 
 import contextlib
@@ -39,25 +39,26 @@ class Workers:
         self._texts = WorkerPool("llama-text", NUM_THREADS, max_waiting)
         self._metrics = metrics
 
-    async def compile(self, work: Callable[[], _T]) -> _T:
+    async def compile(self, sender: bytes, work: Callable[[], _T]) -> _T:
         """Call a function that compiles a grammar; see `in_time`."""
-        return await self._grammars.run(work, PREPARE_S)
+        return await self._grammars.run(work, PREPARE_S, sender)
 
-    async def encode_dialog(self, work: Callable[..., _T], *args: object) -> _T:
+    async def encode_dialog(self, sender: bytes, work: Callable[..., _T], *args: object) -> _T:
         """Call a function that waits for the process of a chat template.
 
         Raises:
             ApiError: 400 if it takes too long, 503 if it cannot begin in time.
         """
         with self.in_time("messages"):
-            return await self._dialogs.run(functools.partial(work, *args), PREPARE_S)
+            return await self._dialogs.run(functools.partial(work, *args), PREPARE_S, sender)
 
-    async def collect(self, items: Iterator[_T], field: str) -> list[_T]:
+    async def collect(self, sender: bytes, items: Iterator[_T], field: str) -> list[_T]:
         """Return what an iterator encodes.
 
         Nothing further is encoded after the time limit, or once the caller is cancelled.
 
         Args:
+            sender: whoever sent the request.
             items: the iterator, which a thread reads.
             field: the field of the body that an error is about.
 
@@ -65,7 +66,7 @@ class Workers:
             ApiError: 400 if it takes too long, 503 if it cannot begin in time.
         """
         with self.in_time(field):
-            return await self._texts.collect(items, PREPARE_S)
+            return await self._texts.collect(items, PREPARE_S, sender)
 
     @contextlib.contextmanager
     def in_time(self, field: str) -> Iterator[None]:

@@ -1,5 +1,7 @@
 """Senders share a server: keys where there are several, and else addresses."""
 
+import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,3 +95,90 @@ def test_many_requests_of_one_sender_take_no_turn_of_another(llama, monkeypatch,
         for thread in threads:
             thread.join(60)
     assert [answer.status_code for answer in answers] == [200] * count
+
+
+# Bodies whose answers are reckoned as 0.4 MiB and more, and are more than the system takes at once.
+LARGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "whole": (
+        TEXT,
+        {"prompt": [7] * 100, "echo": True, "logprobs": 20, "n": 3, "max_tokens": 1},
+    ),
+    "stream": (
+        TEXT,
+        {"prompt": [7] * 9, "logprobs": 20, "n": 3, "max_tokens": 100, "stream": True}
+        | {"ignore_eos": True},
+    ),
+    "ids": ("/tokenize", {"prompt": "a cat " * 60_000}),
+}
+
+
+def _unread(server: Server, path: str, body: dict[str, Any], address: str) -> socket.socket:
+    """Send a request whose answer nobody reads yet."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.bind((address, 0))
+    connection.settimeout(60)
+    connection.connect(("127.0.0.1", server.port))
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def _read(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(2**20):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_answers_that_nobody_reads_have_one_limit(llama, monkeypatch, kind):
+    """Answers of one sender take half of the memory, from before the engine until all is read.
+
+    What is beyond it is refused before the engine has it. Another sender is answered, and the first
+    one again once it has read.
+    """
+    path, body = LARGE[kind]
+    monkeypatch.setattr(socket.socket, "listen", _with_small_buffers(socket.socket.listen))
+    with served(llama, [], max_answer_mb=1) as server:
+        app: Any = server._uvicorn.config.app
+        memory = app.answers
+        held: list[socket.socket] = []
+        for _ in range(20):
+            connection = _unread(server, path, body, ADDRESSES[0])
+            status = connection.recv(12)
+            if status != b"HTTP/1.1 200":
+                break
+            held.append(connection)
+        assert status == b"HTTP/1.1 503" and b"read at once" in _read(connection)
+        assert 2 <= len(held) < 8 and 2**20 < memory.used <= 2 * 2**20
+        wait_until(lambda: server.service.num_unfinished() == 0)
+        before = llama.llm_engine.core.stats.steps
+        with client_of(server) as client, client_of(server, address=ADDRESSES[1]) as other:
+            refused = client.post(path, json=body)
+            assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
+            assert "read at once" in refused.json()["error"]["message"]
+            assert llama.llm_engine.core.stats.steps == before
+            assert client.post(TEXT, json=SMALL).status_code == 200
+            assert other.post(path, json=body).status_code == 200
+            used = memory.used
+            answer = _read(held.pop())
+            assert answer.startswith(b" OK")
+            wait_until(lambda: memory.used < used)
+            assert client.post(path, json=body).status_code == 200
+            held.pop().close()
+            for connection in held:
+                assert _read(connection).startswith(b" OK")
+            wait_until(lambda: memory.used == 0)
+
+
+def _with_small_buffers(listen: Any) -> Any:
+    """Return `socket.listen` for sockets whose connections hold little that is not read."""
+
+    def small(self: socket.socket, *args: Any) -> None:
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        listen(self, *args)
+
+    return small

@@ -27,7 +27,7 @@ from helpers.web import web
 from llama.cli.flags import UsageError
 from llama.cli.serve import _keys
 from llama.ranks.signals import _SAME_SIGNAL_S
-from llama.server import connections
+from llama.server import connections, memory
 from llama.server.auth import is_loopback
 from llama.server.connections import Connections
 from llama.server.limits import Limits
@@ -293,6 +293,19 @@ def test_half_bodies_have_one_bound(url, connect):
         each.close()
     large = {"prompt": "x", "user": " " * 90_000}
     wait_until(lambda: ask(url, **large).status_code == 200, "the half body is still counted")
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 99000", b"Transfer-Encoding: chunked"])
+def test_a_slow_body_gives_way_to_a_quick_one(url, connect, monkeypatch, framing):
+    """Of two bodies that do not fit together, the one that has stalled ends with an error."""
+    monkeypatch.setattr(memory, "SLOW_S", 0.1)
+    monkeypatch.setattr(memory, "MIN_RATE", 2**40)
+    part = b" " * 90_000 if b"Length" in framing else b"%x\r\n" % 90_000 + b" " * 90_000
+    stalled = connect(POST + framing + b"\r\n\r\n" + part)
+    time.sleep(0.5)
+    assert ask(url, prompt="x", user=" " * 90_000).status_code == 200
+    answer = all_of(stalled)
+    assert answer.startswith(b"HTTP/1.1 503 ") and b"came slowly" in answer
 
 
 def test_pipelined_requests_are_no_large_headers(connect):

@@ -1,6 +1,7 @@
 """Grammars that never finish compiling have threads of their own and delay no other request."""
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -102,7 +103,7 @@ def test_grammars_beyond_the_queue_are_refused_at_once(demo, is_released):
         transport = httpx.ASGITransport(make_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             try:
-                num_held = workers.NUM_THREADS + 2
+                num_held = workers.NUM_THREADS // 2 + 2  # one sender has half of the threads
                 held = [asyncio.create_task(_ask(client, **SLOW)) for _ in range(num_held + 1)]
                 done, waiting = await asyncio.wait(held, return_when=asyncio.FIRST_COMPLETED)
                 (refused,) = [task.result() for task in done]
@@ -113,6 +114,38 @@ def test_grammars_beyond_the_queue_are_refused_at_once(demo, is_released):
                     assert "released" in _error(response)["message"]
             finally:
                 is_released.set()
+                service.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("late", [QUICK, {"structured_outputs": {"choice": ["yes", "no"]}}])
+@pytest.mark.parametrize("num_slow", [workers.NUM_THREADS, 30])
+def test_slow_grammars_of_one_sender_leave_threads_to_others(demo, is_released, late, num_slow):
+    """However many grammars one address has compiled, those of others are compiled meanwhile."""
+
+    async def run() -> None:
+        service = service_of()
+        service.start(demo)
+        app = make_app(service)
+        async with contextlib.AsyncExitStack() as stack:
+            first, second = [
+                await stack.enter_async_context(
+                    httpx.AsyncClient(
+                        transport=httpx.ASGITransport(app, client=(address, 1)),
+                        base_url="http://localhost",
+                    )
+                )
+                for address in ("192.0.2.1", "192.0.2.2")
+            ]
+            slow = [asyncio.create_task(_ask(first, **SLOW)) for _ in range(num_slow)]
+            try:
+                await asyncio.sleep(0.1)
+                assert (await _ask(second, **late)).status_code == 200
+                assert not any(task.done() for task in slow)
+            finally:
+                is_released.set()
+                await asyncio.gather(*slow, return_exceptions=True)
                 service.close()
 
     asyncio.run(run())

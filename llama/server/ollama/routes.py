@@ -147,6 +147,7 @@ async def _prepare(http: Exchange, request: ApiRequest) -> EngineRequest:
         request.params,
         request.fields,
         tenant=http.state.tenant,
+        sender=http.state.sender,
         must_fit=False,
         max_context=request.max_context,
         model=request.model,
