@@ -69,13 +69,16 @@ def page_blocks(path: Path) -> list[tuple[str, str]]:
     return _BLOCK.findall(path.read_text())
 
 
-def prepare_folder(folder: Path, gguf: Path) -> None:
+def prepare_folder(folder: Path, gguf: Path, adapters: Path) -> None:
     """Put into a folder what pages expect there: the demo model under the names of others."""
     (folder / "checkpoints").symlink_to(REPO / "checkpoints")
     for name in _FOLDERS:
         (folder / name).symlink_to(DEMO)
     for name in ("Llama-3.2-3B-Instruct-Q4_K_M.gguf", "Llama-3.2-1B-Q4_K_M.gguf"):
         (folder / name).symlink_to(gguf)
+    (folder / "adapters").symlink_to(adapters)
+    for path in adapters.iterdir():
+        (folder / path.name).symlink_to(path)
 
 
 def page_program(path: Path, port: int) -> str:
@@ -132,10 +135,11 @@ def run_page(
             environ | variables,
             out.fileno(),
         ) as process,
+        contextlib.suppress(subprocess.TimeoutExpired),
     ):
-        code = process.wait(limit_s)
+        process.wait(limit_s)
     text = (page / "out").read_text()
-    assert code == 0, text
+    assert process.returncode == 0, text
     return text
 
 
