@@ -642,6 +642,7 @@ def test_what_does_not_fit_is_named(tmp_path, own, tensor, message):
                 {"weight_scale": torch.full((512, 8), 127, dtype=torch.uint8)},  # MXFP8
             ],
         ),
+        ("fp8 of transformers, bytes", [{"scale_fmt": "e5m3"}, {"scale_fmt": None}]),
         # a tile layout for GPUs
         ("bnb int8", [{"weight_format": torch.tensor(2, dtype=torch.uint8)}]),
         (
@@ -672,7 +673,7 @@ def test_numbers_of_another_kind_are_refused_and_not_taken_for_those_that_are_kn
     config, content = CASES[case][1], (tmp_path / "model.safetensors").read_bytes()
     for change in changes:
         for own, tensor in change.items():
-            if own == "checkpoint_format":
+            if own in ("checkpoint_format", "scale_fmt"):
                 change_json(tmp_path / "config.json", quantization_config=config | change)
             else:
                 change_safetensors(tmp_path, f"model.layers.0.mlp.up_proj.{own}", tensor)
@@ -712,8 +713,6 @@ def test_other_methods_are_refused_by_name(tmp_path, config):
         ("auto-round", {"spinquant_config": {"r1": True}}),
         ("w4a16", {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}),
         ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}),
-        ("fp8 of AutoFP8", {"fmt": "e5m2"}),
-        ("fp8 of transformers, bytes", {"scale_fmt": "e5m3"}),
         ("fp8 of GPTQModel", {"weight_scale_semantics": "direct"}),
     ],
 )
@@ -732,7 +731,7 @@ def test_a_key_that_changes_the_model_is_an_error(tmp_path, case, changes):
         ("auto-round", {"rotation_config": {}, "iters": 200, "extra_config": {}}),
         ("w4a16", {"transform_config": {"config_groups": {}}, "sparsity_config": {}}),
         ("w4a16", {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}}),
-        ("fp8 of transformers", {"fmt": "e4m3", "scale_fmt": "float", "dequantize": False}),
+        ("fp8 of transformers", {"fmt": "e4m3fn", "scale_fmt": "float", "dequantize": False}),
     ],
 )
 def test_neutral_values_of_such_keys_are_no_error(tmp_path, case, changes):

@@ -31,8 +31,6 @@ _OTHER_NAMES = {"intel/auto-round": "auto-round"}
 # Keys that change what the tensors stand for, or the equations of the model, and the values that
 # are read. What is empty is neutral for each. A rotation would have to be undone at run time.
 _READ: dict[str, tuple[object, ...]] = {
-    "fmt": ("e4m3",),
-    "scale_fmt": ("float", "ue8m0"),
     "weight_scale_semantics": ("inverse",),
     "rotation": (),
     "rotation_config": (),
