@@ -387,7 +387,8 @@ def _context_error(error: ContextLengthError, fields: ErrorFields) -> ApiError:
     if fields.too_long is None:
         name = f"{fields.prompt}[{error.index}]" if error.index else fields.prompt
         message = (
-            f"{limit} However, {name} has {error.count} tokens: reduce the length of the {name}"
+            f"{limit} However, {name} has {error.count} tokens: the prompt is too long, so "
+            f"reduce the length of the {name}"
         )
         return ApiError(400, message, param=fields.prompt, code="context_length_exceeded")
     return ApiError(400, fields.too_long.format(count=error.count, max_count=error.max_count))

@@ -59,7 +59,7 @@ IN_COMPLETIONS: Faults = [
     ({"prompt": [1.0]}, "prompt", "prompt[0]=1.0 must be a whole number"),
     ({"prompt": [1, "x"]}, "prompt", "prompt[1]='x' must be a whole number"),
     ({"prompt": "x" * 3000}, "prompt", "maximum context length is 512 tokens"),
-    ({"prompt": [7] * 513}, "prompt", "However, prompt has 513 tokens: reduce the length"),
+    ({"prompt": [7] * 513}, "prompt", "However, prompt has 513 tokens: the prompt is too long"),
     ({"prompt": ["x"] * 257}, "prompt", "prompt has 257 entries: this server takes at most 256"),
     ({"prompt": ["x"] * 2049}, "prompt", "it must have at most 2048"),
     ({"max_tokens": 512}, "max_tokens", "are more than the context of 512 tokens"),

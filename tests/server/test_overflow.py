@@ -1,6 +1,6 @@
 """A prompt beyond the context: clients and agents recognize the error, and shorten the dialog.
 
-The expressions are those that opencode and LiteLLM search in the message of an error.
+The expressions are those that opencode, LiteLLM and LangChain search in the message of an error.
 """
 
 import re
@@ -11,6 +11,7 @@ import pytest
 
 OPENCODE = r"maximum context length is \d+ tokens"
 LITELLM = "this model's maximum context length is"
+LANGCHAIN = "prompt is too long"  # openai's newer clients do not show it the code
 LONG = "the cat sat " * 400
 TURNS: Any = [{"role": "user", "content": LONG}]
 
@@ -50,4 +51,5 @@ def test_clients_recognize_a_prompt_that_is_too_long(client, ask, name, stream):
     assert re.search(OPENCODE, str(error), re.IGNORECASE)
     assert LITELLM in str(error).lower() and "512 tokens" in error.body["message"]  # type: ignore[index]
     assert name in error.body["message"]  # type: ignore[index]
+    assert (LANGCHAIN in error.body["message"]) == ("max_tokens" not in name)  # type: ignore[index]
     assert not re.search("prompt 0|build", str(error))
