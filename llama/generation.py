@@ -273,7 +273,7 @@ class Llama:
         if dialog_format is None:
             tool_format = tool_format_of(args.rope_factor, is_guard=False)
             dialog_format = MetaFormat(tokenizer, tool_format)
-        self.dialog_format = dialog_format
+        self.dialog_format = tokenizer.dialog_format = dialog_format
         self.seed = seed
         self.load_seconds = 0.0
         self._muted: MutedStdout | None = None

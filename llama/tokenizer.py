@@ -73,6 +73,8 @@ class Tokenizer:
         eos_id: the id behind a text.
         eot_id: the id of Meta's `<|eot_id|>`, as `eom_id` and `python_tag_id` of theirs; None if
             the model has no such token.
+        dialog_format: the format of its model's dialogs, for whoever has the tokenizer alone; a
+            `Llama` sets it.
 
     Raises:
         OSError: a file cannot be read.
@@ -115,6 +117,7 @@ class Tokenizer:
         if self.eos_id in (self.eot_id, self.eom_id):
             # Meta's Instruct releases name the end of a turn, where Meta's own code names this one.
             self.eos_id = names.get(END, self.eos_id)
+        self.dialog_format: object = None
         self.pad_id = -1  # not a token id; the value of Meta's package
         ends = (self.eos_id, names.get(END), self.eot_id, self.eom_id)
         self.stop_tokens = {i for i in ends if i is not None} | vocabulary.stop_ids

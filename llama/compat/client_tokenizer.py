@@ -20,14 +20,20 @@ class ClientTokenizer:
 
     Attributes:
         wrapped: The tokenizer.
-        dialog_format: The format of `apply_chat_template`; by default that of Llama 3.1.
+        dialog_format: The format of `apply_chat_template`: by default that of the tokenizer's
+            model. Where that has no tools, as Llama 3.0, or is unknown, it is that of Llama 3.1.
         pad_token: Unused here; a host may set it.
     """
 
     def __init__(self, tokenizer: Tokenizer, dialog_format: DialogFormat | None = None) -> None:
         """Wrap a tokenizer."""
         self.wrapped = tokenizer
-        self.dialog_format = dialog_format or MetaFormat(tokenizer)
+        known = dialog_format or tokenizer.dialog_format
+        if not isinstance(known, DialogFormat) or (
+            isinstance(known, MetaFormat) and not known.has_tools
+        ):
+            known = MetaFormat(tokenizer)
+        self.dialog_format = known
         self.vocab_size = tokenizer.n_words
         added = tokenizer.added_tokens.values()
         self.all_special_ids = sorted(token.id for token in added if token.special)
@@ -73,6 +79,8 @@ class ClientTokenizer:
     ) -> Any:
         """Return the ids of a dialog, or with tokenize=False its text.
 
+        The text begins with begin_of_text only where the template writes it.
+
         Further arguments are variables of the chat template.
 
         Raises:
@@ -88,7 +96,7 @@ class ClientTokenizer:
         if tokenize:
             return ids
         text = self.wrapped.decode(ids)
-        if self.encode(text) == ids:
+        if self.encode(text, add_special_tokens=False) == ids:
             return text
         raise ValueError(
             "a message holds the name of a special token, which the text cannot tell from the "

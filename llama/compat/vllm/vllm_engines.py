@@ -38,7 +38,7 @@ from llama.compat.vllm.vllm_params import (
 )
 from llama.compat.vllm.vllm_pooling import PoolingMethods
 from llama.compat.vllm.vllm_request import BeamSearchOutput, RequestOutput, VllmRequest
-from llama.prompts.dialog_format import MetaFormat, PromptOptions
+from llama.prompts.dialog_format import PromptOptions
 
 # Arguments of from_engine_args that have no effect.
 _IGNORED = frozenset({"usage_context", "stat_loggers", "start_engine_loop"})
@@ -74,11 +74,8 @@ class EngineFrontend:
         """
         self.llama = llama
         self.llama_engine = llama.llm_engine
-        dialog_format = llama.dialog_format
-        if isinstance(dialog_format, MetaFormat) and not dialog_format.has_tools:
-            # vLLM gives tools to Llama 3.0 in the format of 3.1.
-            dialog_format = MetaFormat(llama.tokenizer)
-        self.tokenizer = ClientTokenizer(llama.tokenizer, dialog_format)
+        # vLLM gives tools to Llama 3.0 in the format of 3.1.
+        self.tokenizer = ClientTokenizer(llama.tokenizer, llama.dialog_format)
         self._args = args
         self.model_config = ModelConfig(
             model="" if args is None else args.model,
