@@ -52,7 +52,7 @@ def test_texts_and_ids_are_those_of_transformers(tmp_path, name):
     client, theirs = with_template(tmp_path / "model", name)
     for dialog in DIALOGS:
         for has_header in (True, False):
-            options = {"add_generation_prompt": has_header}
+            options: Any = {"add_generation_prompt": has_header}
             wanted = theirs.apply_chat_template(dialog, tokenize=False, **options)
             assert client.apply_chat_template(dialog, tokenize=False, **options) == wanted
             ids = theirs.apply_chat_template(dialog, return_dict=False, **options)
