@@ -14,6 +14,7 @@ from typing import Literal, TypedDict, get_args
 
 import tiktoken
 
+from llama.common.checks import errors_in_file
 from llama.storage.gguf import Header
 from llama.storage.token_files import (
     BEGIN,
@@ -93,9 +94,10 @@ class Tokenizer:
         vocab_size: int | None = None,
         config_folder: Path | None = None,
     ) -> None:
-        vocabulary = read_vocabulary(
-            model_path, llama_3_0=llama_3_0, vocab_size=vocab_size, config_folder=config_folder
-        )
+        with errors_in_file(Path(model_path)):
+            vocabulary = read_vocabulary(
+                model_path, llama_3_0=llama_3_0, vocab_size=vocab_size, config_folder=config_folder
+            )
         names = vocabulary.special_tokens
         self.added_tokens = vocabulary.added
         self.special_tokens = names

@@ -3,19 +3,21 @@
 tests/test_cli.py has its output for a single process.
 """
 
+import os
 import re
 import shutil
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from helpers.checkpoints import change_params
+from helpers.checkpoints import change_params, write_byte_tokenizer
 from helpers.launch import DEMO
 from helpers.prompts import user
-from helpers.weights import change_json
+from helpers.weights import change_json, hf_model
 from llama.checkpoint.find import find
 from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.write.convert import convert
@@ -34,6 +36,7 @@ from llama.loading.memory import estimate_memory
 from llama.loading.sizes import Memory, choose_sizes, step_bytes
 from llama.model.plan import LayerPlan
 from llama.ranks.placement import Placement
+from llama.storage.downloads import AGAIN
 from llama.tokenizer import ChatFormat, Tokenizer
 from llama.weights.choice import QUANTIZED
 
@@ -237,7 +240,7 @@ def test_a_checkpoint_whose_chats_work():
         ("tokenizer.model", b"not base64\n", "tokenizer", "line 1: expected a base64"),
         ("tokenizer.model", b"IQ== 0\n", "tokenizer", "255 of the 256 single-byte"),
         ("params.json", {"vocab_size": 1024}, "tokenizer", "has 2048 tokens, but the model has"),
-        ("chat_template.jinja", b"caf\xe9", "chat", "jinja .* is not UTF-8 at byte 4"),
+        ("chat_template.jinja", b"caf\xe9", "chat", "jinja is not UTF-8 at byte 4"),
         ("tokenizer_config.json", b"{", "chat", "tokenizer_config.json .* is not JSON"),
     ],
 )  # fmt: skip
@@ -254,10 +257,32 @@ def test_a_tokenizer_or_template_that_cannot_load_is_a_problem(
         (folder / name).write_bytes(content)
     facts = list(_checkpoint(str(folder), CPU))
     found = problems(*facts)
-    assert found.keys() == {fact} and re.search(message, found[fact])
+    others = {"weights"} if name == "params.json" else set()
+    assert found.keys() == {fact} | others and re.search(message, found[fact])
     assert {"checkpoint", "model", "fits"} <= {x.name for x in facts}, "the rest is reported"
     assert main(["doctor", str(folder), "--device", "cpu"]) == 1
     assert re.search(f"{fact} +PROBLEM: .*{message}", capfd.readouterr().out)
+
+
+@pytest.mark.parametrize("keeps", [0.999, 0.4])
+@pytest.mark.parametrize("layout", ["hf", "hf in parts", "meta"])
+def test_weights_that_are_cut_short_are_a_problem(tmp_path, capfd, layout, keeps):
+    """The header says how many bytes there must be; no tensor is read."""
+    folder = tmp_path / "model"
+    if layout == "meta":
+        shutil.copytree(DEMO, folder)
+    else:
+        parts: dict[str, Any] = {"max_shard_size": "60KB"} if layout == "hf in parts" else {}
+        hf_model(vocab_size=512).save_pretrained(folder, **parts)
+        write_byte_tokenizer(folder)
+    assert "weights" not in problems(*_checkpoint(str(folder), CPU))
+    path = sorted([*folder.glob("*.safetensors"), *folder.glob("*.pth")])[-1]
+    os.truncate(path, int(path.stat().st_size * keeps))
+    found = problems(*_checkpoint(str(folder), CPU))
+    (text,) = (found[name] for name in ("checkpoint", "weights") if name in found)
+    assert str(path) in text and "cut short" in text and text.endswith(AGAIN)
+    assert main(["doctor", str(folder), "--device", "cpu"]) == 1
+    assert path.name in capfd.readouterr().out
 
 
 def test_a_base_model_without_a_template_is_no_problem(tmp_path, monkeypatch):

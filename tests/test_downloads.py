@@ -1,13 +1,19 @@
 """A failed download is distinguished from a good file, and the error says what to do."""
 
+import ast
+import json
 import mmap
 import os
+import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from llama.storage.downloads import check_download
+import llama
+from llama import Tokenizer
+from llama.storage.downloads import AGAIN, check_download, read_json
 from llama.storage.page_cache import cache_anew, read_ahead
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:82e9d31979e92ab9\nsize 2183982\n"
@@ -114,3 +120,53 @@ def test_what_is_larger_than_memory_is_not_read_ahead(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 64)  # a machine of 4096 bytes
     read_ahead(path).join(60)
     assert not opened
+
+
+WHOLE = json.dumps({"weight_map": {"a": 7}, "text": "x" * 50}, indent=1).encode()
+READERS: dict[str, Callable[[Path], object]] = {
+    "config.json": read_json,
+    "tokenizer.json": Tokenizer,
+    "tokenizer.model": Tokenizer,
+}
+
+
+@pytest.mark.parametrize("size", [1, len(WHOLE) // 3, len(WHOLE) - 20, len(WHOLE) - 2])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_json_that_is_cut_short_is_to_be_downloaded_again(tmp_path, name, size):
+    (tmp_path / name).write_bytes(WHOLE[:size])
+    with pytest.raises(ValueError, match=rf"{name} .* is cut short: .*; {AGAIN}"):
+        READERS[name](tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"[1, 2]"),
+        ("config.json", WHOLE.replace(b":", b"=", 1)),
+        ("config.json", b'{"a": 1,}'),
+        ("config.json", b"[" * 10**5 + b"]" * 10**5),
+        ("tokenizer.json", WHOLE),
+        ("tokenizer.json", b'{"added_tokens": [], "model": {"type": "BPE", "vocab": {}}}'),
+        ("tokenizer.model", b"IQ== 0\nIg== zero\nIw== 2\n"),
+    ],
+)
+def test_a_whole_file_with_odd_content_is_not(tmp_path, name, content):
+    """Another download of it would be the same file."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=name) as error:
+        READERS[name](tmp_path / name)
+    assert "again" not in str(error.value)
+
+
+def test_no_other_message_asks_for_another_download():
+    """The remedy stands in one file, so that who uses it must ask whether bytes are missing."""
+    asks = re.compile(r"(download|fetch|get)\b[^.:;]{0,40}\bagain\b", re.IGNORECASE)
+    found = []
+    for path in Path(llama.__file__).parent.rglob("*.py"):
+        texts = [
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        found += [(path.name, text) for text in texts if asks.search(text)]
+    assert found == [("downloads.py", AGAIN)]

@@ -195,10 +195,10 @@ def test_weights_that_are_not_finite_or_empty_are_named(make_checkpoint, quantiz
         Llama.build(str(folder), None, 32, 1, device="cpu", quantize=quantize)
     assert [str(x.message) for x in warned] == [
         f"{folder / 'consolidated.00.pth'} holds NaN or infinity in "
-        "['layers.0.feed_forward.w2.weight', 'layers.1.attention.wo.weight']: fetch or convert it "
-        "again",
-        f"{folder} holds rows of zeros in ['layers.1.feed_forward.w2.weight']: fetch or convert it "
-        "again",
+        "['layers.0.feed_forward.w2.weight', 'layers.1.attention.wo.weight']: `llama verify` says "
+        "whether the file is damaged; else the model was trained so",
+        f"{folder} holds rows of zeros in ['layers.1.feed_forward.w2.weight']: download it again, "
+        "or convert it anew",
     ]
 
 

@@ -432,12 +432,17 @@ def break_json(content: dict, how: str) -> object:
     vocab, added = content["model"]["vocab"], content["added_tokens"]
     if how == "gap":
         vocab["the"] = 999
+    elif how == "words after the added tokens":
+        vocab["the"] = 300
+        vocab["Ġthe"] = 301
     elif how == "no byte":
         vocab["thth"] = vocab.pop("A")
     elif how == "alphabet":
         vocab["▁the"] = vocab.pop("the")
     elif how == "far away":
         added[0]["id"] = 10**9
+    elif how == "negative id":
+        added[-1]["id"] = -5
     elif how == "text as id":
         added[0]["id"] = "259"
     elif how == "null as rank":
@@ -459,10 +464,12 @@ def break_json(content: dict, how: str) -> object:
     "how, message",
     [
         ("gap", "ranks must be 0..258, each once; found 258 where 257"),
+        ("words after the added tokens", "found .* a word of the BPE may not come after the added"),
         ("no byte", "1 of the 256 single-byte tokens are missing, the first 0x41"),
         ("alphabet", "not the tokenizer.json of a byte-level BPE .*▁"),
         ("far away", "an added token has the id 1000000000, far beyond the 259 tokens"),
         ("single word", "the added token '<|end_header_id|>' has single_word=true"),
+        ("negative id", "an added token has the id -5"),
         ("text as id", "not the tokenizer.json .*an id is no whole number"),
         ("null as rank", "not the tokenizer.json .*a rank is no whole number"),
         ("null as name", "not the tokenizer.json .*an id is no whole number, or a name is no text"),
@@ -481,7 +488,7 @@ def test_the_two_formats_are_told_apart(tmp_path, small_file, small):
     path = json_file(tmp_path / "json.model", small_json())
     assert Tokenizer(str(path)).encode("the", **PLAIN) == small.encode("the", **PLAIN)
     ranks = small_file.rename(tmp_path / "ranks.json")
-    with pytest.raises(ValueError, match=r"ranks\.json is not the tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"ranks\.json is not JSON"):
         Tokenizer(ranks)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llama.checkpoint.find import Checkpoint
 from llama.common.checks import brief
-from llama.storage.downloads import broken, read_json
+from llama.storage.downloads import read_json
 from llama.storage.gguf import Header
 
 DEFAULT = "default"  # the name of the only template, or of the one for dialogs without tools
@@ -17,6 +17,7 @@ TEMPLATE_FOLDER = "additional_chat_templates"  # its NAME.jinja are further temp
 GGUF_KEY = "tokenizer.chat_template"  # further templates are at tokenizer.chat_template.NAME
 _JSON_FILES = ("chat_template.json", "tokenizer_config.json")
 _MAX_BYTES = 1 << 20  # limit for the file of one template; the longest published one has 17 kB
+_NO_TEMPLATE = "it is no chat template; give --chat_template FILE"
 
 
 def find_chat_templates(checkpoint: Checkpoint) -> dict[str, str]:
@@ -67,7 +68,7 @@ def _templates_in_json(path: Path) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(template, str):
             raise ValueError(
                 f"{path}: chat_template must be a text, or a list of objects with name and "
-                f"template, not {brief(value)}: fetch the file again"
+                f"template, not {brief(value)}: give --chat_template FILE"
             )
         templates[name] = template
     return templates
@@ -93,8 +94,8 @@ def read_template(path: Path) -> str:
         ValueError: It is too large, or not UTF-8.
     """
     if path.stat().st_size > _MAX_BYTES:
-        raise broken(path, f"is larger than {_MAX_BYTES:,} bytes, so it is no chat template")
+        raise ValueError(f"{path} is larger than {_MAX_BYTES:,} bytes: {_NO_TEMPLATE}")
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError as e:
-        raise broken(path, f"is not UTF-8 at byte {e.start + 1}, so it is no chat template") from e
+        raise ValueError(f"{path} is not UTF-8 at byte {e.start + 1}: {_NO_TEMPLATE}") from e

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llama.checkpoint.gguf.blocks import GGUFMatrix
 from llama.checkpoint.quantized_matrix import QuantizedMatrix
-from llama.common.checks import brief
+from llama.common.checks import brief, errors_in_file
 from llama.common.device import available_cores
 from llama.storage.downloads import broken, check_download, check_utf8
 from llama.storage.gguf import Header, TensorInfo, is_gguf, read_header
@@ -35,6 +35,11 @@ _ZIP_LENGTHS_OFFSET = 26  # two lengths in a record's header: name and extra fie
 _ZIP_LENGTHS = struct.Struct("<HH")
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STATE_KEYS = ("model", "state_dict", "module")
+_SHARDED = (
+    "holds DTensors, of which each process of FSDP or tensor parallelism has a part: save whole "
+    "tensors, as get_model_state_dict of torch.distributed.checkpoint.state_dict returns them with "
+    "StateDictOptions(full_state_dict=True)"
+)
 _PIECE = 4 << 20  # bytes that a thread reads at a time
 _BUFFER = 64 << 20  # bytes of a pinned buffer
 _MAX_THREADS = 16
@@ -74,13 +79,14 @@ def open_tensors(file: Path | Header) -> dict[str, MappedTensor]:
         return _open_gguf(file)
     check_utf8(file)
     check_download(file)
-    if is_gguf(file):
-        return _open_gguf(read_header(file))
-    if file.suffix == ".safetensors":
-        with _open_safetensors(file) as content:
-            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-    else:
-        tensors = _open_pth(file)
+    with errors_in_file(file):
+        if is_gguf(file):
+            return _open_gguf(read_header(file))
+        if file.suffix == ".safetensors":
+            with _open_safetensors(file) as content:
+                tensors = {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118
+        else:
+            tensors = _open_pth(file)
     regions = _mapped_regions(file)
     if file.suffix != ".safetensors":
         _check_storages(file, tensors, regions)
@@ -148,6 +154,8 @@ def _open_pth(file: Path) -> dict[str, Tensor]:
             raise MemoryError(f"{file} cannot be mapped: {first_line(e)}") from e
         raise broken(file, f"is cut short or damaged ({first_line(e)})") from e
     except Exception as e:  # the unpickler's errors, whose type is in the module `pickle`
+        if "DTensor" in str(e) or "ShardedTensor" in str(e):
+            raise ValueError(f"{file} {_SHARDED}") from e
         raise ValueError(
             f"{file} holds something other than tensors, and was not run: get the weights from a "
             f"source that you trust ({first_line(e)})"
@@ -160,6 +168,8 @@ def _open_pth(file: Path) -> dict[str, Tensor]:
         if isinstance(inner, dict):
             tensors = inner
     for name, data in tensors.items():
+        if type(data) is not Tensor and isinstance(data, Tensor) and hasattr(data, "full_tensor"):
+            raise ValueError(f"{file} {_SHARDED}")
         is_dense = isinstance(data, Tensor) and data.layout == torch.strided and not data.is_meta
         if not (is_dense and isinstance(name, str)):
             raise ValueError(
@@ -181,7 +191,7 @@ def _check_entries(file: Path) -> None:
         raise broken(file, f"is cut short or damaged ({first_line(e)})") from e
     if len(names) < names.total():
         (name, _), *_ = names.most_common(1)
-        raise broken(file, f"has two entries of the name {brief(name)}")
+        raise ValueError(f"{file} has two entries of the name {brief(name)}: save it with torch")
 
 
 def _check_storages(file: Path, tensors: dict[str, Tensor], regions: list["_Region"]) -> None:

@@ -32,7 +32,7 @@ from llama.checkpoint.weight_files import (
     describe_choice,
     weight_files,
 )
-from llama.common.checks import FieldPathError, brief
+from llama.common.checks import FieldPathError, brief, errors_in_file
 from llama.model.args import ModelArgs
 from llama.storage import gguf
 from llama.storage.downloads import check_utf8, read_json, shown
@@ -284,11 +284,14 @@ def _find_in_folder(folder: Path) -> Checkpoint:
     weights = weight_files(folder)
     match weights.layout:
         case "hf":
-            checkpoint = _find_hf(folder, weights.files)
+            with errors_in_file(folder / "config.json"):
+                checkpoint = _find_hf(folder, weights.files)
         case "meta":
-            checkpoint = _find_meta(weights.folder, weights.files)
+            with errors_in_file(weights.folder / "params.json"):
+                checkpoint = _find_meta(weights.folder, weights.files)
         case "packed":
-            checkpoint = _find_packed(folder, weights.files)
+            with errors_in_file(folder / "params.json"):
+                checkpoint = _find_packed(folder, weights.files)
         case _:
             checkpoint = _find_gguf(weights.files[0])
     return replace(checkpoint, left=weights.left)
@@ -364,9 +367,11 @@ def _find_packed(folder: Path, files: list[Path]) -> Checkpoint:
 
 
 def _find_gguf(path: Path) -> Checkpoint:
-    headers = gguf.read_headers(path)
+    with errors_in_file(path):
+        headers = gguf.read_headers(path)
+        args = gguf_args.args_of(headers)
     files = [header.file for header in headers]
-    return Checkpoint(path.parent, gguf_args.args_of(headers), files, "gguf", headers[0])
+    return Checkpoint(path.parent, args, files, "gguf", headers[0])
 
 
 def _sample(path: Path) -> str:

@@ -31,6 +31,7 @@ def load(
     checkpoint: Checkpoint,
     model: Transformer,
     *,
+    reader: CheckpointReader | None = None,
     check: Callable[[list[MappedTensor]], None] | None = None,
     filled: Callable[[nn.Module, dict[str, CodedRows]], None] = lambda module, coded: None,
     progress: bool = False,
@@ -43,6 +44,7 @@ def load(
     Args:
         checkpoint: The checkpoint.
         model: The model.
+        reader: Reads the checkpoint to the device of the model; by default a new one.
         check: Is called with the tensors of all files that are copied next, on every rank with the
             same, such as `LoadCheck.check`.
         filled: Is called with each module of `model.loading_order` once it is whole, on a GPU once
@@ -56,7 +58,7 @@ def load(
     """
     device = model.norm.weight.device
     placement = model.parallel.placement
-    reader = CheckpointReader(checkpoint, device, compares=check is None)
+    reader = reader or CheckpointReader(checkpoint, device, compares=check is None)
     bar = tqdm(
         total=sum(weight.nbytes for weight in model.parameters()),
         desc="Loading",

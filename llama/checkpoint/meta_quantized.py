@@ -13,7 +13,6 @@ import torch
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.hf import formats as hf_formats
 from llama.common.checks import brief, errors_in, number, whole_number
-from llama.storage.downloads import broken
 
 
 def config_of(params: dict[str, Any], source: str, num_shards: int) -> dict[str, Any] | None:
@@ -77,9 +76,9 @@ def join_fp8_scales(tensors: dict[str, MappedTensor], rank: int) -> dict[str, Ma
         scale = scales.pop(key).data if key in scales else torch.empty(0)
         has_rows = scale.shape in ((len(data),), (len(data), 1))
         if not has_rows or not scale.is_floating_point():
-            raise broken(file, f"has no {key} with a scale for each row of {name}")
+            raise ValueError(f"{file} has no {key} with a scale for each row of {name}")
         parts = {"weight": data, "weight_scale": scale.view(-1, 1)}
         joined[name] = tensors[name]._replace(quantized=hf_formats.eight_bits(parts, {}))
     if scales:
-        raise broken(file, f"has scales of {min(scales)}, which is not in FP8")
+        raise ValueError(f"{file} has scales of {min(scales)}, which is not in FP8")
     return joined

@@ -5,7 +5,6 @@ In: the content of config.json, and the files beside it that sentence-transforme
 inputs, and the labels of a classification head. No tensor is read.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from llama.common.checks import brief, errors_in, whole_number
-from llama.storage.downloads import read_json, read_small
+from llama.storage.downloads import parse_json, read_json, read_small
 
 PoolingKind = Literal["last", "mean", "first"]
 TokenTemplate = tuple[str | int, ...]  # names of special tokens, and indices of texts
@@ -192,7 +191,7 @@ def _kind(folder: Path, config: Mapping[str, Any]) -> tuple[PoolingKind | None, 
     pooling = config.get("pooling")
     if pooling is None:
         return None, True
-    if pooling not in _KINDS:
+    if not isinstance(pooling, str) or pooling not in _KINDS:
         raise ValueError(f"{folder / 'config.json'}: {_unknown('pooling', pooling)}")
     return _KINDS[pooling], True
 
@@ -224,12 +223,9 @@ def _check_modules(folder: Path) -> None:
     path = folder / "modules.json"
     if not path.is_file():
         return
-    try:
-        modules = json.loads(read_small(path))
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path} is not JSON ({brief(str(e))}): download it again") from e
+    modules = parse_json(path, read_small(path))
     if not isinstance(modules, list):
-        raise ValueError(f"{path} must hold a list of modules: download it again")
+        raise ValueError(f"{path} must hold a list of modules, not {brief(modules)}")
     for module in modules:
         name = str(module.get("type") if isinstance(module, dict) else module)
         if name.rpartition(".")[2] not in _MODULES:
@@ -281,7 +277,9 @@ def _template(path: Path, parts: object) -> TokenTemplate:
             case {"SpecialToken": {"id": str(name)}}:
                 template.append(name)
             case _:
-                raise ValueError(f"{path}: the post_processor has {brief(part)}: fetch it again")
+                raise ValueError(
+                    f"{path}: the post_processor has {brief(part)}, which is no part of a template"
+                )
     return tuple(template)
 
 

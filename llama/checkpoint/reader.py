@@ -29,7 +29,6 @@ from llama.checkpoint.table import as_slice, is_rotated, name_in, share, whole_s
 from llama.common.checks import errors_in
 from llama.ops.formats import N_BLOCK
 from llama.ranks.placement import WHOLE, Placement
-from llama.storage.downloads import broken
 from llama.weights.coded import Coded, CodedRows, joined
 from llama.weights.plain import all_finite
 
@@ -330,7 +329,10 @@ class CheckpointReader:
             file = piece.tensor.file
             matrix = piece.tensor.quantized
             if matrix is None:
-                raise broken(file, f"holds {name} plain, but the first shard holds it quantized")
+                raise ValueError(
+                    f"{file} holds {name} plain, but the first shard holds it quantized: the two "
+                    "are of two models"
+                )
             within = slice(piece.begin, piece.end)
             if dim:
                 columns = within
@@ -339,7 +341,10 @@ class CheckpointReader:
             with errors_in(f"{file}: {name}"):
                 coded = matrix.read(rows, columns, device)
             if not coded.is_finite():
-                raise broken(file, f"has a number or a scale of {name} that is not finite")
+                raise ValueError(
+                    f"{file} has a number or a scale of {name} that is not finite: `llama verify` "
+                    "says whether it is damaged"
+                )
             pieces.append(coded)
         whole = pieces[0] if len(pieces) == 1 else joined(pieces, dim)
         assert whole is not None, name  # all shards have one format
@@ -358,7 +363,7 @@ def find_not_finite(checkpoint: Checkpoint, names: Iterable[str]) -> dict[Path, 
     damaged: dict[Path, list[str]] = {}
     shards = CheckpointReader(checkpoint).shards
     for name, shard in itertools.product(names, shards):
-        tensor = shard[name]
-        if tensor.quantized is None and not all_finite(tensor.data):
+        tensor = shard.get(name)  # a tied lm_head is no tensor of its own
+        if tensor is not None and tensor.quantized is None and not all_finite(tensor.data):
             damaged.setdefault(tensor.file, []).append(name_in(checkpoint.layout, name))
     return damaged

@@ -81,7 +81,7 @@ def open_head(checkpoint: Checkpoint) -> MappedTensor:
     if HEAD not in shard:
         raise ValueError(
             f"{checkpoint.folder}: {HEAD} is missing, the head of the "
-            f"{checkpoint.pooling.architecture} that {path} describes: download it again"
+            f"{checkpoint.pooling.architecture} that {path} describes: save the model with it"
         )
     tensor = shard[HEAD]
     num_labels = len(head.labels) or tensor.shape[0]
@@ -136,7 +136,7 @@ def _check(checkpoint: Checkpoint, shards: list[Shard]) -> None:
         if missing:
             more = f" and {len(missing) - 1} more are" if missing[1:] else " is"
             others = [x for x in shard if x not in expected and not x.endswith(_COMPUTED)]
-            cause = "the two do not belong together, or a file is incomplete: download it again"
+            cause = "the two do not belong together, or the model was saved without them"
             if others:
                 cause = f"{brief(others[0])} is there, which is no name of a Llama in this layout"
             raise ValueError(

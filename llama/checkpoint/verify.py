@@ -254,7 +254,7 @@ def _read_checklist(path: Path) -> dict[str, str]:
             sums[match[2]] = match[1].lower()
         elif line.strip():
             raise ValueError(
-                f"{path}: {brief(line)} is not an MD5 and a file name: download it again"
+                f"{path}: {brief(line)} is not an MD5 and a file name: correct the line"
             )
     return sums
 

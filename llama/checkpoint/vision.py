@@ -155,7 +155,7 @@ def split_config(config: dict[str, Any], source: str) -> tuple[dict[str, Any], V
         if not all(type(number) is int and 0 <= number < count for number in cross_layers):
             raise ValueError(
                 f"cross_attention_layers is {brief(cross)}: it must be a list of numbers of layers "
-                f"below num_hidden_layers={count}: fetch the file again"
+                f"below num_hidden_layers={count}"
             )
         self_layers = [number for number in range(count) if number not in cross_layers]
         layers = {number: index for index, number in enumerate(self_layers)}

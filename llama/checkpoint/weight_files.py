@@ -252,7 +252,7 @@ def _indexed_shards(folder: Path, index: Path) -> list[Path]:
     """Return the files that an index names."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(map(is_plain, names.values())):
-        raise ValueError(f"{index}: weight_map must name a file for each tensor: fetch it again")
+        raise ValueError(f"{index}: weight_map must name a file for each tensor")
     shards = [folder / name for name in sorted(set(names.values()))]
     missing = [path.name for path in shards if not path.exists()]
     if missing:

@@ -24,6 +24,7 @@ import llama.common.device
 from llama.build_args import read_counts, read_shares
 from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.find import Checkpoint, find
+from llama.checkpoint.shards import open_shards
 from llama.checkpoint.table import part_of
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.cli.plan.report import summary
@@ -314,6 +315,7 @@ def _checkpoint(
     if checkpoint.purpose:
         yield Fact("purpose", checkpoint.purpose)
     yield from _tokenizer(checkpoint)
+    yield from _tensors(checkpoint)
     loaded = replace(checkpoint, in_codes=stays_in_codes(checkpoint, device))
     try:
         args.check_ranks(placement.size)
@@ -328,6 +330,15 @@ def _checkpoint(
     yield from _shares(args, replace(placement, column_step=column_step(loaded, device)))
     yield from _fits(checkpoint, device, placement)
     yield from _plan(checkpoint, device, placement)
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterator[Fact]:
+    """Yield a problem if a file is cut short, or does not hold the model's tensors."""
+    try:
+        if checkpoint.packed is None:  # `find` has opened packed weights
+            open_shards(checkpoint)
+    except (OSError, ValueError) as e:
+        yield problem("weights", str(e))
 
 
 def _shares(args: ModelArgs, placement: Placement) -> Iterator[Fact]:

@@ -15,6 +15,7 @@ import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, overload
 
@@ -253,6 +254,26 @@ def python_scalar(value: Any) -> Any:
         return item()
     except (ValueError, RuntimeError):
         return value
+
+
+@contextlib.contextmanager
+def errors_in_file(path: Path) -> Iterator[None]:
+    """Name a file in every error of its reader, so that no content of it ends in a traceback.
+
+    A ValueError that names the file, or another one in its folder, passes as it is; and so do
+    errors of the system.
+    """
+    try:
+        yield
+    except ValueError as e:
+        if str(path.parent) in str(e) or path.name in str(e):
+            raise
+        raise ValueError(f"{path}: {e}") from e
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
+        raise ValueError(
+            f"{path} cannot be read, as something in it is of another type or size than its "
+            f"reader expects ({type(e).__name__}: {brief(str(e))})"
+        ) from e
 
 
 @contextlib.contextmanager

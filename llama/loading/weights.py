@@ -16,7 +16,7 @@ from llama.checkpoint import loader, packed
 from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.packing import pack_model
 from llama.checkpoint.pooling import HEAD
-from llama.checkpoint.reader import find_not_finite
+from llama.checkpoint.reader import CheckpointReader, find_not_finite
 from llama.checkpoint.shards import open_head
 from llama.checkpoint.verify import LoadCheck
 from llama.common.checks import brief
@@ -27,8 +27,11 @@ from llama.model.layers import Matrix, RMSNorm
 from llama.model.transformer import Transformer
 from llama.ops.kv_cache import KVFormat
 from llama.ranks.parallel import Parallel
+from llama.storage.downloads import AGAIN
 from llama.weights import choice
 from llama.weights.plain import PlainWeight, all_finite
+
+_NOT_FINITE = "`llama verify` says whether the file is damaged; else the model was trained so"
 
 
 def load_weights(
@@ -54,6 +57,9 @@ def load_weights(
     params = replace(
         checkpoint.params, max_seq_len=sizes.max_seq_len, max_batch_size=sizes.max_batch_size
     )
+    reader = None
+    if checkpoint.packed is None:  # Wrong names and shapes are told before a model is made.
+        reader = CheckpointReader(checkpoint, files.device, compares=not verify)
     model = Transformer(
         params,
         parallel=parallel.placed(files.placement),
@@ -74,6 +80,7 @@ def load_weights(
         loader.load(
             checkpoint,
             model,
+            reader=reader,
             check=check,
             filled=functools.partial(pack_model, model, quantize=files.quantize),
             progress=is_first and sys.stderr.isatty(),
@@ -100,7 +107,7 @@ def load_head(checkpoint: Checkpoint) -> torch.Tensor | None:
     tensor = open_head(checkpoint)
     head = tensor.data.to(torch.float32, copy=True)
     if not all_finite(head):
-        raise ValueError(f"{tensor.file}: {HEAD} holds NaN or infinity: fetch it again")
+        raise ValueError(f"{tensor.file}: {HEAD} holds NaN or infinity: {_NOT_FINITE}")
     return head
 
 
@@ -143,8 +150,8 @@ def _warn_of_damage(model: Transformer, checkpoint: Checkpoint) -> None:
     empty = ["/".join(x.names) for x in _layer_matrices(model) if x.weight.has_empty_row]
     if empty:
         warnings.warn(
-            f"{checkpoint.weights_path} holds rows of zeros in {brief(empty)}: fetch or convert it "
-            "again",
+            f"{checkpoint.weights_path} holds rows of zeros in {brief(empty)}: {AGAIN}, or convert "
+            "it anew",
             stacklevel=3,
         )
 
@@ -174,7 +181,7 @@ def warn_not_finite(model: Transformer, checkpoint: Checkpoint, names: list[str]
     damaged = find_not_finite(checkpoint, names)
     for file, damaged_names in damaged.items():
         warnings.warn(
-            f"{file} holds NaN or infinity in {brief(damaged_names)}: fetch or convert it again",
+            f"{file} holds NaN or infinity in {brief(damaged_names)}: {_NOT_FINITE}",
             stacklevel=3,
         )
     if not damaged:

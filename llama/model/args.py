@@ -124,7 +124,7 @@ class ModelArgs:
             )
         for key in ("dim", "n_layers", "n_heads", "vocab_size"):
             if key not in params:
-                raise ValueError(f"{source}: the key {key!r} is missing: fetch the file again")
+                raise ValueError(f"{source}: the key {key!r} is missing, which every Llama has")
         args = cls(**{key: value for key, value in params.items() if key in known})
         args.check(source)
         return args

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from llama.common.checks import brief
 
+AGAIN = "download it again"  # said only where bytes are missing or damaged
 _HEAD_BYTES = 512  # enough to recognise an error page that a server sent instead of the file
 _MAX_SMALL_BYTES = 64 << 20  # limit for a file that is read whole; the largest tokenizer has 17 MB
 _BLOCK_BYTES = 4 << 20  # bytes that are read and hashed at a time
@@ -63,7 +64,9 @@ def read_small(path: Path) -> bytes:
     """
     check_download(path)
     if path.stat().st_size > _MAX_SMALL_BYTES:
-        raise broken(path, f"is larger than {_MAX_SMALL_BYTES:,} bytes, so it is another file")
+        raise ValueError(
+            f"{shown(path)} is larger than {_MAX_SMALL_BYTES:,} bytes, so it is another file"
+        )
     return path.read_bytes()
 
 
@@ -74,16 +77,31 @@ def read_json(path: Path) -> dict[str, Any]:
         OSError: As `check_download` does.
         ValueError: As `read_small` does, or the file does not hold a JSON object.
     """
-    data = read_small(path)
-    try:
-        content = json.loads(data)
-    except RecursionError:
-        raise broken(path, "is not JSON of a model: it is nested too deeply") from None
-    except ValueError as e:  # JSON or UTF-8 is invalid
-        raise broken(path, f"is not JSON ({brief(str(e))})") from e
+    content = parse_json(path, read_small(path))
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object: download it again")
+        raise ValueError(f"{path} must hold a JSON object, not {brief(content)}")
     return content
+
+
+def parse_json(path: Path, data: bytes) -> Any:
+    """Return what the content of a JSON file stands for.
+
+    Raises:
+        ValueError: It is cut short, or not JSON.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError(f"{path} is not JSON of a model: it is nested too deeply") from None
+    except json.JSONDecodeError as e:
+        is_cut = e.pos >= len(e.doc.rstrip()) or e.msg.startswith("Unterminated string")
+        if is_cut:
+            raise broken(path, f"is cut short: it is not JSON ({brief(str(e))})") from e
+        raise ValueError(f"{path} is not JSON ({brief(str(e))}): correct it there") from e
+    except UnicodeDecodeError as e:
+        raise broken(path, f"is not JSON: it is damaged ({brief(str(e))})") from e
+    except ValueError as e:  # a number of more digits than Python reads
+        raise ValueError(f"{path} is not JSON of a model ({brief(str(e))})") from e
 
 
 class Digest(NamedTuple):
@@ -147,10 +165,12 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 
 def broken(path: Path, problem: str) -> ValueError:
-    """Return the error for a file that differs from what was published.
+    """Return the error for a file whose bytes are missing or not those that were published.
+
+    Where they are all there, and say something odd, another download would give the same.
 
     Args:
         path: The file, which must exist.
         problem: A predicate whose subject is the file, such as "is empty".
     """
-    return ValueError(f"{shown(path)} ({path.stat().st_size:,} bytes) {problem}; download it again")
+    return ValueError(f"{shown(path)} ({path.stat().st_size:,} bytes) {problem}; {AGAIN}")

@@ -60,7 +60,8 @@ def further_tokens(folder: Path, known_ids: Container[int]) -> list[FurtherToken
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(
             f"{older if is_older else path}: its added tokens cannot be read "
-            f"({type(error).__name__}: {brief(str(error))}): fetch the file again"
+            f"({type(error).__name__}: {brief(str(error))}): write it with transformers' "
+            "save_pretrained"
         ) from None
 
 

@@ -104,6 +104,28 @@ _UNSUPPORTED_TYPES = {
     40: "NVFP4",
     41: "Q1_0",
 }
+# Types of ik_llama.cpp, which has numbers of its own.
+_IK_TYPES = {
+    133: "Q6_0",
+    134: "IQ1_BN",
+    135: "IQ2_BN",
+    137: "IQ2_K",
+    138: "IQ3_K",
+    139: "IQ4_K",
+    140: "IQ5_K",
+    141: "IQ6_K",
+    144: "IQ4_KS",
+    145: "IQ2_KS",
+    146: "IQ4_KSS",
+    152: "IQ5_KS",
+    153: "IQ2_KT",
+    154: "IQ3_KT",
+    155: "IQ4_KT",
+    156: "IQ3_KS",
+    157: "IQ2_KL",
+    158: "IQ1_KT",
+}
+_IK_NUMBERS = range(97, 400)  # Some of them are written for one kind of CPU alone.
 # Values of general.file_type for mixtures; other files are named after their commonest type.
 _MIXTURES = {
     11: "Q3_K_S",
@@ -254,7 +276,9 @@ def read_header(path: Path) -> Header:
         metadata = {reader.string(): reader.value() for _ in range(num_pairs)}
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment % 8:
-            raise broken(path, f"has general.alignment={brief(alignment)}")
+            raise ValueError(
+                f"{path} has general.alignment={brief(alignment)}: it must be a multiple of 8"
+            )
         entries = [reader.tensor(alignment) for _ in range(num_tensors)]
         data_begin = -(-reader.position // alignment) * alignment
     tensors = {name: info._replace(offset=data_begin + info.offset) for name, info in entries}
@@ -262,7 +286,7 @@ def read_header(path: Path) -> Header:
         if info.offset + info.num_bytes > size:
             raise broken(path, f"is cut short: {brief(name)} begins at byte {info.offset:,}")
     if len(tensors) < len(entries):
-        raise broken(path, "has two tensors of one name")
+        raise ValueError(f"{path} has two tensors of one name")
     in_order = sorted(tensors, key=lambda name: tensors[name].offset)
     for name, following in itertools.pairwise(in_order):
         if tensors[name].offset + tensors[name].num_bytes > tensors[following].offset:
@@ -344,6 +368,13 @@ class _HeaderReader:
                 f"{self.file}: {brief(name)} is of type {_UNSUPPORTED_TYPES[type_number]}, which "
                 "this runtime does not read: take the model's file in Q4_K_M, or a smaller one in "
                 "Q3_K_M or Q2_K"
+            )
+        if type_number in _IK_NUMBERS:
+            kind = _IK_TYPES.get(type_number, "that has no name here")
+            raise ValueError(
+                f"{self.file}: {brief(name)} is of type {kind} ({type_number}) of ik_llama.cpp, "
+                "which this runtime does not read: convert it with ik_llama.cpp's llama-quantize "
+                "--allow-requantize IN.gguf OUT.gguf Q4_K_M, or take the model's file in Q4_K_M"
             )
         tensor_type = TENSOR_TYPES.get(type_number)
         if (

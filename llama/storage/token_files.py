@@ -7,7 +7,6 @@ not known here. The file has over 400 lines because the formats share the checks
 """
 
 import binascii
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.common.checks import FieldPathError, brief
-from llama.storage.downloads import read_json, read_small, shown
+from llama.storage.downloads import AGAIN, parse_json, read_json, read_small, shown
 from llama.storage.further_tokens import FurtherToken, further_tokens
 from llama.storage.gguf import Header, is_gguf, read_header
 
@@ -187,7 +186,7 @@ def _tokens(path: Path, key: str, value: Any) -> list[int | str]:
     if any(type(token) is not expected for token in tokens):
         raise ValueError(
             f"{path}: {key} must be {'an id or a list of ids' if expected is int else 'a name'}, "
-            f"not {brief(value)}: fetch the file again"
+            f"not {brief(value)}"
         )
     return tokens
 
@@ -231,7 +230,8 @@ def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
         remedy = "give Llama 3's tokenizer.model"
         raise ValueError(f"{path} is a SentencePiece tokenizer, like that of Llama 2: {remedy}")
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(data.split(b"\n"), start=1):
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -241,21 +241,24 @@ def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
                 raise ValueError("this token was given before")
             ranks[token] = int(rank)
         except ValueError as error:
+            remedy = AGAIN if number == len(lines) else "give Llama 3's tokenizer.model"
             raise ValueError(
                 f"{path}, line {number}: expected a base64 token and its rank, got {line[:60]!r}"
-                f" ({error}): download the file again"
+                f" ({error}): {remedy}"
             ) from None
     return ranks
 
 
 def _parse_tokenizer_json(path: Path, data: bytes) -> Parsed:
     """Return what a tokenizer.json and the configuration files beside it hold."""
+    content: Any = parse_json(path, data)
     try:
-        content: Any = json.loads(data)
         tokens: list[dict[str, Any]] = content["added_tokens"]
         for token in tokens:
             if type(token["id"]) is not int or type(token["content"]) is not str:
                 raise TypeError("an id is no whole number, or a name is no text")
+            if token["id"] < 0:
+                raise ValueError(f"an added token has the id {token['id']}")
         vocab: dict[str, int] = content["model"]["vocab"]
         if {type(rank) for rank in vocab.values()} != {int}:
             raise TypeError("a rank is no whole number")
@@ -266,7 +269,7 @@ def _parse_tokenizer_json(path: Path, data: bytes) -> Parsed:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not the tokenizer.json of a byte-level BPE ({type(error).__name__}:"
-            f" {brief(str(error))}): download it again"
+            f" {brief(str(error))}): {_REMEDY}"
         ) from None
     if family:
         raise ValueError(f"{path} is the tokenizer of {family}: {_REMEDY}")
@@ -371,7 +374,7 @@ def _parse_gguf(header: Header) -> Parsed:
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(
             f"{path} is not the file of a byte-level BPE ({type(error).__name__}: "
-            f"{brief(str(error))}): download it again"
+            f"{brief(str(error))}): give tokenizer_path, such as a tokenizer.model"
         ) from None
     if merged_ids != sorted(merged_ids):
         raise ValueError(f"{path}: its merges are not in the order of ids: no Llama 3 tokenizer")
@@ -390,17 +393,18 @@ def _parse_gguf(header: Header) -> Parsed:
 
 def check_ranks(path: Path, ranks: dict[bytes, int]) -> None:
     """Raise ValueError unless ranks have no gap, and each byte has a token."""
-    for expected, rank in enumerate(sorted(ranks.values())):
-        if rank != expected:
+    for expected, token in enumerate(sorted(ranks, key=ranks.__getitem__)):
+        if ranks[token] != expected:
             raise ValueError(
-                f"{path}: ranks must be 0..{len(ranks) - 1}, each once; found {rank} where"
-                f" {expected} was expected: download the file again"
+                f"{path}: ranks must be 0..{len(ranks) - 1}, each once; found {ranks[token]} where"
+                f" {expected} was expected, for {brief(token.decode(errors='replace'))}: a word of "
+                "the BPE may not come after the added tokens, but can be one of them"
             )
     missing = [b for b in range(256) if bytes([b]) not in ranks]
     if missing:
         raise ValueError(
             f"{path}: {len(missing)} of the 256 single-byte tokens are missing, the first"
-            f" {missing[0]:#04x}, so not every text can be encoded: download the file again"
+            f" {missing[0]:#04x}, so not every text can be encoded: {_REMEDY}"
         )
 
 

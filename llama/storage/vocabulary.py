@@ -119,7 +119,7 @@ def _fit(parsed: Parsed, vocab_size: int | None) -> int:
         if num_tokens > num_ranks + _MAX_ADDED:
             raise ValueError(
                 f"{parsed.path}: an added token has the id {last_id}, far beyond the {num_ranks} "
-                "tokens of the vocabulary: download the file again"
+                "tokens of the vocabulary: give it the next free id"
             )
         return num_tokens
     too_few = num_tokens + (0 if parsed.is_whole else _MAX_PADDING) < vocab_size

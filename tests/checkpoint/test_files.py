@@ -3,6 +3,8 @@
 import json
 import os
 import struct
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -49,7 +51,7 @@ def test_a_pth_with_two_entries_of_one_name_is_refused(meta):
     with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
         record = archive.infolist()[-1].filename
         archive.writestr(record, b"other")
-    with pytest.raises(ValueError, match=rf"01\.pth .* two entries of the name '{record}'; down"):
+    with pytest.raises(ValueError, match=rf"01\.pth .* two entries of the name '{record}': save"):
         loaded(find(meta))
 
 
@@ -116,6 +118,33 @@ def test_an_entry_that_is_no_weight(tmp_path, entry):
     ) as error:
         open_tensors(tmp_path / "a.pth")
     assert len(str(error.value)) < 500
+
+
+DTENSORS = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+for name, placement in (("sharded", Shard(0)), ("replicated", Replicate())):
+    tensor = distribute_tensor(torch.ones(8, 4), mesh, [placement])
+    torch.save({"model": {"norm.weight": tensor}}, f"{sys.argv[1]}/{name}.pth")
+"""
+
+
+@pytest.mark.parametrize("imports", ["", "import torch.distributed.tensor;"])
+def test_a_part_of_a_sharded_tensor_is_named_with_what_saves_a_whole_one(tmp_path, imports):
+    """Whether a program has imported DTensors or not; torch reads them only then."""
+    run = [sys.executable, "-c"]
+    made = subprocess.run([*run, DTENSORS, str(tmp_path)], capture_output=True, timeout=120)
+    assert made.returncode == 0, made.stderr
+    read = f"{imports}from pathlib import Path\nfrom llama.checkpoint.files import open_tensors\n"
+    for name in ("sharded", "replicated"):
+        code = read + f"open_tensors(Path({str(tmp_path / name)!r} + '.pth'))"
+        done = subprocess.run([*run, code], capture_output=True, text=True, timeout=120)
+        error = done.stderr.splitlines()[-1]
+        assert error.startswith(f"ValueError: {tmp_path / name}.pth holds DTensors, of which")
+        assert "StateDictOptions(full_state_dict=True)" in error
 
 
 def safetensors_of(spans: dict[str, tuple[int, int]], num_bytes: int) -> bytes:

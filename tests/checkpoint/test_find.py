@@ -1,18 +1,37 @@
 """The files of a folder that are the model, and the errors for a folder without one."""
 
+from __future__ import (
+    annotations,
+)  # transformers imports its models lazily, when these names are first used
+
 import json
+import math
 import os
 import shutil
 from dataclasses import FrozenInstanceError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from helpers.checkpoints import random_state, write_meta
-from helpers.weights import PARAMS, STATE, change_json, expect_shards, loaded
+from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
+from helpers.embedders import write_model
+from helpers.kernels import HAS_KERNELS
+from helpers.weights import (
+    PARAMS,
+    STATE,
+    change_json,
+    change_safetensors,
+    expect_shards,
+    loaded,
+)
+from llama import Llama
 from llama.checkpoint.find import find
+from llama.checkpoint.reader import CheckpointReader, find_not_finite
 from llama.checkpoint.verify import verify
+from llama.loading import weights
 from llama.ranks.collectives import ModelParallel
 from llama.storage.downloads import check_download
 from llama.tokenizer import Tokenizer
@@ -119,7 +138,7 @@ def test_a_gguf_file_that_cannot_be_read_is_not_called_another_one(tmp_path, mon
          "are the same shard"),
         (lambda d: (d / "params.json").unlink(), FileNotFoundError, r"params\.json is missing"),
         (lambda d: (d / "params.json").write_text("{"), ValueError,
-         r"params\.json \(1 bytes\) is not JSON.*download it again"),
+         r"params\.json \(1 bytes\) is cut short: it is not JSON.*download it again"),
         (lambda d: (d / "params.json").write_text("<!DOCTYPE html><p>Sign in"), ValueError,
          r"params\.json .*is a web page"),
         (lambda d: (d / "params.json").write_text("[]"), ValueError, "must hold a JSON object"),
@@ -157,7 +176,7 @@ def test_a_small_file_that_is_huge_is_not_read(meta, hugging, name):
     with (folder / name).open("wb") as file:
         file.write(b"7" * 512)
         file.truncate(65 << 20)
-    with pytest.raises(ValueError, match=rf"{name} \(68,157,440 bytes\) is larger than .*down"):
+    with pytest.raises(ValueError, match=rf"{name} is larger than .*, so it is another file"):
         Tokenizer(folder / name) if name == "tokenizer.model" else verify(folder)
 
 
@@ -168,7 +187,7 @@ HUGE = "k" * 10_000_000
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (DEEP, "is nested too deeply; download it again"),
+        (DEEP, "is nested too deeply"),
         ('{"dim": ' + DEEP, "is nested too deeply"),
         (json.dumps(PARAMS | {"dim": 10**9}), "dim=1000000000 must be .* to 1048576"),
         (json.dumps(PARAMS | {"n_layers": 10**7}), "n_layers=10000000 must be .* to 8192"),
@@ -250,3 +269,77 @@ def test_what_was_found_cannot_be_changed(meta):
     params = find(meta).params
     with pytest.raises(FrozenInstanceError):
         params.max_seq_len = 7  # type: ignore[misc]
+
+
+STRANGE: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0.5,
+    10**30,
+    math.inf,
+    "x",
+    [],
+    [1],
+    [[]],
+    {},
+    {"a": []},
+)
+KEYS = ["architectures", "hidden_act", "mlp_bias", "layer_types", "sliding_window", "pooling"]
+KEYS += ["rope_parameters", "rope_scaling", "head_dim", "id2label", "quantization_config"]
+KEYS += ["hidden_size", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "is_causal"]
+KEYS += ["tie_word_embeddings", "text_config", "model_type", "original_max_position_embeddings"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_any_value_in_a_config_is_read_or_refused(hugging, key):
+    path = hugging / "config.json"
+    content = json.loads(path.read_text())
+    for value in STRANGE:
+        path.write_text(json.dumps(content | {key: value}))
+        try:
+            CheckpointReader(find(hugging))
+        except ValueError as e:
+            assert str(hugging) in str(e), (value, e)
+
+
+@pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
+@pytest.mark.parametrize("error", [KeyError("k"), AttributeError("a"), OverflowError("o")])
+def test_an_error_that_no_reader_expects_names_the_file(meta, monkeypatch, name, error):
+    """Whatever a file holds; here a reader fails in a way that none does."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    target = "llama.checkpoint.find.split_params"
+    if name.endswith(".pth"):
+        target = "llama.checkpoint.files._open_pth"
+    monkeypatch.setattr(target, fail)
+    with pytest.raises(ValueError, match=rf"{name} cannot be read, .*{type(error).__name__}"):
+        find(meta)
+
+
+@pytest.mark.parametrize("layers", [3, 8000])
+def test_layers_that_are_not_there_are_told_before_a_model_is_made(hugging, monkeypatch, layers):
+    """A model of 8,000 layers took half a minute to make."""
+    write_byte_tokenizer(hugging)
+    change_json(hugging / "config.json", num_hidden_layers=layers, vocab_size=512)
+    change_safetensors(hugging, "model.embed_tokens.weight", torch.ones(512, 64))
+    change_safetensors(hugging, "lm_head.weight", torch.ones(512, 64))
+    monkeypatch.setattr(weights, "Transformer", lambda *_, **__: pytest.fail("a model was made"))
+    with pytest.raises(ValueError, match=r"layers\.2\.self_attn\.q_proj\.weight and .* missing"):
+        Llama.build(str(hugging), None, 64, 1, device="cpu")
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="the CPU kernels look for NaN as they pack")
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "layers.1.mlp.up_proj.weight"])
+def test_a_number_that_is_none_in_a_model_without_lm_head_is_named(tmp_path, name):
+    theirs = write_model(tmp_path, transformers.LlamaModel)
+    broken = theirs.get_parameter(name).detach().clone()
+    broken[1, 1] = math.nan
+    change_safetensors(tmp_path, name, broken)
+    with pytest.warns(UserWarning, match=rf"model\.safetensors holds NaN .*{name}"):
+        Llama.build(str(tmp_path), None, 64, 1, device="cpu", dtype="bf16").close()
+    names = ["tok_embeddings.weight", "layers.1.feed_forward.w3.weight", "output.weight"]
+    ((file, found),) = find_not_finite(find(tmp_path), names).items()
+    assert file == tmp_path / "model.safetensors" and len(found) == 1 and found[0].endswith(name)

@@ -643,14 +643,25 @@ def test_a_scale_that_is_no_number_is_named(tmp_path, at):
             load_it()
 
 
-@pytest.mark.parametrize(("number", "name"), [(16, "IQ2_XXS"), (31, "Q4_0_4_4"), (39, "MXFP4")])
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (16, "IQ2_XXS"),
+        (31, "Q4_0_4_4"),
+        (39, "MXFP4"),
+        (139, r"IQ4_K \(139\) of ik_llama.cpp, .*llama-quantize --allow-requantize IN\.gguf"),
+        (153, r"IQ2_KT \(153\) of ik_llama"),
+        (340, r"that has no name here \(340\) of ik_llama"),
+    ],
+)
 def test_a_type_that_is_not_read_is_named_with_what_to_take(copy, number, name):
     data = copy.read_bytes()
     at = data.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 2 * 8
     copy.write_bytes(data[:at] + number.to_bytes(4, "little") + data[at + 4 :])
-    message = rf"'blk\.0\.ffn_up\.weight' is of type {name}, .*take the model's file in Q4_K_M"
-    with pytest.raises(ValueError, match=message):
+    message = rf"'blk\.0\.ffn_up\.weight' is of type {name}.*, .*take the model's file in Q4_K_M"
+    with pytest.raises(ValueError, match=message) as error:
         find(copy)
+    assert "again" not in str(error.value)
 
 
 HUGE = (2**63 + 5).to_bytes(8, "little")

@@ -58,9 +58,11 @@ def args_of(headers: list[Header]) -> ModelArgs:
     for name, key in KEYS.items():
         config[name] = metadata.get(f"{_ARCHITECTURE}.{key}")
         if config[name] is None and name not in _OPTIONAL:
-            raise ValueError(f"{path}: the key {_ARCHITECTURE}.{key} is missing: download it again")
+            raise ValueError(
+                f"{path}: the key {_ARCHITECTURE}.{key} is missing, which every Llama has"
+            )
     if _EMBEDDING not in files:
-        raise ValueError(f"{path}: {_EMBEDDING} is missing: download the file again")
+        raise ValueError(f"{path}: {_EMBEDDING} is missing, which every Llama has")
     config["vocab_size"] = files[_EMBEDDING].tensors[_EMBEDDING].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in files
     if isinstance(config["rms_norm_eps"], float):

@@ -99,7 +99,7 @@ def _check_config(config: dict[str, Any]) -> None:
         )
     for key in ("rms_norm_eps", *_SIZES):
         if key not in config:
-            raise ValueError(f"the key {key!r} is missing: fetch the file again")
+            raise ValueError(f"the key {key!r} is missing, which every Llama has")
     _check_neutral(config)
 
 
@@ -149,7 +149,7 @@ def _rope_params(config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{key} must be an object, not {brief(rope)}")
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta is None:
-        raise ValueError("the key 'rope_theta' is missing: fetch the file again")
+        raise ValueError("the key 'rope_theta' is missing, which every Llama has")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     described = ("rope_theta", "rope_type", "type")
     scaling = {k: v for k, v in rope.items() if k not in described and v is not None}

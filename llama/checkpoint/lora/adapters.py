@@ -128,7 +128,7 @@ def _open(folder: Path, params: ModelArgs) -> Adapter:
         updates = {module.name: module.update(config, shapes) for module in modules}
         for name, tensor in tensors.items():
             if not all_finite(tensor):
-                raise ValueError(f"{brief(name)} holds NaN or infinity: train or fetch it again")
+                raise ValueError(f"{brief(name)} holds NaN or infinity: it was trained so")
         unties = params.tied_output and not stays_tied(updates)
         if unties and config.keeps_tie:
             raise ValueError(
@@ -231,7 +231,7 @@ class _Module:
         if missing:
             raise ValueError(
                 f"{self.title} has no tensor lora_{missing[0]}, beside {', '.join(sorted(roles))}: "
-                f"fetch the adapter again; use_dora in {CONFIG_FILE} must fit the file"
+                f"save the whole adapter; use_dora in {CONFIG_FILE} must fit the file"
             )
         unexpected = sorted(roles - needed)
         if unexpected:
@@ -263,7 +263,7 @@ def _modules(tensors: dict[str, Tensor], shapes: dict[str, Size]) -> list[_Modul
         ValueError: A tensor belongs to no module of the base model, or to the same as another.
     """
     if not tensors:
-        raise ValueError("the file holds no tensors: fetch the adapter again")
+        raise ValueError("the file holds no tensors: save the adapter with its tensors")
     known = _names_by_title(shapes)
     modules: dict[str, _Module] = {}
     for tensor_name, tensor in tensors.items():
@@ -342,7 +342,7 @@ def _check_names(modules: list[_Module], config: AdapterConfig, shapes: dict[str
             if is_known and not any(names_module(end, title) for title in titles):
                 raise ValueError(
                     f"{key} of {CONFIG_FILE} names {brief(end)}, of which the file holds no "
-                    "tensor: fetch or save the adapter again"
+                    "tensor: save the whole adapter"
                 )
 
 

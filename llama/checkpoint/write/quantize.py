@@ -123,5 +123,8 @@ def finite_rows(name: str, plain: Tensor) -> Iterator[Tensor]:
     for start in range(0, len(plain), rows_per_chunk):
         rows = plain[start : start + rows_per_chunk]
         if not rows.isfinite().all():
-            raise ValueError(f"{name} has a number that is not finite: download the weights again")
+            raise ValueError(
+                f"{name} has a number that is not finite, which no format holds: `llama verify` "
+                "says whether the files are damaged"
+            )
         yield rows
