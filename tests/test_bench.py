@@ -230,6 +230,23 @@ def test_peers_say_the_same_tokens(name, tmp_path, monkeypatch):
     assert row["seconds"] > 0
 
 
+def test_a_gguf_file_without_a_vocabulary_runs(tmp_path):
+    """A GGUF file without a vocabulary runs, as those that llama.cpp quantizes for a measurement.
+
+    The file is written by llama.cpp's package, and its ids are those of the folder that it is from.
+    """
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    from bench.gguf_file import write_gguf
+
+    meta = shapes.write_checkpoint(tmp_path / "meta", SMALL, torch.float32)
+    path = tmp_path / "model.gguf"
+    write_gguf(find(meta), path, torch.float32)
+    job = JOB | {"measure": "latency", "threads": 1}
+    (row,) = worker.measure("ours", job | {"folder": str(path)})
+    (wanted,) = worker.measure("ours", job | {"folder": str(meta)})
+    assert row["ids"] == wanted["ids"] and len(row["ids"]) == 5
+
+
 def test_load_reads_files_that_are_kept_and_failures_are_reported(bench, tmp_path, capsys):
     """`load` reads stored results and reports failures.
 

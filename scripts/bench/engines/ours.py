@@ -131,10 +131,15 @@ def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
 
     activations = job.get("activations")
     if job["folder"]:
-        return Llama.build(
-            job["folder"], None, **sizes, device=job["device"], dtype=job["dtype"],
-            activations=activations,
-        )  # fmt: skip
+        with tempfile.TemporaryDirectory() as scratch:
+            tokenizer_path = None
+            if lacks_vocabulary(job["folder"]):
+                tokenizer_path = f"{scratch}/tokenizer.model"
+                write_tokenizer(Path(tokenizer_path), job["params"]["vocab_size"])
+            return Llama.build(
+                job["folder"], tokenizer_path, **sizes, device=job["device"], dtype=job["dtype"],
+                activations=activations,
+            )  # fmt: skip
     quantize = job["dtype"] if job["dtype"] in QUANTIZED else None
     dtype = DTYPES["bf16" if quantize else job["dtype"]]
     model = random_model(job["params"] | sizes, dtype, job["device"])
@@ -145,3 +150,12 @@ def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
         path = Path(scratch, "tokenizer.model")
         write_tokenizer(path, job["params"]["vocab_size"])
         return Llama(model, Tokenizer(path))
+
+
+def lacks_vocabulary(path: str) -> bool:
+    """Return whether a GGUF file has no vocabulary, which its products do not need."""
+    from llama.checkpoint.find import find
+
+    header = find(path).header
+    model = header and header.metadata.get("tokenizer.ggml.model")
+    return header is not None and model in (None, "none", "no_vocab")
