@@ -17,6 +17,7 @@ import numpy as np
 
 from llama.common.checks import FieldError
 from llama.common.extras import install_hint
+from llama.requests.grammar_cache import GrammarCache
 from llama.sampling_params import StructuredOutput
 from llama.tokenizer import Tokenizer
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _T = TypeVar("_T")
-_CACHE_SIZE = 256  # compiled grammars
 # llguidance follows references between rules by recursion, with about 3 KB of stack for each. The
 # longest texts that `StructuredOutput` allows have chains of 12,000 rules, which would overflow an
 # ordinary stack and end the process. Only the pages of a stack that are used take memory.
@@ -153,7 +153,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._compiled = functools.lru_cache(_CACHE_SIZE)(self._compile_for)
+        self._cache: GrammarCache[LLMatcher] = GrammarCache()
         self._starting = threading.Lock()
 
     def matcher(
@@ -181,9 +181,14 @@ class GrammarCompiler:
         with contextlib.suppress(ModuleNotFoundError):
             _ = self._index
 
-    def _compile_for(self, _root: bytes, response_format: StructuredOutput) -> "LLMatcher":
-        """Compile a format; the root distinguishes the entries of the cache."""
-        return self._with_large_stack(lambda: self._compile(response_format))
+    def _compiled(self, root: bytes, response_format: StructuredOutput) -> "LLMatcher":
+        """Return a compiled format; the root distinguishes the entries of the cache."""
+        key = (root, response_format)
+        matcher = self._cache.get(key)
+        if matcher is None:
+            matcher = self._with_large_stack(lambda: self._compile(response_format))
+            self._cache.add(key, matcher)
+        return matcher
 
     def _with_large_stack(self, work: Callable[[], _T]) -> _T:
         """Return what `work` returns, or raise what it raises; it runs in a thread of its own."""

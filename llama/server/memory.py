@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from llama.server.errors import ApiError
 
-SLOW_S = 2.0  # time after which something may count as slow
+SLOW_S = 2.0  # time by which something may be late until it counts as slow
 MIN_RATE = 128 * 1024  # bytes per second; at this rate the largest body arrives within its time
 
 
@@ -102,10 +102,10 @@ class SharedMemory:
         Raises:
             ApiError: 503 if none of them is slow.
         """
-        slow = [holding for holding in holdings if holding.num_missing > 0 < holding.num_counted]
+        slow = [holding for holding in holdings if holding.late_s > 0 and holding.num_counted]
         if not slow:
             raise ApiError(503, self.refusal)
-        slowest = max(slow, key=lambda holding: holding.num_missing)
+        slowest = max(slow, key=lambda holding: holding.late_s)
         slowest.give_back()
         self._arriving.pop(slowest).reschedule(0.0)
 
@@ -123,7 +123,7 @@ class Holding:
         self.sender = sender
         self.num_bytes = 0
         self._memory = memory
-        self._began = time.monotonic()
+        self._due = time.monotonic() + SLOW_S  # when more bytes must have come
 
     @property
     def num_counted(self) -> int:
@@ -131,10 +131,9 @@ class Holding:
         return max(0, self.num_bytes - self._memory.num_free)
 
     @property
-    def num_missing(self) -> float:
-        """How many bytes fewer have come than come at the slowest rate."""
-        seconds = time.monotonic() - self._began - SLOW_S
-        return seconds * MIN_RATE - self.num_bytes if seconds > 0 else 0
+    def late_s(self) -> float:
+        """How many seconds ago more bytes should have come; negative if it is in time."""
+        return time.monotonic() - self._due
 
     def grow_to(self, num_bytes: int) -> None:
         """Hold at least so many bytes from now on.
@@ -146,6 +145,8 @@ class Holding:
         self._memory.check(self, num_more)
         if num_bytes > self.num_bytes:
             self._memory.count(self.sender, max(0, num_more))
+            latest = time.monotonic() + SLOW_S
+            self._due = min(latest, self._due + (num_bytes - self.num_bytes) / MIN_RATE)
             self.num_bytes = num_bytes
 
     def give_back(self) -> None:

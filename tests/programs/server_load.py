@@ -32,8 +32,9 @@ SETTLE_S = 60.0
 class Client:
     """Requests to one server, each over a connection of its own."""
 
-    def __init__(self, url: str, seed: int = 0) -> None:
+    def __init__(self, url: str, seed: int = 0, source: str = "127.0.0.1") -> None:
         self.url = url
+        self.source = source
         address = urlsplit(url)
         self._host, self._port = str(address.hostname), int(address.port or 80)
         self.draw = random.Random(seed)
@@ -41,7 +42,9 @@ class Client:
     async def connect(
         self, limit: int = 2**16
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection(self._host, self._port, limit=limit)
+        return await asyncio.open_connection(
+            self._host, self._port, limit=limit, local_addr=(self.source, 0)
+        )
 
     async def send(
         self, body: dict[str, Any], *, path: str = PATH, limit: int = 2**16

@@ -1,16 +1,19 @@
-"""Small requests beside requests that try to shut them out, for minutes, against one server.
+"""Small requests beside requests of others that try to shut them out, for minutes.
 
 `python tests/programs/soak.py --minutes 15` starts a server with the demo model and look-up drafts;
 `--url URL --pid PID` uses a running one. Beside small requests it sends predictions of 7 MB, large
 echoes with log-probabilities, echoes beyond the limit of an answer, grammars that take seconds to
-compile, and WebSocket upgrades. Each minute, and at the end, it prints the latency of the small
-requests, the memory of the server, and how often each kind of request got each status. The exit
-code is 1 if a small request failed, or the server ended.
+compile, and WebSocket upgrades; with `--attacks` also all attacks of attacks.py. Each minute, and
+at the end, it prints the latency of the small requests, the memory of the server, and how often
+each kind of request got each status. The exit code is 1 if a small request failed or had a wrong
+answer, if any request had an internal error, if the server ended, or if it does not come to rest
+with all pages free.
 """
 
 import argparse
 import asyncio
 import itertools
+import json
 import statistics
 import sys
 import tempfile
@@ -22,13 +25,15 @@ from typing import Any
 
 from helpers.checkpoints import long_demo
 from helpers.server import run_server
-from programs.server_load import Client, resident_mb
+from programs import attacks
+from programs.server_load import Client, resident_mb, settle
 
 FLAGS = (
     *("--max_batch_size", "8", "--max_queue", "256", "--max_seq_len", "4096"),
     *("--speculate", "lookup"),
 )
 SMALL_CLIENTS = 4
+SMALL_SOURCE = "127.0.0.3"  # the others have other addresses
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 PREDICTION = "a cat sat " * 700_000
@@ -41,19 +46,28 @@ UPGRADE = (
 class Soak:
     """The requests of one run, and what they have shown so far."""
 
-    def __init__(self, url: str, pid: int) -> None:
+    def __init__(self, url: str, pid: int, *, has_attacks: bool) -> None:
         self.client = Client(url)
+        self.small_client = Client(url, source=SMALL_SOURCE)
+        self.has_attacks = has_attacks
+        self.wanted: dict[int, str] = {}  # the answer of each small request, by its seed
+        self.num_wrong = 0
         self.pid = pid
         self.latencies: list[float] = []
-        self.statuses: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        self.statuses: defaultdict[str, attacks.Statuses] = defaultdict(Counter)
         self.memory = [resident_mb(pid)]
         self.serial = itertools.count()
 
     async def small(self) -> None:
         """Send a small request, and note its time."""
         began = time.perf_counter()
-        await self.post("small", TEXT, {"prompt": "Once", "max_tokens": 4})
+        seed = next(self.serial) % 20
+        body = {"prompt": "Once", "max_tokens": 4, "seed": seed}
+        content = await self.post("small", TEXT, body, self.small_client)
         self.latencies.append(time.perf_counter() - began)
+        if content:
+            text = json.loads(content)["choices"][0]["text"]
+            self.num_wrong += text != self.wanted.setdefault(seed, text)
         await asyncio.sleep(0.05)
 
     async def prediction(self) -> None:
@@ -101,15 +115,31 @@ class Soak:
             writer.close()
         await asyncio.sleep(0.2)
 
-    async def post(self, kind: str, path: str, body: dict[str, Any]) -> None:
-        """Send a request and note its status, which is 0 if the connection failed."""
+    async def post(
+        self, kind: str, path: str, body: dict[str, Any], client: Client | None = None
+    ) -> bytes:
+        """Send a request and note its status, which is 0 if the connection failed.
+
+        Returns:
+            The answer; empty for any status but 200.
+        """
+        content = b""
         try:
-            status, _, _ = await self.client.post(body, path=path)
+            status, _, content = await (client or self.client).post(body, path=path)
         except OSError:
             status = 0
         self.statuses[kind][status] += 1
-        if status != 200:
-            await asyncio.sleep(0.2)
+        if status == 200:
+            return content
+        await asyncio.sleep(0.2)
+        return b""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all small requests were answered rightly, and none had an internal error."""
+        has_failed = set(self.statuses["small"]) != {200}
+        has_faults = any(500 in counts for counts in self.statuses.values())
+        return not (has_failed or has_faults or self.num_wrong)
 
     async def watch(self) -> None:
         """Note the memory of the server each second."""
@@ -127,7 +157,8 @@ class Soak:
             f"  resident MB: {first:.0f} at first, {last:.0f} now, {max(self.memory):.0f} at most"
         )
         for kind, counts in sorted(self.statuses.items()):
-            print(f"  {kind}: {dict(sorted(counts.items()))}", flush=True)
+            print(f"  {kind}: {dict(sorted(counts.items(), key=str))}", flush=True)
+        print(f"  wrong answers of small requests: {self.num_wrong}", flush=True)
 
 
 async def repeat(work: Callable[[], Awaitable[None]], end: float) -> None:
@@ -144,10 +175,16 @@ async def run(soak: Soak, minutes: float) -> None:
     works = [soak.small] * SMALL_CLIENTS + [soak.grammar] * 6 + [soak.prediction] * 2
     works += [soak.echo] * 2 + [soak.too_large, soak.upgrades, soak.watch]
     tasks = [asyncio.create_task(repeat(work, end)) for work in works]
+    if soak.has_attacks:
+        attacker = Client(soak.client.url, source=attacks.OTHER)
+        for name, attack in attacks.ATTACKS.items():
+            rounds = attacks.repeat(attack, attacker, soak.statuses[name], end)
+            tasks.append(asyncio.create_task(rounds))
     while time.monotonic() < end:
         await asyncio.sleep(min(60.0, max(0.0, end - time.monotonic())))
         soak.report((time.monotonic() - began) / 60)
     await asyncio.gather(*tasks)
+    await settle(soak.client)
     await asyncio.sleep(2.0)
     soak.memory.append(resident_mb(soak.pid))
     print("at the end, idle:")
@@ -159,21 +196,22 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--url")
     parser.add_argument("--pid", type=int)
+    parser.add_argument("--attacks", action="store_true")
     options = parser.parse_args()
     if options.url:
-        soak = Soak(options.url, options.pid)
+        soak = Soak(options.url, options.pid, has_attacks=options.attacks)
         asyncio.run(run(soak, options.minutes))
-        return int(set(soak.statuses["small"]) != {200})
+        return int(not soak.is_right)
     with (
         tempfile.TemporaryDirectory() as folder,
         run_server(str(long_demo(Path(folder) / "demo")), *FLAGS) as server,
     ):
-        soak = Soak(server.url, server.process.pid)
+        soak = Soak(server.url, server.process.pid, has_attacks=options.attacks)
         asyncio.run(run(soak, options.minutes))
         has_ended = server.process.poll() is not None
         print("the server's log:", *server.log[-5:], sep="\n  ")
         assert has_ended or server.stop() == 0
-    return int(has_ended or set(soak.statuses["small"]) != {200})
+    return int(has_ended or not soak.is_right)
 
 
 if __name__ == "__main__":

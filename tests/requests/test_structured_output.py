@@ -304,3 +304,39 @@ def test_the_longest_chains_of_rules_do_not_end_the_process():
     command = [sys.executable, "-c", CHAINS, str(next(DEMO.glob("tokenizer.*")))]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "compiled\n"), done.stderr
+
+
+@pytest.mark.parametrize("form", ["choice", "regex"])
+def test_compiled_formats_are_kept_up_to_a_size(monkeypatch, form):
+    """The formats that were used last are kept, as many as have a million characters together."""
+    compiler = GrammarCompiler(Tokenizer(str(DEMO / "tokenizer.model")))
+    compiled: list[Any] = []
+    compile_one = GrammarCompiler._compile
+
+    def counted(self: GrammarCompiler, response_format: StructuredOutput) -> Any:
+        compiled.append(response_format)
+        return compile_one(self, StructuredOutput(regex="a"))
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", counted)
+
+    def large(i: int) -> StructuredOutput:
+        text = f"{i}".ljust(90_000, "x")
+        return (
+            StructuredOutput(choice=(text,)) if form == "choice" else StructuredOutput(regex=text)
+        )
+
+    for i in range(30):
+        compiler.matcher(large(i))
+        compiler.matcher(large(i))
+        compiler.matcher(StructuredOutput(regex="yes|no"))
+    assert len(compiled) == 31, "what has just been used is compiled again"
+    compiler.matcher(large(25))
+    assert len(compiled) == 31
+    compiler.matcher(large(10))
+    assert len(compiled) == 32, "more is kept than has a million characters"
+    for i in range(300):
+        compiler.matcher(StructuredOutput(regex=f"{i}"))
+    compiler.matcher(StructuredOutput(regex="290"))
+    assert len(compiled) == 332
+    compiler.matcher(StructuredOutput(regex="20"))
+    assert len(compiled) == 333

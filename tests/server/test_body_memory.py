@@ -69,7 +69,6 @@ def test_slow_bodies_give_way_to_others(monkeypatch, is_slow, newcomer):
     sender some of its own.
     """
     monkeypatch.setattr(memory_module, "SLOW_S", -1.0 if is_slow else 60.0)
-    monkeypatch.setattr(memory_module, "MIN_RATE", 2**40)
     memory = SharedMemory(4 * MIB, 0, "full")
     ended: list[tuple[bytes, int]] = []
 
@@ -103,7 +102,6 @@ def test_slow_bodies_give_way_to_others(monkeypatch, is_slow, newcomer):
 
 def test_what_has_arrived_never_gives_way(monkeypatch):
     monkeypatch.setattr(memory_module, "SLOW_S", -1.0)
-    monkeypatch.setattr(memory_module, "MIN_RATE", 2**40)
     memory = SharedMemory(MIB, 0, "full")
 
     async def run() -> None:
@@ -128,3 +126,27 @@ def test_a_holding_never_shrinks_until_it_is_given_back():
         assert memory.used == 51
         assert isinstance(held, Holding)
     assert memory.used == 0
+
+
+@pytest.mark.parametrize(("num_bytes", "pause_s"), [(8 * MIB, 3.0), (1, 0.5), (MIB // 10, 1.0)])
+def test_a_body_counts_as_slow_however_much_of_it_came_at_first(monkeypatch, num_bytes, pause_s):
+    """A body that comes at less than 128 KiB/s for two seconds is slow, whatever came at first.
+
+    One that comes at that rate is never slow.
+    """
+    now = [100.0]
+    monkeypatch.setattr(memory_module.time, "monotonic", lambda: now[0])
+    memory = body_memory(64 * MIB)
+    with memory.held(b"a") as slow, memory.held(b"b") as quick:
+        slow.grow_to(num_bytes)
+        for _ in range(40):
+            assert quick.late_s < 0
+            now[0] += pause_s
+            quick.grow_to(quick.num_bytes + int(pause_s * 130 * 1024))
+            if slow.late_s > 0:
+                break
+            slow.grow_to(slow.num_bytes + 1)
+        else:
+            pytest.fail("it is not slow")
+        assert now[0] <= 100 + 2 + num_bytes / memory_module.MIN_RATE + 2 * pause_s
+        assert num_bytes < MIB or now[0] == 103.0
