@@ -19,7 +19,7 @@ from torch import Tensor
 from helpers.adapters import EMBEDDING, PREFIX, update_of, weight_of, write_adapter
 from helpers.checkpoints import shard_of, write_byte_tokenizer
 from helpers.kernels import HAS_KERNELS, without_amx
-from helpers.weights import hf_model, loaded, metas_state
+from helpers.weights import hf_logits, hf_model, loaded, metas_state
 from llama import Llama
 from llama.checkpoint.find import find
 from llama.checkpoint.lora import unmerged
@@ -462,3 +462,32 @@ def test_a_request_of_a_dropped_adapter_is_refused(base, folders):
         field.name for field in dataclasses.fields(request.answers[0].sequence.spec)
     }
     llama.close()
+
+
+@pytest.mark.parametrize("head_dim", [16, 96])
+def test_heads_of_another_size_take_the_adapters_of_peft(tmp_path, head_dim):
+    """Merged, and chosen by request; and loaded on each of two ranks, with copies of the ends."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    base = hf_model(vocab_size=512, hidden_size=128, head_dim=head_dim)
+    base.save_pretrained(tmp_path / "base")
+    write_byte_tokenizer(tmp_path / "base")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(base, config)
+    draw = torch.Generator().manual_seed(5)
+    for parameter in theirs.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
+    theirs.eval().save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    tokens = torch.tensor(PROMPTS[:1])
+    expected = hf_logits(theirs, tokens)
+    found = find(tmp_path / "base")
+    merged = loaded(found.merged_with(tmp_path / "adapter"))
+    torch.testing.assert_close(merged(tokens, 0), expected, atol=1e-4, rtol=1e-4)
+    llama = build(tmp_path / "base", {"peft": tmp_path / "adapter"}, dtype="fp32")
+    ((_, _, scores),) = answers(llama, ["peft"], PROMPTS[:1])
+    llama.close()
+    wanted = expected.log_softmax(-1)[0, range(19), tokens[0, 1:]]
+    ours = [entry[0] for entry in scores[1:]]
+    assert ours == pytest.approx(wanted.tolist(), abs=1e-4)
+    for rank in range(2):
+        assert unmerged.load(tmp_path / "adapter", loaded(found, rank, 2)).rank == 4
