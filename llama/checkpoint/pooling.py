@@ -244,7 +244,7 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     prompts = content.get("prompts") or {}
     default = content.get("default_prompt_name")
     is_table = isinstance(prompts, dict) and all(isinstance(x, str) for x in prompts.values())
-    if not is_table or (default is not None and default not in prompts):
+    if not is_table or (default is not None and default not in [*prompts]):
         raise ValueError(
             f"{path}: prompts is {brief(prompts)} and default_prompt_name {brief(default)}: the "
             "first must map names to texts, and the second be one of these names"

@@ -4,6 +4,7 @@ from __future__ import (
     annotations,
 )  # transformers imports its models lazily, when these names are first used
 
+import itertools
 import json
 import math
 import os
@@ -301,6 +302,30 @@ def test_any_value_in_a_config_is_read_or_refused(hugging, key):
             CheckpointReader(find(hugging))
         except ValueError as e:
             assert str(hugging) in str(e), (value, e)
+
+
+SIDE_FILES: dict[str, Any] = {
+    "1_Pooling/config.json": {"pooling_mode_mean_tokens": True, "include_prompt": True},
+    "sentence_bert_config.json": {"max_seq_length": 10, "do_lower_case": False},
+    "modules.json": [{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}],
+    "config_sentence_transformers.json": {"prompts": {"q": "q: "}, "default_prompt_name": "q"},
+}
+
+
+@pytest.mark.parametrize("name", SIDE_FILES)
+def test_any_value_in_a_side_file_is_read_or_refused(tmp_path, name):
+    """The error names the file and what is wrong there, whatever type the value has."""
+    write_model(tmp_path, transformers.LlamaModel, sentence_transformers=SIDE_FILES)
+    path = tmp_path / name
+    content = json.loads(path.read_text())
+    inner = content[0] if isinstance(content, list) else content
+    for key, value in itertools.product([*inner], STRANGE):
+        changed = inner | {key: value}
+        path.write_text(json.dumps([changed] if isinstance(content, list) else changed))
+        try:
+            find(tmp_path)
+        except ValueError as e:
+            assert str(path) in str(e) and "cannot be read" not in str(e), (key, value, e)
 
 
 @pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
