@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from helpers.bodies import parse_body
 from llama.common.checks import FieldError
 from llama.prompts.dialog_format import PromptOptions
 from llama.sampling_params import SamplingParams
-from llama.server.openai.models import parse_body
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

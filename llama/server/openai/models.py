@@ -7,7 +7,7 @@ the field. This file knows no files and no network, and runs no model.
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag, TypeAdapter
+from pydantic import Field, Tag
 
 from llama.common.checks import FieldError
 from llama.prompts.chat import (
@@ -17,7 +17,7 @@ from llama.prompts.chat import (
     ThinkingBudget,
 )
 from llama.prompts.dialog_format import PromptOptions
-from llama.prompts.fields import UNUSED, Fields, chosen_by, read_as
+from llama.prompts.fields import UNUSED, Fields, chosen_by
 from llama.prompts.messages import Content, Dialog
 from llama.prompts.tools import ToolFields
 from llama.sampling_params import SamplingParams, StructuredOutput
@@ -261,23 +261,3 @@ class ChatBody(ToolFields, PromptFields, _ChatSampling, _Body):  # type: ignore[
         if self.thinking_budget_tokens is not None:
             names["thinking_token_budget"] = "thinking_budget_tokens"
         return names
-
-
-_CHAT_ADAPTER: TypeAdapter[ChatBody] = TypeAdapter(ChatBody)
-_TEXT_ADAPTER: TypeAdapter[CompletionBody] = TypeAdapter(CompletionBody)
-
-
-def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> ApiRequest:
-    """Return the request in a body that is not checked yet.
-
-    Args:
-        body: the JSON object.
-        defaults: the parameters that it does not give.
-        chat: whether it is a chat or a completion.
-
-    Raises:
-        FieldError: a field is wrong; the error names it.
-    """
-    if chat:
-        return read_as(_CHAT_ADAPTER, body).request(defaults)
-    return read_as(_TEXT_ADAPTER, body).request(defaults)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from helpers.bodies import parse_body
 from helpers.launch import environment
 from helpers.prompts import FRANCE, JAPAN, STORY, replies
 from helpers.server import RunningServer, run_server
@@ -25,7 +26,7 @@ from llama.cli.chat.stats import TurnStats
 from llama.prompts.messages import read_messages
 from llama.requests.request import Usage
 from llama.sampling_params import SamplingParams
-from llama.server.openai.models import TEXT_URL, parse_body
+from llama.server.openai.models import TEXT_URL
 
 
 @pytest.fixture(scope="module")
