@@ -328,9 +328,14 @@ def _plain_signature(cls: Any) -> inspect.Signature:
 
 
 def _nested(error: ValidationError) -> FieldError | None:
-    """Return the `FieldError` with the name of its field that a validator has raised, if any."""
+    """Return the `FieldError` with the name of its field that a validator has raised, if any.
+
+    It is a copy. pydantic's error refers to the original in a way that the garbage collector does
+    not see, and the one that is raised refers to pydantic's error: both would never be freed, nor
+    the values in their frames.
+    """
     for details in error.errors(include_url=False):
         cause = details.get("ctx", {}).get("error")
         if isinstance(cause, FieldError) and not cause.is_relative:
-            return cause
+            return type(cause)(cause.field, cause.message)
     return None

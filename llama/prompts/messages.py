@@ -138,7 +138,8 @@ def _call(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
     try:
         return read(value)
     except ValidationError as e:
-        raise FieldError("", f"{_CALL} ({field_error(e, value, 'call')})") from None
+        problem = f"{_CALL} ({field_error(e, value, 'call')})"
+    raise FieldError("", problem)  # It refers to no other error, see `_nested` in validation.py.
 
 
 _NO_CALLS = with_message(" need the role assistant")

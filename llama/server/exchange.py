@@ -209,12 +209,14 @@ def _parse(data: bytearray, adapter: TypeAdapter[Any], ignored: list[str] | None
     try:
         return read_as(adapter, body, ignored=ignored)
     except FieldError as error:
-        # The whole name of an unknown field, which may be any text and is no path.
-        if ignored is None and _is_readable(adapter, body):
-            error = type(error)(error.field, f"{error}{_LENIENT_HINT}")
-        if isinstance(body, dict) and error.field in body:
-            raise ApiError(400, str(error), param=error.field) from None
-        raise error from None
+        kind, field, message = type(error), error.field, error.message
+    # Not while the error is handled: those of a second reading would refer to it, see `_nested`.
+    if ignored is None and _is_readable(adapter, body):
+        message += _LENIENT_HINT
+    # The whole name of an unknown field, which may be any text and is no path.
+    if isinstance(body, dict) and field in body:
+        raise ApiError(400, message, param=field)
+    raise kind(field, message)
 
 
 def _is_readable(adapter: TypeAdapter[Any], body: Any) -> bool:
