@@ -63,6 +63,17 @@ def test_an_error_about_an_argument_of_build_names_it_as_its_field():
         assert apart or not names & {*begin}, f"{path}: raise FieldError.of for {begin}"
 
 
+def test_a_line_on_stderr_is_one_write():
+    """No line is printed to stderr, where print() makes two writes if Python does not buffer.
+
+    Ranks and threads share stderr, so that others would write between the two.
+    """
+    for path in FILES:
+        assert not re.search(r"print\(.*file=sys\.stderr", path.read_text()), (
+            f"{path}: write the line in one call"
+        )
+
+
 def test_the_findings_are_found(tmp_path):
     """The checks of this file fail where they should."""
     path = tmp_path / "bad.py"

@@ -53,7 +53,16 @@ def say(line: str) -> None:
     """Write a line to stderr, on rank 0 only. It is no error if nobody reads stderr any more."""
     if global_rank() == 0:
         with contextlib.suppress(OSError):
-            print(line, file=sys.stderr, flush=True)
+            _write_line(line)
+
+
+def _write_line(line: str) -> None:
+    """Write a line to stderr in one call, so that lines of other ranks and threads do not mix.
+
+    print() makes two calls where PYTHONUNBUFFERED is set.
+    """
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def start_ranks(options: argparse.Namespace) -> int | None:
@@ -182,9 +191,7 @@ def _fail(error: Exception, code: int) -> int:
             if rank or watch.is_ending:
                 return code
     origin = f"rank {rank}: " if rank else ""
-    # One write: print() makes two if PYTHONUNBUFFERED is set, and the lines of ranks would mix.
-    sys.stderr.write(f"{origin}error: {_words(error)}\n")
-    sys.stderr.flush()
+    _write_line(f"{origin}error: {_words(error)}")
     return code
 
 

@@ -99,7 +99,7 @@ def test_ranks_hear_where_the_others_are_and_why_one_ends_until_they_leave():
         assert two.peers.all[0].state == {"activity": "a step", "in_collective": True, "steps": 3}
         assert one.claim("rank 1 on a failed", 3.0) and not two.claim("another cause", 1.0)
         wait_until(lambda: two.cause)
-        assert two.cause == ("rank 1 on a failed", 3.0)
+        assert two.cause == (1, "rank 1 on a failed", 3.0)
         one.close()
         wait_until(lambda: two.peers.all[1].has_left)
         # the store is gone: the first rank of each machine reports it
