@@ -786,6 +786,7 @@ def test_two_tabs_do_not_destroy_each_others_chats(page, opened, server):
     other = opened(server.url)
     _titles(other, "Shared")
     other.click("#chat-list >> text=Shared")
+    other.wait_for_selector("article >> text=One")  # or the message would begin a chat of its own
     script(other, [{"content": "Two"}], [{"content": "Four"}])
     send(other, "From the other tab")
     page.wait_for_selector("text=Two")
