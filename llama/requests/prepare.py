@@ -119,10 +119,8 @@ class Preparer:
             self.check_generates()
         name = "the prompt" if index is None else f"prompt {index}"
         context = min(max_context or self.max_seq_len, self.max_seq_len)
-        if isinstance(prompt, str):
-            ids = self._text_ids(prompt, parse_special=parse_special)
-        else:
-            ids = prompt
+        text = prompt if isinstance(prompt, str) else None
+        ids = prompt if text is None else self._text_ids(text, parse_special=parse_special)
         ids = _token_ids(name, ids, context, self.tokenizer.n_words, index or 0)
         params.check_vocab(self.tokenizer.n_words)
         _check_reads(name, reads, len(ids))
@@ -134,7 +132,6 @@ class Preparer:
         _set_reads(answers, reads)
         if digest:
             _change_spec(answers, adapter=digest, prefix_root=adapter_root(root, digest))
-        text = prompt if isinstance(prompt, str) else None
         request = Request(request_id, text, params, answers, index or 0)
         if params.seed is not None:
             request.set_seed(derived_seed(params.seed, request.index))
