@@ -578,6 +578,15 @@ def test_serve_asks_servers_and_the_engine(bench):
     assert rows[1]["over_engine"] == pytest.approx(rows[1]["seconds"] / rows[0]["seconds"] - 1)
 
 
+def test_streams_measures_the_server(bench):
+    pytest.importorskip("fastapi")
+    pytest.importorskip("triton")
+    (row,) = bench("streams --clients 2 --steps 3 --rounds 1 --step_ms 1")["rows"]
+    assert row["tree"] == "this" and row["to_this"] == 1
+    assert 0 < row["engine"] < row["us"] and 0 < row["loop"] < row["us"]
+    assert row["first_p50"] > 0 and row["between_p50"] > 0
+
+
 SOAK = "soak --minutes 0.01 --sample_s 0.3 --threads 1"
 
 

@@ -9,6 +9,7 @@
     python scripts/bench linear --model 1b --rows 1,8,32,512
     python scripts/bench quality --model DIR --formats int8,int4
     python scripts/bench host --batches 1,256
+    python scripts/bench streams --clients 1,64 --against ../before
     python scripts/bench speculate --model DIR --speculate lookup
 
 Flags in, a table and one line of JSON, the last, out. A model is a shape (demo, 1b, 3b, 8b) with
@@ -35,6 +36,7 @@ from bench.serve import serve
 from bench.shapes import random_lengths
 from bench.soak import soak
 from bench.speculate import speculate
+from bench.streams import streams
 from llama.cli import ranks
 from llama.cli.flags import UsageError
 from llama.cli.parser import read
@@ -276,6 +278,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
         quality,
         serve,
         host,
+        streams,
         expected,
         speculate,
     )

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,13 +25,11 @@ from bench.machine import require_triton
 from bench.report import Column
 from bench.run import Bench, Row, whole
 from bench.shapes import write_tokenizer
-from llama import ModelArgs, SamplingParams, Tokenizer, Transformer
-from llama.assembly import assemble
+from llama import Llama, ModelArgs, SamplingParams, Tokenizer, Transformer
 from llama.engine.core import PAGE_SIZE
 from llama.kernels.cuda.table import table
 from llama.options.engine_options import EngineOptions
 from llama.options.graphs.recorder import Outputs
-from llama.requests.llm_engine import LLMEngine
 
 _VOCABULARY = 512
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
@@ -68,13 +67,23 @@ class AnyToken:
 
 
 class NoDevice:
-    """A recorder whose replays do nothing: token 0 is always the top token of a greedy row."""
+    """A recorder whose replays only take a time: the top token of a greedy row is always the same.
+
+    Attributes:
+        step_s: the seconds of a replay.
+        token: the top token.
+    """
+
+    def __init__(self, step_s: float = 0.0, token: int = 0) -> None:
+        self.step_s = step_s
+        self.token = token
 
     def record(
         self, function: Callable[[], Outputs], inputs: Any
     ) -> tuple[Outputs, Callable[[], None]]:
         rows = len(inputs[-1])
-        return (torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, _VOCABULARY)), lambda: None
+        outputs = torch.full((rows,), self.token), torch.zeros(rows, _VOCABULARY)
+        return outputs, partial(time.sleep, self.step_s) if self.step_s else lambda: None
 
     def free_bytes(self) -> int:
         return 1 << 50
@@ -129,7 +138,8 @@ class Operators(TorchDispatchMode):
 
 
 def _measure(kind: str, batch: int, context: int, steps: int) -> Row:
-    engine = _engine(batch, context + 3 * steps + 32)
+    with tempfile.TemporaryDirectory() as scratch:
+        engine = llama_without_device(Path(scratch), batch, context + 3 * steps + 32).llm_engine
     for i in range(batch):
         engine.add_request(str(i), [64 + i % 64] * context, _KINDS[kind])
     while engine.core.scheduler.waiting or engine.core.stats.generated_tokens < 8 * batch:
@@ -162,7 +172,18 @@ def _times(step: Callable[[], Any], count: int) -> list[float]:
     return found
 
 
-def _engine(batch: int, longest: int) -> LLMEngine:
+def llama_without_device(
+    folder: Path, batch: int, longest: int, step_s: float = 0.0, token: int = 0
+) -> Llama:
+    """Return a model on a device that does nothing; see `NoDevice`.
+
+    Args:
+        folder: where its tokenizer is written.
+        batch: sequences that run at once.
+        longest: tokens of a sequence.
+        step_s: the seconds of a step.
+        token: the token that every greedy step gives.
+    """
     args = ModelArgs(
         dim=64, n_layers=32, n_heads=2, n_kv_heads=1, vocab_size=_VOCABULARY, multiple_of=32,
         max_seq_len=longest, max_batch_size=batch,
@@ -180,14 +201,12 @@ def _engine(batch: int, longest: int) -> LLMEngine:
     options = EngineOptions(
         num_pages=batch * (longest // PAGE_SIZE + 2),
         async_scheduling=True,
-        recorder_for=lambda model: NoDevice(),
     )
-    # A device that does nothing cannot replay a step as it is computed.
-    with mock.patch("llama.options.graphs.kv_cache.replay_problem", lambda *_: None):
-        assembled = assemble(model, options)
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch, "tokenizer.model")
-        write_tokenizer(path, _VOCABULARY)
-        return LLMEngine(
-            assembled.core, assembled.adapters, Tokenizer(path), max_seq_len=longest, seed=0
-        )
+    path = folder / "tokenizer.model"
+    write_tokenizer(path, _VOCABULARY)
+    with (
+        mock.patch("llama.generation.recorder_for", lambda model: NoDevice(step_s, token)),
+        # A device that does nothing cannot replay a step as it is computed.
+        mock.patch("llama.options.graphs.kv_cache.replay_problem", lambda *_: None),
+    ):
+        return Llama(model, Tokenizer(path), seed=0, options=options)
