@@ -8,12 +8,14 @@ ones catch up with the known ones. Chunked prefill, prefix reuse and preemption 
 that: a preempted sequence gives up its pages, and has its tokens to compute again.
 
 Scheduling is fair across senders, and across the calls of a sender. Waiting ones are admitted
-round-robin, and a call with nothing running takes a slot from whoever has the most. Only the order
-of arrival, the senders and the calls decide, so that all ranks decide alike.
+round-robin, a call with nothing running takes a slot from whoever has the most, and the prompt
+tokens of a step are shared equally among the senders that have prompts. Only the order of arrival,
+the senders and the calls decide, so that all ranks decide alike.
 
 The file has over 400 lines because admission, growth and preemption share the counts of a step.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 
@@ -21,7 +23,7 @@ from llama.engine.pages import PagePool, page_hash
 from llama.engine.rows import PROMPT_KINDS, Scheduled
 from llama.engine.sequence import SequenceState, no_pages
 from llama.engine.step import Step, StepResults
-from llama.engine.waiting import Places, WaitingQueue
+from llama.engine.waiting import Places, PromptShares, WaitingQueue
 
 _PROMPT_STEPS = 4  # steps of each stage of a pipeline among which waiting prompts are divided
 
@@ -65,8 +67,8 @@ class Scheduler:
         """Choose the tokens of the next step.
 
         Running sequences come first, the oldest before the others, then waiting ones, while budget
-        and pages last. The tokens of the step count as computed from now on: steps run in the order
-        in which they are scheduled.
+        and pages last. Prompts leave one token to each sequence that generates. The tokens of the
+        step count as computed from now on: steps run in the order in which they are scheduled.
 
         Args:
             resting: Sequences that sit out this step; those that run keep their places.
@@ -77,15 +79,16 @@ class Scheduler:
             self._favour_new_calls(resting)
         has_stages = self.num_stages > 1
         left_out = self._left_out() | resting if has_stages else resting
-        prompt_budget = self._prompt_budget() if has_stages else budget
+        shares: PromptShares | None = None
         row = 0
         while row < len(self.running) and budget > 0:
             seq = self.running[row]
             is_ready = seq not in left_out and not seq.ends_with_pending
             count = min(seq.num_new, budget) if is_ready else 0
             if count > 1:
-                count = min(count, prompt_budget)
-                prompt_budget -= count
+                shares = shares or self._prompt_shares(budget, row, left_out)
+                count = min(count, shares.left_of(seq.spec.sender))
+                shares.take(seq.spec.sender, count)
             if not self._grow(seq, count):
                 continue  # it was preempted: the next one is at its row
             if count:
@@ -93,18 +96,20 @@ class Scheduler:
                 chosen.append(self._schedule(seq, count - num_loaded))
                 budget -= count
             row += 1
-        prompt_budget = min(prompt_budget, budget)
-        while prompt_budget > 0 and self.waiting and len(self.running) < self.max_batch_size:
-            first = self.waiting.peek(resting)
+        while self.waiting and len(self.running) < self.max_batch_size:
+            shares = shares or self._prompt_shares(budget, row, left_out)
+            if shares.left <= 0:
+                break
+            first = self.waiting.peek(resting, shares.used_up)
             if first is None or (self.has_whole_prompts and len(first.tokens) > budget):
                 break
             if not self._admit(first):
                 break
-            limit = budget if self.has_whole_prompts else prompt_budget
-            count = min(first.num_new, limit)
+            left = shares.left_of(first.spec.sender)
+            count = min(first.num_new, budget if self.has_whole_prompts else left)
             num_loaded = self._load(first, count)
             chosen.append(self._schedule(first, count - num_loaded))
-            prompt_budget -= count
+            shares.take(first.spec.sender, count)
             budget -= count
         chosen.sort(key=lambda item: item.count > 1)  # single tokens first, see `Step`
         if self.has_adapters:  # the rows of an adapter lie together
@@ -125,6 +130,34 @@ class Scheduler:
         max_decodes = -(-num_decoding // self.num_stages)
         ready.sort(key=lambda seq: seq.last_step)
         return frozenset(chain(waiting, ready[max_decodes:]))
+
+    def _prompt_shares(
+        self, budget: int, row: int, left_out: frozenset[SequenceState]
+    ) -> PromptShares:
+        """Return the prompt tokens of the next step, shared among the senders that have prompts.
+
+        Whole prompts are not shared: the turns of waiting sequences are fair enough.
+
+        Args:
+            budget: The tokens that are left of the step.
+            row: The first running sequence that has none of them yet.
+            left_out: Sequences that get none.
+        """
+        wanted: Counter[bytes] = Counter()
+        for seq in self.running[row:]:
+            if seq in left_out or seq.ends_with_pending:
+                continue
+            if seq.num_new > 1:
+                wanted[seq.spec.sender] += seq.num_new
+            else:
+                budget -= seq.num_new
+        if self.num_stages > 1:
+            budget = min(budget, self._prompt_budget())
+        num_free = self.max_batch_size - len(self.running)
+        for sender in self.waiting.senders()[:num_free]:
+            for seq in self.waiting.firsts(sender, (), num_free, left_out):
+                wanted[sender] += seq.num_new
+        return PromptShares(budget, {} if self.has_whole_prompts else wanted)
 
     def _prompt_budget(self) -> int:
         """Return the maximum number of tokens of prompts in the next step of a pipeline.

@@ -7,7 +7,7 @@ sequences run; `Places` counts them.
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import chain
 
 from llama.engine.sequence import SequenceState
@@ -50,11 +50,18 @@ class WaitingQueue:
         calls = self._senders.setdefault(seq.spec.sender, OrderedDict())
         calls.setdefault(seq.spec.call, OrderedDict())[seq] = None
 
-    def peek(self, resting: Container[SequenceState] = _NONE) -> SequenceState | None:
-        """Return the sequence that is next among those that do not rest, if there is one."""
+    def peek(
+        self, resting: Container[SequenceState] = _NONE, without: Container[bytes] = ()
+    ) -> SequenceState | None:
+        """Return the sequence that is next, if there is one.
+
+        Args:
+            resting: Sequences that are left out.
+            without: Senders that are left out.
+        """
         for sequences in chain([self.front], self._queues()):
             for seq in sequences:
-                if seq not in resting:
+                if seq not in resting and seq.spec.sender not in without:
                     return seq
         return None
 
@@ -175,3 +182,48 @@ class Places:
         if seq.spec.sender == newcomer.spec.sender:
             return self.calls[seq.spec.call] > 1
         return self._senders[seq.spec.sender] > self._senders[newcomer.spec.sender] + 1
+
+
+class PromptShares:
+    """The prompt tokens of a step, in equal shares for the senders that have prompts.
+
+    What a sender does not want goes to the others.
+
+    Attributes:
+        left: The tokens that are left for all of them.
+    """
+
+    def __init__(self, num_tokens: int, wanted: Mapping[bytes, int]) -> None:
+        """Divide the tokens of a step.
+
+        Args:
+            num_tokens: The number of them.
+            wanted: How many each sender wants at least. The one that wants most, and those that are
+                not named, have what the others leave.
+        """
+        self.left = num_tokens
+        self._shares: dict[bytes, int] = {}
+        num_rest = num_tokens
+        by_count = sorted(wanted, key=wanted.__getitem__)
+        for i, sender in enumerate(by_count[:-1]):
+            equal = num_rest // (len(by_count) - i)
+            share = min(wanted[sender], equal)
+            self._shares[sender] = share
+            num_rest -= share
+        if len(by_count) > 1:
+            self._shares[by_count[-1]] = num_rest
+
+    def left_of(self, sender: bytes) -> int:
+        """Return how many tokens are left for a sender."""
+        return min(self.left, self._shares.get(sender, self.left))
+
+    @property
+    def used_up(self) -> list[bytes]:
+        """The senders that have none left."""
+        return [sender for sender, count in self._shares.items() if count <= 0]
+
+    def take(self, sender: bytes, count: int) -> None:
+        """Take so many tokens for a sender."""
+        self.left -= count
+        if sender in self._shares:
+            self._shares[sender] -= count

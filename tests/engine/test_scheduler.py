@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
@@ -320,6 +321,70 @@ def test_nobody_gives_way_to_a_sender_that_would_have_more():
         tried.step()
     assert sum(seq.spec.sender == b"a" for seq in tried.scheduler.running) == 4
     assert tried.scheduler.num_preemptions == before == 4
+
+
+def _prompt_tokens(step: Step) -> dict[bytes, int]:
+    """Return the tokens of prompts in a step, by their sender."""
+    counts: Counter[bytes] = Counter()
+    for item in step.items:
+        if item.start < item.sequence.num_prompt:
+            counts[item.sequence.spec.sender] += item.count
+    return dict(counts)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shares"),
+    [
+        ({b"a": [90], b"b": [3], b"c": [90]}, {b"a": 6, b"b": 3, b"c": 7}),
+        ({b"a": [90], b"b": [2, 2], b"c": [1]}, {b"a": 11, b"b": 4, b"c": 1}),
+        ({b"a": [5, 90], b"b": [5, 90]}, {b"a": 8, b"b": 8}),
+        ({b"a": [40, 40, 40]}, {b"a": 16}),
+        ({b"a": [20], b"b": [5]}, {b"a": 4, b"b": 5}),
+    ],
+)
+def test_senders_share_the_prompt_tokens_of_a_step(lengths, shares):
+    """Senders have equal shares, also beside one that came first, and what others do not want."""
+    tried = engine(num_pages=200, max_batch_size=9, budget=16)
+    steps: list[Step] = []
+    numbers = itertools.count()
+
+    def numbered(length: int, sender: bytes) -> SequenceState:
+        number = next(numbers)
+        return sequence([number] * length, 1, call=number, sender=sender)
+
+    arrivals = [[numbered(n, sender) for n in counts] for sender, counts in lengths.items()]
+    tried.step(arrivals[0])
+    tried.step(itertools.chain(*arrivals[1:]), inform=steps.append)
+    assert _prompt_tokens(steps[0]) == shares
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_long_prompt_delays_nobody_else(ahead, stages):
+    """Beside long prompts of one sender, another one has a token in each step, from its first on.
+
+    In a pipeline that is each round of its stages.
+    """
+    if ahead and stages > 1:
+        return
+    tried = engine(900, 4, 6, 8, async_scheduling=ahead, stages=stages)
+    large = [sequence([i % VOCAB] * 400, 2, call=i, sender=b"a") for i in range(5)]
+    tried.step(large)
+    tried.step()
+    small = sequence([5, 5, 5], 6, call=9, sender=b"b")
+    tried.step([small])
+    num_steps = 1
+    while not small.finished:
+        tried.step()
+        num_steps += 1
+    assert num_steps <= (6 + ahead) * stages + stages
+    assert not any(seq.num_output for seq in large)
+    while tried.has_unfinished():
+        tried.step()
+        tried.scheduler.check()
+    assert small.tokens == alone([5, 5, 5], 6, frozenset())
+    for i, seq in enumerate(large):
+        assert seq.tokens == alone([i % VOCAB] * 400, 2, frozenset())
 
 
 @pytest.mark.parametrize("ahead", [False, True])

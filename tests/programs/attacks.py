@@ -116,6 +116,12 @@ async def many_calls(client: Client, statuses: Statuses) -> None:
     await ask(client, statuses, TEXT, STORY)
 
 
+async def long_prompts(client: Client, statuses: Statuses) -> None:
+    """Send a prompt that fills the context, and that no earlier request had."""
+    prompt = [client.draw.randrange(1000) for _ in range(4090)]
+    await ask(client, statuses, TEXT, {"prompt": prompt, "max_tokens": 2})
+
+
 async def idle_connections(client: Client, statuses: Statuses) -> None:
     """Open 272 connections and send nothing."""
     opened = await asyncio.gather(*(client.connect() for _ in range(272)))
@@ -162,6 +168,7 @@ ATTACKS = {
     "slow bodies": Attack(slow_bodies, 8),
     "unread answers": Attack(unread_answers, 5),
     "many calls": Attack(many_calls, 62),
+    "long prompts": Attack(long_prompts, 16),
     "idle connections": Attack(idle_connections),
     "odd requests": Attack(odd_requests),
 }

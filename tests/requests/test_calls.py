@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
-from llama import SamplingParams
+from helpers.kernels import KERNELS_RUN
+from helpers.launch import DEMO
+from llama import Llama, SamplingParams
+from llama.requests.request import Request, RequestOutput
 
 LONG: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
 
@@ -34,6 +37,33 @@ def test_a_small_call_waits_for_no_sequence_of_a_large_one(engine):
     assert last.finished and len(outputs) == 1, "all have the same prompt"
     assert not engine.has_unfinished_requests()
     engine.core.scheduler.check()
+
+
+@pytest.mark.skipif(not KERNELS_RUN, reason="only the CPU's kernels are batch-invariant")
+def test_prompts_of_several_senders_have_the_bits_of_each_alone(monkeypatch):
+    """Long prompts of three senders, in shares of each step, give the bits of each prompt alone."""
+    engine = Llama.build(str(DEMO), None, 256, 8, device="cpu", dtype="bf16").llm_engine
+    monkeypatch.setattr(engine.core.scheduler, "token_budget", 40)
+    params = SamplingParams(max_tokens=8, ignore_eos=True, seed=1, logprobs=2, prompt_logprobs=1)
+
+    def requests() -> list[Request]:
+        prompts = [
+            [(7 * i + k) % 200 for k in range(count)] for i, count in enumerate((150, 9, 97))
+        ]
+        made = [engine.prepare("", prompt, params) for prompt in prompts]
+        for request, sender in zip(made, (b"a", b"b", b"c"), strict=True):
+            request.set_sender(sender)
+        return made
+
+    def bits(output: RequestOutput) -> object:
+        answer = output.outputs[0]
+        return answer.token_ids, answer.logprobs, output.prompt_logprobs
+
+    alone = [bits(engine.run([request])[0]) for request in requests()]
+    num_steps = engine.core.stats.steps
+    together = engine.run(requests())
+    assert engine.core.stats.steps - num_steps < 20, "the prompts were not in one batch"
+    assert [bits(output) for output in together] == alone
 
 
 def test_requests_that_are_queued_together_are_a_call(engine):
