@@ -63,7 +63,8 @@ class Tokenizer:
 
     Attributes:
         n_words: the number of ids.
-        num_ranks: the number of ids of ordinary text, which are the first ones.
+        ranks: the ids of ordinary text by their bytes, in any places. Of two neighbours, those are
+            merged first whose sum has the lowest id.
         added_tokens: the added tokens of the files by name.
         special_tokens: the ids of the added tokens and of rows without a token, by name.
         hidden_ids: the ids that decoding leaves out with `skip_special_tokens`. Marks of reasoning
@@ -103,11 +104,11 @@ class Tokenizer:
         self.special_tokens = names
         self.hidden_ids = vocabulary.hidden_ids
         self.roles = vocabulary.roles
-        self.num_ranks = len(vocabulary.ranks)
+        self.ranks = vocabulary.ranks
         self.model = tiktoken.Encoding(
             vocabulary.path.name,
             pat_str=self.pat_str,
-            mergeable_ranks=vocabulary.ranks,
+            mergeable_ranks=self.ranks,
             special_tokens=names,
         )
         self.n_words = vocabulary.num_rows

@@ -432,9 +432,10 @@ def break_json(content: dict, how: str) -> object:
     vocab, added = content["model"]["vocab"], content["added_tokens"]
     if how == "gap":
         vocab["the"] = 999
-    elif how == "words after the added tokens":
-        vocab["the"] = 300
-        vocab["Ġthe"] = 301
+    elif how == "one id twice":
+        vocab["the"] = vocab["th"]
+    elif how == "negative word":
+        vocab["the"] = -1
     elif how == "no byte":
         vocab["thth"] = vocab.pop("A")
     elif how == "alphabet":
@@ -463,15 +464,16 @@ def break_json(content: dict, how: str) -> object:
 @pytest.mark.parametrize(
     "how, message",
     [
-        ("gap", "ranks must be 0..258, each once; found 258 where 257"),
-        ("words after the added tokens", "found .* a word of the BPE may not come after the added"),
+        ("gap", "its merges are not in the order of ids: no Llama 3 tokenizer"),
+        ("one id twice", "the id of a word is negative, or that of another word"),
+        ("negative word", "the id of a word is negative, or that of another word"),
         ("no byte", "1 of the 256 single-byte tokens are missing, the first 0x41"),
         ("alphabet", "not the tokenizer.json of a byte-level BPE .*▁"),
-        ("far away", "an added token has the id 1000000000, far beyond the 259 tokens"),
+        ("far away", "a token has the id 1000000000, far beyond the 259 words"),
         ("single word", "the added token '<|end_header_id|>' has single_word=true"),
         ("negative id", "an added token has the id -5"),
         ("text as id", "not the tokenizer.json .*an id is no whole number"),
-        ("null as rank", "not the tokenizer.json .*a rank is no whole number"),
+        ("null as rank", "not the tokenizer.json .*the id of a word is no whole number"),
         ("null as name", "not the tokenizer.json .*an id is no whole number, or a name is no text"),
         ("no bos", "no <|begin_of_text|>, and no file says which token is the bos_token"),
         ("no model", "not the tokenizer.json of a byte-level BPE .*model"),

@@ -196,7 +196,7 @@ def _stops(
         return frozenset(), ()
     behind = text[text.find(_ANSWER) + len(_ANSWER) :].lstrip()
     first = encoder.encode(behind)[:1]
-    if first and first[0] >= tokenizer.num_ranks:
+    if first and first[0] in tokenizer.special_tokens.values():
         return frozenset(first), ()
     mark = _TEXT_MARK.match(behind)
     return frozenset(), (mark[0],) if mark else ()

@@ -8,9 +8,12 @@ not known here. The file has over 400 lines because the formats share the checks
 
 import binascii
 import logging
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from itertools import count
+from functools import cached_property
+from itertools import count, pairwise
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -85,6 +88,8 @@ _GGUF_STOPS = ("eos_token", "eot_token", "eom_token")
 # Names come before ids, and what generates before what trains.
 _CONFIG_FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
 _ROLES = ("bos_token", "eos_token", "pad_token")
+_CHECKED_MERGES = 3000  # of a vocabulary that is ordered as that of a tokenizer.model
+_Merge = str | list[str]
 _REMEDY = "this runtime runs models with the vocabulary of Llama 3"
 
 
@@ -113,7 +118,7 @@ class Parsed:
 
     Attributes:
         path: The tokenizer file.
-        ranks: The rank of each BPE token.
+        ranks: The id of each BPE token, in any places. Tokens that merge first have the lower ids.
         added: The added tokens by name.
         names: The names of the added tokens by id.
         is_whole: Whether the model must have exactly these tokens, as with a tokenizer.model.
@@ -128,6 +133,16 @@ class Parsed:
     is_whole: bool = False
     roles: list[tuple[str, int | str]] = field(default_factory=list)
     stops: list[tuple[str, int | str]] = field(default_factory=list)
+
+    @cached_property
+    def last_word(self) -> int:
+        """The highest id of a BPE token; -1 if there are none."""
+        return max(self.ranks.values(), default=-1)
+
+    @property
+    def last_id(self) -> int:
+        """The highest id of a token."""
+        return max(self.last_word, *self.names, -1)
 
     def add(self, name: str, token: AddedToken) -> None:
         """Add a token, unless it has no name, or another one has the same name or id."""
@@ -151,7 +166,7 @@ class Parsed:
             flags = {**further.flags, "special": further.flags.get("special") or known.special}
             self.added[further.name] = replace(known, **flags)
             return
-        free_id = max(len(self.ranks), max(self.names, default=-1) + 1)
+        free_id = self.last_id + 1
         self.add(further.name, AddedToken(free_id, **{"special": False, **further.flags}))
         if further.id not in (None, free_id):
             _LOGGER.warning(
@@ -246,6 +261,13 @@ def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
                 f"{path}, line {number}: expected a base64 token and its rank, got {line[:60]!r}"
                 f" ({error}): {remedy}"
             ) from None
+    for expected, token in enumerate(sorted(ranks, key=ranks.__getitem__)):
+        if ranks[token] != expected:
+            raise ValueError(
+                f"{path}: ranks must be 0..{len(ranks) - 1}, each once; found {ranks[token]} where"
+                f" {expected} was expected, for {brief(token.decode(errors='replace'))}: give "
+                "Llama 3's tokenizer.model"
+            )
     return ranks
 
 
@@ -260,12 +282,15 @@ def _parse_tokenizer_json(path: Path, data: bytes) -> Parsed:
             if token["id"] < 0:
                 raise ValueError(f"an added token has the id {token['id']}")
         vocab: dict[str, int] = content["model"]["vocab"]
-        if {type(rank) for rank in vocab.values()} != {int}:
-            raise TypeError("a rank is no whole number")
+        if {type(word_id) for word_id in vocab.values()} != {int}:
+            raise TypeError("the id of a word is no whole number")
+        if min(vocab.values()) < 0 or len(set(vocab.values())) < len(vocab):
+            raise ValueError("the id of a word is negative, or that of another word")
         family = _family(content)
-        ranks = {} if family else _ranks_in_json(vocab, {token["id"] for token in tokens})
-        merges = [_merged(merge) for merge in (content["model"].get("merges") or ())[::97]]
-        merged_ids = [] if family else [vocab[token] for token in merges]
+        merges = [] if family else content["model"].get("merges") or []
+        words = {} if family else _words(vocab, {token["content"] for token in tokens}, merges)
+        ranks = {_bytes_of(word): word_id for word, word_id in words.items()}
+        fault = _fault_of_merges(words, merges)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not the tokenizer.json of a byte-level BPE ({type(error).__name__}:"
@@ -273,8 +298,8 @@ def _parse_tokenizer_json(path: Path, data: bytes) -> Parsed:
         ) from None
     if family:
         raise ValueError(f"{path} is the tokenizer of {family}: {_REMEDY}")
-    if merged_ids != sorted(merged_ids):
-        raise ValueError(f"{path}: its merges are not in the order of ids: no Llama 3 tokenizer")
+    if fault:
+        raise ValueError(f"{path}: {fault}")
     parsed = Parsed(path, ranks)
     for token in tokens:
         name = token["content"]
@@ -293,22 +318,78 @@ def _parse_tokenizer_json(path: Path, data: bytes) -> Parsed:
     return parsed
 
 
-def _ranks_in_json(vocab: dict[str, int], added_ids: set[int]) -> dict[bytes, int]:
-    """Return the ranks of a vocabulary; added tokens that it lists at its end are none."""
-    num_ranks = sum(rank not in added_ids for rank in vocab.values())
-    ranks = {}
-    for token, rank in vocab.items():
-        if rank < num_ranks or rank not in added_ids:
-            try:
-                ranks[token.translate(_BYTES).encode("latin-1")] = rank
-            except UnicodeEncodeError:
-                raise ValueError(f"{brief(token)} does not stand for bytes") from None
-    return ranks
+def _words(vocab: dict[str, int], added: AbstractSet[str], merges: list[_Merge]) -> dict[str, int]:
+    """Return the words of a vocabulary: the entries that are not added, or that BPE makes."""
+    listed = vocab.keys() & added
+    can_be_made = any(True for word in listed for _ in _cuts(word, vocab))
+    made = {"".join(_halves(merge)) for merge in merges} if can_be_made else set()
+    others = listed - made - byte_alphabet().keys()
+    return {word: word_id for word, word_id in vocab.items() if word not in others}
 
 
-def _merged(merge: str | list[str]) -> str:
-    """Return the token that a merge makes, as newer and older files write it."""
-    return "".join(merge) if isinstance(merge, list) else merge.replace(" ", "", 1)
+def _cuts(word: str, words: Container[str]) -> Iterator[tuple[str, str]]:
+    """Yield every two words that make up a word."""
+    for cut in range(1, len(word)):
+        if word[:cut] in words and word[cut:] in words:
+            yield word[:cut], word[cut:]
+
+
+def _bytes_of(word: str) -> bytes:
+    """Return the bytes of a word in GPT-2's alphabet."""
+    try:
+        return word.translate(_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
+        raise ValueError(f"{brief(word)} does not stand for bytes") from None
+
+
+def _halves(merge: _Merge) -> tuple[str, str]:
+    """Return the two words of a merge, as newer and older files write it."""
+    first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return first, second
+
+
+def _fault_of_merges(words: dict[str, int], merges: list[_Merge]) -> str | None:
+    """Return how merges differ from those of tiktoken, or None.
+
+    tiktoken joins the two neighbours whose sum has the lowest id, whichever they are. So merges
+    must be in the order of ids. A tokenizer.model has words 0..n-1, and a file that was made from
+    it lists every pair that makes a word. Others list one pair. That is the same if BPE comes to
+    that pair in the word alone: inside of a longer text, the neighbours that make up the word have
+    been merged in the same way.
+
+    Raises:
+        KeyError: A merge makes no word.
+    """
+    is_plain = max(words.values(), default=-1) < len(words)
+    sample = merges[:: max(1, len(merges) // _CHECKED_MERGES)] if is_plain else merges
+    merged_ids = [words["".join(_halves(merge))] for merge in sample]
+    if merged_ids != sorted(merged_ids):
+        return "its merges are not in the order of ids: no Llama 3 tokenizer"
+    if is_plain:
+        return None
+    pairs = set(map(_halves, merges))
+    for word in words:
+        if pairs.issuperset(_cuts(word, words)):
+            continue
+        parts = _parts(word, words)
+        if len(parts) == 2 and tuple(parts) not in pairs:
+            return (
+                f"its merges do not join {brief(parts[0])} and {brief(parts[1])} to its word "
+                f"{brief(word)}: add the merge, or make the word an added token"
+            )
+    return None
+
+
+def _parts(word: str, words: dict[str, int]) -> list[str]:
+    """Return the parts that BPE makes of a word before the last merge."""
+    parts = list(word)
+    while len(parts) > 2:
+        joined = [words.get(first + second, inf) for first, second in pairwise(parts)]
+        at = joined.index(min(joined))
+        if joined[at] == inf:
+            break
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
 
 
 def _family(content: dict[str, Any]) -> str | None:
@@ -360,24 +441,27 @@ def _parse_gguf(header: Header) -> Parsed:
             f"{path} has no tokenizer of Llama 3 (tokenizer.ggml.model is {brief(model)}, .pre is "
             f"{brief(pre)}): give tokenizer_path, such as a tokenizer.model"
         )
-    byte_of = byte_alphabet()
     try:
-        added = {i: token_type for i, token_type in enumerate(types or ()) if token_type != _NORMAL}
-        normal = {token: i for i, token in enumerate(tokens) if i not in added}
-        ranks = {bytes([byte_of[c] for c in token]): i for token, i in normal.items()}
-        merged_ids = [normal[merge.replace(" ", "", 1)] for merge in merges or ()]
+        types = types or [_NORMAL] * len(tokens)
+        added = {i: token_type for i, token_type in enumerate(types) if token_type != _NORMAL}
+        vocab = {token: i for i, token in enumerate(tokens)}
+        words = _words(vocab, {tokens[i] for i in added}, merges or [])
+        ranks = {_bytes_of(word): word_id for word, word_id in words.items()}
+        if len(words) < types.count(_NORMAL):
+            raise ValueError("two of its tokens are alike")
+        fault = _fault_of_merges(words, merges or [])
         parsed = Parsed(path, ranks)
         for token_id, token_type in added.items():
             if token_type != _UNUSED:
                 special = token_type != _USER_DEFINED
                 parsed.add(tokens[token_id], AddedToken(token_id, special=special))
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(
             f"{path} is not the file of a byte-level BPE ({type(error).__name__}: "
             f"{brief(str(error))}): give tokenizer_path, such as a tokenizer.model"
         ) from None
-    if merged_ids != sorted(merged_ids):
-        raise ValueError(f"{path}: its merges are not in the order of ids: no Llama 3 tokenizer")
+    if fault:
+        raise ValueError(f"{path}: {fault}")
     metadata.pop("tokenizer.ggml.merges", None)  # 280,000 strings that are not needed again
     for role, name in _GGUF_ROLES.items():
         key = f"tokenizer.ggml.{name}_token_id"
@@ -392,14 +476,7 @@ def _parse_gguf(header: Header) -> Parsed:
 
 
 def check_ranks(path: Path, ranks: dict[bytes, int]) -> None:
-    """Raise ValueError unless ranks have no gap, and each byte has a token."""
-    for expected, token in enumerate(sorted(ranks, key=ranks.__getitem__)):
-        if ranks[token] != expected:
-            raise ValueError(
-                f"{path}: ranks must be 0..{len(ranks) - 1}, each once; found {ranks[token]} where"
-                f" {expected} was expected, for {brief(token.decode(errors='replace'))}: a word of "
-                "the BPE may not come after the added tokens, but can be one of them"
-            )
+    """Raise ValueError unless each byte has a token."""
     missing = [b for b in range(256) if bytes([b]) not in ranks]
     if missing:
         raise ValueError(

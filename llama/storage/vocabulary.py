@@ -18,7 +18,7 @@ _LOGGER = logging.getLogger(__name__)
 
 # Added tokens that say what a text is: without them, reasoning and calls would look like content.
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-_MAX_ADDED = 65_536  # ids from the ranks on
+_MAX_ADDED = 65_536  # ids without a word of the BPE
 _MAX_PADDING = 4096  # rows of a model behind the last token; embeddings are padded to 2**17, too
 
 
@@ -28,7 +28,7 @@ class Vocabulary:
 
     Attributes:
         path: The tokenizer file.
-        ranks: The rank of each BPE token, which is its id.
+        ranks: The id of each BPE token, in any places. Tokens that merge first have the lower ids.
         added: The added tokens by name.
         special_tokens: The ids of the added tokens by name, and of fillers for the rows of the
             model that have no token.
@@ -112,18 +112,17 @@ def _fit(parsed: Parsed, vocab_size: int | None) -> int:
     Raises:
         ValueError: The tokenizer belongs to another model.
     """
-    num_ranks = len(parsed.ranks)
-    last_id = max(parsed.names, default=0)
-    num_tokens = max(num_ranks, last_id + 1)
+    num_words = len(parsed.ranks)
+    num_tokens = parsed.last_id + 1
     if vocab_size is None:
-        if num_tokens > num_ranks + _MAX_ADDED:
+        if num_tokens > num_words + _MAX_ADDED:
             raise ValueError(
-                f"{parsed.path}: an added token has the id {last_id}, far beyond the {num_ranks} "
-                "tokens of the vocabulary: give it the next free id"
+                f"{parsed.path}: a token has the id {parsed.last_id}, far beyond the {num_words} "
+                "words of the vocabulary: give it the next free id"
             )
         return num_tokens
     too_few = num_tokens + (0 if parsed.is_whole else _MAX_PADDING) < vocab_size
-    too_many = vocab_size < (num_tokens if parsed.is_whole else num_ranks)
+    too_many = vocab_size < (num_tokens if parsed.is_whole else parsed.last_word + 1)
     if too_few or too_many:
         raise ValueError(
             f"{parsed.path} has {num_tokens} tokens, but the model has vocab_size={vocab_size}: "
@@ -141,7 +140,7 @@ def _fit(parsed: Parsed, vocab_size: int | None) -> int:
 def _with_fillers(parsed: Parsed, num_rows: int) -> dict[str, int]:
     """Return the ids of the added tokens by name, and of fillers for ids without a token."""
     names = dict(parsed.names)
-    for token_id in range(len(parsed.ranks), num_rows):
+    for token_id in sorted(set(range(num_rows)).difference(parsed.ranks.values())):
         filler = f"<|unused_{token_id}|>"
         while filler in parsed.added:
             filler = f"<{filler}>"

@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
 def begin(engine: LLMEngine, batch: int, context: int, params: SamplingParams = GREEDY) -> None:
     """Start `batch` sequences, and step until all of them decode."""
     draw = random.Random(batch)
-    ids = range(engine.tokenizer.num_ranks)
+    ids = list(engine.tokenizer.ranks.values())
     for i in range(batch):
         engine.add_request(f"{time.monotonic_ns()}-{i}", draw.choices(ids, k=context), params)
     core = engine.core
@@ -66,7 +66,7 @@ def prefill_seconds(engine: LLMEngine, tokens: int, repeats: int) -> float:
     times = []
     for i in range(repeats + 1):
         draw = random.Random(1000 + i)
-        prompt = draw.choices(range(engine.tokenizer.num_ranks), k=tokens)
+        prompt = draw.choices(list(engine.tokenizer.ranks.values()), k=tokens)
         began = time.perf_counter()
         request = engine.prepare("", prompt, SamplingParams(temperature=0.0, max_tokens=1))
         engine.run([request])
@@ -76,7 +76,7 @@ def prefill_seconds(engine: LLMEngine, tokens: int, repeats: int) -> float:
 
 def answer(engine: LLMEngine, lengths: list[tuple[int, int]]) -> None:
     draw = random.Random(0)
-    ids = range(engine.tokenizer.num_ranks)
+    ids = list(engine.tokenizer.ranks.values())
     requests = [
         engine.prepare(
             "", draw.choices(ids, k=prompt),

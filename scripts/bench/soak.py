@@ -95,7 +95,7 @@ class Traffic:
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
         self.serial = 0
-        self.ids = range(self.llama.tokenizer.num_ranks)  # the last ones are special
+        self.ids = list(self.llama.tokenizer.ranks.values())  # no special ones
         self.prefixes = [self.draw.choices(self.ids, k=k) for k in (20, 70, 130)]
         # Pages for a few of the longest requests: with a batch of many, some are preempted.
         assembled = assemble(

@@ -136,7 +136,7 @@ def speculate(
         else:
             llama = our_llama(bench.ours(), shape | {"speculate": speculate})
     draw = random.Random(bench.seed)
-    ids = range(llama.tokenizer.num_ranks)
+    ids = list(llama.tokenizer.ranks.values())
     kinds: dict[str, Callable[[int], str | list[int]]] = {
         "edit": _edit, "quote": _quote, "chat": _chat, "json": _object,
         "random": lambda i: draw.choices(ids, k=300),

@@ -350,7 +350,7 @@ def test_a_text_of_a_dialog_is_no_special_token():
         user("x"),
     ]
     plain = json.loads(json.dumps(dialog).replace(json.dumps(names)[1:-1], "x"))
-    first = ours.tokenizer.num_ranks
+    first = len(ours.tokenizer.ranks)
 
     def special(messages: Any) -> list[int]:
         return [i for i in ours.encode(messages) if i >= first]
@@ -391,7 +391,7 @@ def test_a_variable_of_the_template_may_be_given():
     ours = format_of("meta", "{{ messages[0].content }}{{ name }}{{ flag }}")
     options = PromptOptions(template_kwargs={"name": "<|eot_id|>", "flag": False})
     ids = ours.encode([user("x")], None, options)
-    assert max(ids) < ours.tokenizer.num_ranks
+    assert max(ids) < len(ours.tokenizer.ranks)
     assert ours.tokenizer.decode(ids) == "x<|eot_id|>False"
 
 

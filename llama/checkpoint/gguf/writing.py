@@ -142,12 +142,10 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     params = checkpoint.params
     tokenizer = load_tokenizer(checkpoint)
     bpe = tokenizer_json(tokenizer)["model"]
-    tokens = list(bpe["vocab"])
-    token_types = [TokenType.NORMAL] * len(tokens)
-    for name, token_id in tokenizer.special_tokens.items():
-        if token_id >= tokenizer.num_ranks:
-            tokens.append(name)
-            token_types.append(_token_type(tokenizer.added_tokens.get(name)))
+    tokens = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
+    types = {i: _token_type(tokenizer.added_tokens.get(name)) for i, name in tokens.items()}
+    tokens |= {token_id: token for token, token_id in bpe["vocab"].items()}
+    types |= dict.fromkeys(tokenizer.ranks.values(), TokenType.NORMAL)
     config = hf.config_of(params, tied=False, dtype=torch.bfloat16, ids={})
     settings = gguf_settings(checkpoint)
     if checkpoint.layout == "meta":
@@ -165,8 +163,8 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
         **yarn,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "llama-bpe",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": token_types,
+        "tokenizer.ggml.tokens": [tokens[i] for i in range(tokenizer.n_words)],
+        "tokenizer.ggml.token_type": [types[i] for i in range(tokenizer.n_words)],
         "tokenizer.ggml.merges": bpe["merges"],
         **_special_ids(tokenizer),
         **settings,

@@ -50,11 +50,13 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     The ids differ in two cases: the name of a special token in a text is always its id there, and
     Meta's tokenizer cuts runs of more than 25,000 characters without a space.
     """
-    ranked = [
-        tokenizer.model.decode_single_token_bytes(rank) for rank in range(tokenizer.num_ranks)
-    ]
     letter_of = {byte: letter for letter, byte in byte_alphabet().items()}
-    letters = {token: "".join(letter_of[byte] for byte in token) for token in ranked}
+    letters = {token: "".join(letter_of[byte] for byte in token) for token in tokenizer.ranks}
+    ranked = sorted(letters, key=tokenizer.ranks.__getitem__)
+    vocab = {letters[token]: tokenizer.ranks[token] for token in ranked}
+    if tokenizer.ranks[ranked[-1]] >= len(ranked):
+        # The library numbers added tokens after all of these, unless they are among them.
+        vocab |= {token["content"]: token["id"] for token in _added_tokens(tokenizer)}
     return {
         "version": "1.0",
         "truncation": None,
@@ -73,7 +75,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,  # a word that is a token becomes that token, as in tiktoken
-            "vocab": {letters[token]: rank for rank, token in enumerate(ranked)},
+            "vocab": vocab,
             "merges": [f"{letters[a]} {letters[b]}" for a, b in merges(ranked)],
         },
     }
@@ -84,7 +86,8 @@ def _added_tokens(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
     The library numbers them without a gap, so that fillers for unused ids between them are written.
     """
-    last_id = max(token.id for token in tokenizer.added_tokens.values())
+    added_ids = (token.id for token in tokenizer.added_tokens.values())
+    last_id = max(*tokenizer.ranks.values(), *added_ids)
     entries = []
     for name, token_id in tokenizer.special_tokens.items():
         token = tokenizer.added_tokens.get(name, AddedToken(token_id))
