@@ -259,7 +259,8 @@ async def prepare_chat(http: Exchange, chat: ApiRequest, *, must_fit: bool) -> E
     serving = http.serving
     with serving.refusals(chat.fields):
         serving.loaded().llm_engine.check_generates()
-    serving.check_capacity(chat.num_answers, chat.fields.names.get("n", "n"))
+    field = chat.fields.names.get("n", "n")
+    serving.check_capacity(chat.num_answers, http.state.sender, field)
     ids = await chat_ids(http, chat)
     try:
         params = await beside_if_large(http, chat.chat_params, serving.dialog_format)

@@ -33,6 +33,8 @@ class ActiveRequest:
     Attributes:
         request_id: id of the HTTP request.
         requests: the engine's request for each prompt.
+        sender: whoever sent it.
+        gave_way: whether it was ended for another sender's request.
         began: time of its arrival, by `time.monotonic`.
         last_output: time of the last output, by the index of the prompt.
         first_token_s: seconds until the first token.
@@ -41,6 +43,8 @@ class ActiveRequest:
 
     request_id: str
     requests: list[Request]
+    sender: bytes = b""
+    gave_way: bool = False
     began: float = field(default_factory=time.monotonic)
     last_output: dict[int, float] = field(default_factory=dict)
     first_token_s: float | None = None
@@ -50,6 +54,16 @@ class ActiveRequest:
     def answers(self) -> list[Answer]:
         """The answers to all prompts."""
         return [answer for request in self.requests for answer in request.answers]
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of its sequences that run or wait."""
+        return sum(answer.finish_reason is None for answer in self.answers)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether any of its sequences has no token yet."""
+        return not all(answer.num_read for answer in self.answers)
 
     def log(self) -> None:
         """Write the line of a request that has ended."""

@@ -98,7 +98,8 @@ async def _prepare_prompts(http: Exchange, request: ApiRequest) -> list[EngineRe
     if num_prompts > max_prompts:
         message = f"prompt has {num_prompts} entries: this server takes at most {max_prompts}"
         raise ApiError(400, message, param="prompt")
-    serving.check_capacity(request.num_answers, "prompt" if num_prompts > 1 else "n")
+    field = "prompt" if num_prompts > 1 else "n"
+    serving.check_capacity(request.num_answers, http.state.sender, field)
 
     async def prepare() -> list[EngineRequest]:
         prepared = []

@@ -1,8 +1,7 @@
 """One model of a server: its engine, its adapters, its limits, and whether it admits a request.
 
-In: prepared requests of the routes. Out: their outputs, or an `ApiError`. Requests beyond
-`max_queue` waiting sequences are refused at once; the others wait in the engine. This file knows no
-API, no HTTP and no other model of the server.
+In: prepared requests of the routes. Out: their outputs, or an `ApiError`. Requests that wait do so
+in the engine. This file knows no API, no HTTP and no other model of the server.
 """
 
 import asyncio
@@ -12,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from llama.prompts import ToolFormat
 from llama.prompts.dialog_format import DialogFormat
 from llama.prompts.reasoning import REASONING_FIELDS
 from llama.sampling_params import SamplingParams
+from llama.server.admission import Admission, queue_is_full
 from llama.server.errors import (
     ApiError,
     ErrorFields,
@@ -78,11 +79,12 @@ class Serving:
     llama: Llama | None = None
     engine: AsyncLLMEngine | None = None
     workers: Workers = field(init=False)
-    _active: set[ActiveRequest] = field(default_factory=set)
+    _admission: Admission = field(init=False)
     _has_logged_failure: bool = False
 
     def __post_init__(self) -> None:
         self.workers = Workers(self.limits.max_queue, self.metrics)
+        self._admission = Admission(self.limits.max_queue)
 
     def start(self, llama: Llama) -> None:
         """Answer requests from now on, with a loaded model."""
@@ -127,12 +129,11 @@ class Serving:
     @property
     def is_busy(self) -> bool:
         """Whether any request is being answered."""
-        return bool(self._active)
+        return bool(self._admission)
 
     def num_unfinished(self) -> int:
         """Return the number of sequences that run or wait."""
-        answers = [answer for active in list(self._active) for answer in active.answers]
-        return sum(answer.finish_reason is None for answer in answers)
+        return self._admission.num_unfinished()
 
     def loaded(self) -> Llama:
         """Return the model.
@@ -261,42 +262,39 @@ class Serving:
         self.loaded()  # The engine may have been closed meanwhile.
         return request
 
-    def check_capacity(self, num_sequences: int, field: str = "prompt") -> None:
-        """Check that the queue has capacity for so many more sequences.
-
-        Args:
-            num_sequences: sequences of one request. It may take the whole batch and half of the
-                queue, so that others get in beside it.
-            field: the field of the body that asks for them.
+    def check_capacity(
+        self, num_sequences: int, sender: bytes, field: str = "prompt"
+    ) -> list[ActiveRequest]:
+        """Return the requests that would give way to one; see `Admission.giving_way`.
 
         Raises:
-            ApiError: 400 if the queue never has that much capacity, 503 if it has not now.
+            ApiError: 400 or 503 if the queue has no capacity for it.
         """
         max_running = self.loaded().model.params.max_batch_size
-        max_sequences = max_running + self.limits.max_queue // 2
-        if num_sequences > max_sequences:
-            message = (
-                f"the request asks for {num_sequences} answers (prompts times n or best_of): this "
-                f"server takes at most {max_sequences} at once; send several requests, or start it "
-                "with a larger --max_queue"
-            )
-            raise ApiError(400, message, param=field)
-        num_unfinished = self.num_unfinished()
-        if num_sequences > max_running + self.limits.max_queue - num_unfinished:
-            self.metrics.refused.inc()
-            message = f"the queue is full: {num_unfinished} sequences run or wait; try again"
-            raise ApiError(503, message)
+        try:
+            return self._admission.giving_way(num_sequences, sender, max_running, field)
+        except ApiError as error:
+            if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                self.metrics.refused.inc()
+            raise
 
     @contextlib.contextmanager
-    def _admitted(self, requests: list[Request], request_id: str) -> Iterator[ActiveRequest]:
-        """Count the requests as unfinished within a context.
+    def _admitted(
+        self, requests: list[Request], request_id: str, sender: bytes
+    ) -> Iterator[ActiveRequest]:
+        """Count the requests as unfinished within a context; others may give way to them.
 
         Raises:
             ApiError: 503 if the queue is full.
         """
-        active = ActiveRequest(request_id, requests)
-        self.check_capacity(len(active.answers))
-        self._active.add(active)
+        assert self.engine is not None
+        active = ActiveRequest(request_id, requests, sender)
+        for other in self.check_capacity(len(active.answers), sender):
+            other.gave_way = True
+            self.metrics.refused.inc()
+            for request in other.requests:
+                self.engine.engine.abort(request)
+        self._admission.add(active)
         try:
             yield active
         except ApiError as error:
@@ -304,7 +302,7 @@ class Serving:
             error.is_logged = True
             raise
         finally:
-            self._active.remove(active)
+            self._admission.remove(active)
             self.metrics.observe_end(active)
             active.log()
 
@@ -326,7 +324,7 @@ class Serving:
         assert self.engine is not None
         for request in requests:
             request.set_sender(sender)
-        with self._admitted(requests, request_id) as active:
+        with self._admitted(requests, request_id, sender) as active:
             try:
                 async with contextlib.aclosing(self.engine.stream(requests)) as outputs:
                     yield self._checked(await self._first(outputs), active, fields)
@@ -371,6 +369,8 @@ class Serving:
         if output.error is not None:
             raise ApiError(500, output.error)
         is_aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
+        if output.finished and is_aborted and active.gave_way:
+            raise queue_is_full()
         if output.finished and is_aborted:
             raise broken() if self.state is State.BROKEN else shutting_down()
         return output

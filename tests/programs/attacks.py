@@ -122,6 +122,11 @@ async def long_prompts(client: Client, statuses: Statuses) -> None:
     await ask(client, statuses, TEXT, {"prompt": prompt, "max_tokens": 2})
 
 
+async def full_queue(client: Client, statuses: Statuses) -> None:
+    """Ask for 64 answers at once; eight of these are more than the queue takes."""
+    await ask(client, statuses, TEXT, {**STORY, "n": 64})
+
+
 async def idle_connections(client: Client, statuses: Statuses) -> None:
     """Open 272 connections and send nothing."""
     opened = await asyncio.gather(*(client.connect() for _ in range(272)))
@@ -169,6 +174,7 @@ ATTACKS = {
     "unread answers": Attack(unread_answers, 5),
     "many calls": Attack(many_calls, 62),
     "long prompts": Attack(long_prompts, 16),
+    "full queue": Attack(full_queue, 8),
     "idle connections": Attack(idle_connections),
     "odd requests": Attack(odd_requests),
 }

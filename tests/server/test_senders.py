@@ -1,5 +1,6 @@
 """Senders share a server: keys where there are several, and else addresses."""
 
+import functools
 import json
 import socket
 import threading
@@ -95,6 +96,75 @@ def test_many_requests_of_one_sender_take_no_turn_of_another(llama, monkeypatch,
         for thread in threads:
             thread.join(60)
     assert [answer.status_code for answer in answers] == [200] * count
+
+
+@pytest.mark.parametrize("by", ["key", "address"])
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"stream": True}, {"n": 3}, {"n": 6, "stream": True}, {"prompt": ["x", "y"]}],
+    ids=["one", "stream", "n", "n-stream", "prompts"],
+)
+def test_who_fills_the_queue_gives_way_to_another_sender(llama, monkeypatch, by, body):
+    """The newest request of whoever has most gets 503, also in a stream that has begun.
+
+    The batch and the queue take 12 sequences. The first sender is refused beyond them; each of the
+    second one's requests is taken, until it has as many as the first one.
+    """
+    step, may_step = llama.engine.step, threading.Semaphore(0)
+
+    def counted_step(*args: Any, **options: Any) -> Any:
+        assert may_step.acquire(timeout=60)
+        return step(*args, **options)
+
+    monkeypatch.setattr(llama.engine, "step", counted_step)
+    long = {"prompt": "x", "max_tokens": 40, "ignore_eos": True} | body
+    size = len(long["prompt"]) * long.get("n", 1)
+    keys = list(KEYS) if by == "key" else []
+    first, second = ({by: name} for name in (KEYS if by == "key" else ADDRESSES))
+    answers: dict[str, list[httpx.Response]] = {"first": [], "second": []}
+
+    def send(name: str, sent: dict[str, Any], **sender: str) -> None:
+        with client_of(server, **sender) as client:
+            answers[name].append(client.post(TEXT, json=sent))
+
+    def started(*args: Any, **options: str) -> threading.Thread:
+        thread = threading.Thread(target=send, args=args, kwargs=options)
+        thread.start()
+        return thread
+
+    with served(llama, keys, max_queue=8) as server, client_of(server, **first) as client:
+
+        def has_unfinished(count: int) -> bool:
+            return server.service.num_unfinished() == count
+
+        def has_refused(count: int) -> bool:
+            return len(answers["first"]) == count
+
+        threads = []
+        for i in range(12 // size):
+            threads.append(started("first", long, **first))
+            wait_until(functools.partial(has_unfinished, size * (i + 1)))
+            may_step.release(3)
+            wait_until(lambda: may_step._value == 0)
+        assert client.post(TEXT, json=long).status_code == 503
+        for i in range(6):
+            threads.append(started("second", SMALL, **second))
+            wait_until(functools.partial(has_refused, -(-(i + 1) // size)))
+        refused = answers["first"].copy()
+        threads.append(started("second", {**SMALL, "n": 6}, **second))
+        wait_until(lambda: answers["second"])
+        assert answers["second"][0].status_code == 503, "it would have more than the first one"
+        may_step.release(10_000)
+        for thread in threads:
+            thread.join(60)
+    for answer in refused:
+        has_begun = answer.status_code == 200 and "stream" in body
+        assert has_begun or (answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0)
+        assert "queue is full" in answer.text
+    others = [answer for answer in answers["first"] if answer not in refused]
+    assert len(others) == 12 // size - len(refused)
+    assert all(x.status_code == 200 and "queue is full" not in x.text for x in others)
+    assert [x.status_code for x in answers["second"]] == [503] + [200] * 6
 
 
 # Bodies whose answers are reckoned as 0.4 MiB and more, and are more than the system takes at once.

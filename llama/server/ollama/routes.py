@@ -141,7 +141,7 @@ async def _prepare(http: Exchange, request: ApiRequest) -> EngineRequest:
     if request.chat:
         return await prepare_chat(http, request, must_fit=False)
     serving = http.serving
-    serving.check_capacity(request.num_answers)
+    serving.check_capacity(request.num_answers, http.state.sender)
     return await serving.prepare(
         request.prompts[0],
         request.params,
