@@ -57,6 +57,10 @@ Tensors = dict[str, Tensor]
 
 def words(codes: Tensor, bits: int, order: list[int] | None = None) -> Tensor:
     """Pack codes (M, L) into int32 words (M, L * bits / 32), the first code in the lowest bits."""
+    if 32 % bits:
+        from compressed_tensors.compressors import pack_to_int32
+
+        return pack_to_int32((codes - (1 << bits - 1)).to(torch.int8), bits)
     each = 32 // bits
     some = codes.long().unflatten(1, (-1, each))[..., order or list(range(each))]
     return (some << torch.arange(each) * bits).sum(-1).to(torch.int32)
@@ -137,6 +141,21 @@ def awq(weight: Tensor, group: int = 64) -> tuple[Tensors, Tensor]:
     return tensors, (q - zero[:, groups]) * unit.float().t()[:, groups]
 
 
+def awq_gemv(weight: Tensor, group: int) -> tuple[Tensors, Tensor]:
+    """Quantize as version gemv, whose rows of scales are padded."""
+    n, k = weight.shape
+    q, zero = draw((n, k), 0, 16), draw((n, k // group), 0, 16)
+    unit = scales(n, k // group, dtype=torch.float16)
+    padded = (0, -(k // group) % {128: 8, 64: 16, 32: 32}[group])
+    tensors = {
+        "qweight": words(q, 4),
+        "qzeros": words(torch.nn.functional.pad(zero, padded), 4),
+        "scales": torch.nn.functional.pad(unit, padded),
+    }
+    groups = torch.arange(k) // group
+    return tensors, (q - zero[:, groups]) * unit.float()[:, groups]
+
+
 def gptq(
     weight: Tensor, bits: int = 4, group: int = 64, *, kind: str = "v1", shuffled: bool = False
 ) -> tuple[Tensors, Tensor]:
@@ -148,7 +167,9 @@ def gptq(
     group_of = torch.arange(k) // group
     group_of = group_of[torch.randperm(k)] if shuffled else group_of
     stored = words(zero.t(), bits)
-    if kind != "v2":  # GPTQ v1 stores zero points minus one, subtracted over the whole word
+    if kind != "v2" and bits == 3:  # GPTQ v1 stores zero points minus one
+        stored = words((zero.t() - 1) % 8, bits)
+    elif kind != "v2":  # subtracted over the whole word
         stored = stored - sum(1 << i for i in range(0, 32, bits))
     tensors = {
         "qweight": words(q.t().reshape(k, n).t(), bits).t(),
@@ -270,8 +291,24 @@ BY_COMPRESSED_TENSORS: dict[str, dict[str, Any]] = {
     "fp8 of uneven blocks": FLOAT | {"strategy": "block", "block_structure": [96, 64]},
     "w8a8": {"form": "int-quantized", "num_bits": 8, "strategy": "channel"},
     "w8a16": {"form": "pack-quantized", "num_bits": 8, "strategy": "channel"},
+    "w8a8 asym": {
+        "form": "int-quantized",
+        "num_bits": 8,
+        "strategy": "channel",
+        "symmetric": False,
+    },
+    "w8a8 asym of groups": PACKED | {"form": "int-quantized", "num_bits": 8, "symmetric": False},
+    "w8a16 asym": {
+        "form": "pack-quantized",
+        "num_bits": 8,
+        "strategy": "channel",
+        "symmetric": False,
+    },
+    "w8a16 asym of groups": PACKED | {"num_bits": 8, "symmetric": False},
     "w4a16": PACKED,
     "w4a16 asym": PACKED | {"symmetric": False},
+    **{f"w{bits}a16": PACKED | {"num_bits": bits} for bits in (2, 3, 5, 6, 7)},
+    "w3a16 asym": PACKED | {"num_bits": 3, "symmetric": False},
 }
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     **{
@@ -312,7 +349,19 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "bnb int8": (by_bitsandbytes, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "w4a16 act-order": (lambda w: in_another_order(w, 4, 64), COMPRESSED),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
+    **{
+        f"awq gemv of {group}": (
+            functools.partial(awq_gemv, group=group),
+            {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemv"},
+        )
+        for group in (32, 64, 128)
+    },
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4}),
+    "gptq 3 bits": (lambda w: gptq(w, 3), {"quant_method": "gptq", "bits": 3}),
+    "gptq 3 bits v2": (
+        lambda w: gptq(w, 3, kind="v2"),
+        {"quant_method": "gptq", "bits": 3, "checkpoint_format": "gptq_v2"},
+    ),
     "gptq sym": (lambda w: gptq(w, kind="sym"), {"quant_method": "gptq", "bits": 4, "sym": True}),
     "gptq 8 bits": (lambda w: gptq(w, 8), {"quant_method": "gptq", "bits": 8}),
     "gptq v2 act-order": (
@@ -380,7 +429,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"quant_method": "gptq", "bits": 4, "group_size": -1, "is_marlin_format": True},
     ),
 }
-EIGHT_BITS = {x for x in CASES if x.startswith(("fp8", "w8"))} | {
+EIGHT_BITS = {x for x in CASES if x.startswith(("fp8", "w8", "w7"))} | {
     "bnb int8",
     "gptq 8 bits",
     "gptq dynamic",
@@ -482,6 +531,48 @@ def test_words_that_gptqmodel_has_packed(bits, qweight, v1, v2):
         of = hf_formats.gptq(parts, {"bits": bits, "checkpoint_format": version})
         numbers = of.read(slice(0, each), slice(0, 2 * each), torch.device("cpu")).plain()
         assert torch.equal(numbers, ((5 * n + 3 * k) % most - zero) * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("version", "qzeros"),
+    [
+        ("gptq", "57873157 31578731 87315787\ne1cc55e1 55e1cc55 cc55e1cc"),
+        ("gptq_v2", "98abc398 c398abc3 abc398ab\n2af0e62a e62af0e6 f0e62af0"),
+    ],
+)
+def test_words_that_gptqmodel_has_packed_in_three_bits(version, qzeros):
+    """The packer writes the words of GPTQModel 7.7.0, by the SHA-256 of the codes.
+
+    The codes are (5 n + 3 k) % 8 and the zero points (3 n + 2 g) % 8.
+    """
+    n, k = torch.arange(32)[:, None], torch.arange(64)
+    codes, zero = (5 * n + 3 * k) % 8, (3 * n + 2 * (k // 32)) % 8
+    qweight = words(codes, 3).t().contiguous()
+    digest = hashlib.sha256(qweight.numpy().tobytes()).hexdigest()
+    assert digest == "c330cd4c9e6f67c9d1f71c217b1e4ac1653817a90c8a65fb5b2dd8f0bb2df48e"
+    parts = {
+        "qweight": qweight,
+        "qzeros": int32(qzeros),
+        "scales": torch.full((2, 32), 0.5).half(),
+    }
+    of = hf_formats.gptq(parts, {"bits": 3, "checkpoint_format": version})
+    numbers = of.read(slice(0, 32), slice(0, 64), torch.device("cpu")).plain()
+    assert torch.equal(numbers, (codes - zero) * 0.5)
+
+
+def test_words_that_autoawq_has_packed_for_gemv():
+    """AutoAWQ 0.2.9's words, with codes and zero points as in the test of gemm, in groups of 32."""
+    n, k = torch.arange(8)[:, None], torch.arange(64)
+    rows = "52fc9630 da741eb8\na741eb85 2fc9630d\nfc9630da 741eb852\n41eb852f c9630da7\n"
+    rows += "9630da74 1eb852fc\neb852fc9 630da741\n30da741e b852fc96\n852fc963 0da741eb"
+    parts = {
+        "qweight": int32(rows).repeat(1, 4),
+        "qzeros": torch.nn.functional.pad(int32("20\n97\ne\n75\nec\n53\nca\n31"), (0, 3)),
+        "scales": torch.nn.functional.pad(torch.full((8, 2), 0.5), (0, 30)).half(),
+    }
+    of = hf_formats.awq_gemv(parts, {"version": "gemv", "group_size": 32})
+    numbers = of.read(slice(0, 8), slice(0, 64), torch.device("cpu")).plain()
+    assert torch.equal(numbers, ((5 * n + 3 * k) % 16 - (7 * n + 2 * (k // 32)) % 16) * 0.5)
 
 
 @pytest.mark.parametrize(
@@ -594,6 +685,8 @@ def test_each_rank_holds_its_slices_of_what_the_files_stand_for(tmp_path, case):
                     )
                     kinds.add(type(module.weight).__name__)
         expected = {"Fp8Weight", "BytesWeight"} if case in EIGHT_BITS else {"NibblesWeight"}
+        if case.startswith(("w5", "w6")):
+            expected = {"SixBitsWeight"}
         if case == "gptq dynamic":  # q with k and v: 4 and 2 bits, joined
             expected |= {"SixBitsWeight", "NibblesWeight"}
         assert kinds <= ({"BlockedWeight"} if case in IN_FLOATS else expected)
@@ -744,8 +837,8 @@ def test_neutral_values_of_such_keys_are_no_error(tmp_path, case, changes):
     ("case", "changes", "message"),
     [
         ("gptq", {"checkpoint_format": "gptq_p"}, "is 'gptq_p', and gptq, gptq_v2 are.*gptqmodel:"),
-        ("awq", {"version": "gemv"}, "it is 'gemv' of 4 bits, and gemm of 4 is read"),
-        ("awq", {"backend": "llm-awq"}, "it is 'llm-awq' of 4 bits, and gemm of 4 is read"),
+        ("awq", {"version": "gemv_fast"}, "it is 'gemv_fast', and gemm and gemv of 4 bits"),
+        ("awq", {"backend": "llm-awq"}, "it is 'llm-awq', and gemm and gemv of 4 bits are read"),
         (
             "auto-round",
             {"packing_format": "auto_round:llm_compressor"},
@@ -761,12 +854,12 @@ def test_another_variant_is_named_with_what_to_take(tmp_path, case, changes, mes
     assert re.search("; take the model in .* or GGUF", str(raised.value))
 
 
-def test_gptq_in_three_bits_is_named_with_what_to_take(tmp_path):
+def test_gptq_in_five_bits_is_named_with_what_to_take(tmp_path):
     write(tmp_path, "gptq")
     name = "model.layers.1.mlp.down_proj"
-    for own, shape in {"qweight": (48, 256), "qzeros": (8, 24)}.items():
+    for own, shape in {"qweight": (80, 256), "qzeros": (8, 40)}.items():
         change_safetensors(tmp_path, f"{name}.{own}", draw(shape, 0, 99).int())
-    message = r"it has 3 bits, and 2, 4 and 8 are read; take .* or GGUF, or dequantize it with"
+    message = r"it has 5 bits, and 2, 3, 4 and 8 are read; take .* or GGUF, or dequantize it with"
     with pytest.raises(ValueError, match=message):
         CheckpointReader(find(tmp_path))
 

@@ -5,8 +5,8 @@ In: the tensors of one matrix, by the last parts of their names, and the quantiz
 from the dict, so that its caller sees whether any is left. If the tensors do not fit one another,
 it raises one of MISFITS, and the caller adds the names of the file and the matrix.
 
-The formats are those of compressed-tensors, FP8 of several programs, AutoAWQ (gemm), GPTQ and
-bitsandbytes' int8; and INT4_EO8 of llama-models' quantization/loader.py.
+The formats are those of compressed-tensors, FP8 of several programs, AutoAWQ (gemm and gemv), GPTQ
+and bitsandbytes' int8; and INT4_EO8 of llama-models' quantization/loader.py.
 
 Shapes: N outputs, K inputs, G groups along K.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Size, Tensor
 
-from llama.checkpoint.hf.bit_packing import PackedAcrossRows, covering, unpack_int32
+from llama.checkpoint.hf.bit_packing import PackedAcrossRows, PackedInRows
 from llama.checkpoint.hf.coded_matrix import (
     Adapter,
     CodedMatrix,
@@ -37,7 +37,9 @@ INT4_EO8_SCHEME = "int4_weight_int8_dynamic_activation"
 _E4M3_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _INT8_TABLE = torch.arange(-128.0, 128)
 _INT4_TABLE = torch.arange(-8.0, 8)
+_GPTQ_BITS = (2, 3, 4, 8)  # with other numbers the bits of a code lie apart
 _AWQ_BITS = 4
+_GEMV_PADDING = 32  # Rows of scales are padded to a multiple of 8, 16 or 32.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the four bits of an int32 that hold neighbours 0 to 7
 
 
@@ -48,19 +50,28 @@ class _ByteCodes(CodedMatrix):
     Attributes:
         data: (N, K) uint8.
         sign_bit: What is flipped in a byte to make its code: 128 for signed bytes, else 0.
+        zeros: The zero points, less `sign_bit`, in the shape of the scales.
     """
 
     data: Tensor
     sign_bit: int
+    zeros: Tensor | None
 
     def codes(self, rows: slice, columns: slice) -> Tensor:
         return self.data[rows, columns] ^ self.sign_bit
+
+    def zero_points(self, rows: slice) -> Tensor | None:
+        if self.zeros is None:
+            return None
+        zeros = self.zeros[torch.arange(rows.start, rows.stop) // self.rows_per_scale]
+        return zeros.float() + self.sign_bit
 
 
 def eight_bits(parts: Parts, config: Config) -> CodedMatrix:
     """Build a matrix in FP8 (e4m3) or int8, of compressed-tensors, bitsandbytes and others.
 
-    It has one scale, or one for each row, group of columns, or block of rows and columns.
+    It has one scale, or one for each row, group of columns, or block of rows and columns, and in
+    int8 as many zero points.
     """
     weight = parts.pop("weight")
     n, k = weight.shape
@@ -70,6 +81,11 @@ def eight_bits(parts: Parts, config: Config) -> CodedMatrix:
     check_fits(weight_format is None or not weight_format.any())
     scale = _scale_of_bytes(parts, config)
     num_rows, num_columns = scale.shape
+    zeros = None if is_fp8 else parts.pop("weight_zero_point", None)
+    if zeros is not None:
+        check_fits(zeros.dtype is torch.int8)
+        check_fits(zeros.numel() == scale.numel())
+        zeros = zeros.reshape(scale.shape)
     blocks = block_sizes(config)
     rows = {rows for rows, _ in blocks}
     columns = {columns for _, columns in blocks} | group_sizes(config)
@@ -79,6 +95,7 @@ def eight_bits(parts: Parts, config: Config) -> CodedMatrix:
         scale,
         weight.view(torch.uint8),
         sign_bit=0 if is_fp8 else 128,
+        zeros=zeros,
         rows_per_scale=size_per_scale(n, num_rows, rows),
         columns_per_scale=size_per_scale(k, num_columns, columns),
     )
@@ -109,22 +126,13 @@ def _scale_of_bytes(parts: Parts, config: Config) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _PackedMatrix(CodedMatrix):
-    """A matrix of which each int32 holds several codes along K.
+    """A matrix of codes, and of zero points (N, G), that int32s hold."""
 
-    Attributes:
-        packed: (N, K * bits / 32) int32.
-        bits: Bits per code.
-        zeros: The zero points (N, G), packed across rows.
-    """
-
-    packed: Tensor
-    bits: int
-    zeros: PackedAcrossRows | None
+    packed: PackedInRows | PackedAcrossRows
+    zeros: PackedInRows | PackedAcrossRows | None
 
     def codes(self, rows: slice, columns: slice) -> Tensor:
-        items, within = covering(columns, 32 // self.bits)
-        codes = unpack_int32(self.packed[rows, items], self.bits)
-        return codes[:, within]
+        return self.packed.read(rows, columns)
 
     def zero_points(self, rows: slice) -> Tensor | None:
         if self.zeros is None:
@@ -133,7 +141,12 @@ class _PackedMatrix(CodedMatrix):
 
 
 def _packed_matrix(
-    bits: int, packed: Tensor, scale: Tensor, zeros: Tensor | None, parts: Parts, config: Config
+    bits: int,
+    packed: Tensor,
+    scale: Tensor,
+    zeros: PackedAcrossRows | None,
+    parts: Parts,
+    config: Config,
 ) -> CodedMatrix:
     """Build a matrix from int32s with codes along K.
 
@@ -141,17 +154,17 @@ def _packed_matrix(
         bits: Bits per code.
         packed: (N, K * bits / 32) int32.
         scale: (N, G).
-        zeros: (G, N * bits / 32) int32, the zero points.
+        zeros: The zero points (N, G).
         parts: The other tensors. One of them may be the group of each column.
         config: The quantization_config.
     """
-    _check_bits(bits)
-    per_int32 = 32 // bits
     n = len(packed)
-    k = packed.shape[1] * per_int32
+    k, rest = divmod(32 * packed.shape[1], bits)
     num_groups = scale.shape[1]
+    check_fits(rest == 0)
     check_fits(packed.dtype is torch.int32)
     check_fits(len(scale) == n)
+    check_fits(zeros is None or zeros.fits(*scale.shape))
     group_of = parts.pop("weight_g_idx", parts.pop("g_idx", None))
     if group_of is None:
         check_fits(not config.get("desc_act"))  # else their order would be lost
@@ -164,26 +177,16 @@ def _packed_matrix(
         columns = int((group_of == 0).sum()) or 1
         if torch.equal(group_of, (torch.arange(k) // columns).to(group_of.dtype)):
             group_of = None  # groups of neighbours, which need no table
-    packed_zeros = None
-    if zeros is not None:
-        packed_zeros = PackedAcrossRows(zeros, bits, range(per_int32))
-        check_fits(packed_zeros.fits(*scale.shape))
     half = 1 << bits - 1
     return _PackedMatrix(
         Size((n, k)),
         torch.arange(-half, half).float(),
         scale,
-        packed,
-        bits,
-        packed_zeros,
+        PackedInRows(packed, bits),
+        zeros,
         columns_per_scale=columns,
         group_of=group_of,
     )
-
-
-def _check_bits(bits: int) -> None:
-    if bits not in (2, 4, 8):
-        raise UnknownLayoutError(f"it has {bits} bits, and 2, 4 and 8 are read")
 
 
 def compressed_tensors(parts: Parts, config: Config) -> CodedMatrix:
@@ -193,19 +196,30 @@ def compressed_tensors(parts: Parts, config: Config) -> CodedMatrix:
     shape = parts.pop("weight_shape").tolist()
     scale = parts.pop("weight_scale")
     bits = packed.shape[1] * 32 // shape[1]  # modules of one model may differ
-    if zeros is not None:
-        zeros = zeros.t()
-    matrix = _packed_matrix(bits, packed, scale, zeros, parts, config)
+    check_fits(2 <= bits <= 8)
+    packed_zeros = None if zeros is None else PackedAcrossRows(zeros.t(), bits)
+    matrix = _packed_matrix(bits, packed, scale, packed_zeros, parts, config)
     check_fits(matrix.shape == Size(shape))
     return matrix
 
 
 def is_awq(parts: Parts) -> bool:
-    """Return whether the tensors of a matrix with a qweight are packed as AutoAWQ's are.
+    """Return whether the tensors of a matrix with a qweight are packed as AutoAWQ's gemm are.
 
-    AutoAWQ packs codes and zero points along N, and GPTQ codes along K.
+    AutoAWQ packs codes and zero points along N, and GPTQ codes along K. Other versions, which are
+    not read, have int16s.
     """
-    return "qzeros" in parts and parts["qweight"].shape[1:] == parts["qzeros"].shape[1:]
+    qweight = parts["qweight"]
+    is_other = qweight.dtype is torch.int16
+    return is_other or ("qzeros" in parts and qweight.shape[1:] == parts["qzeros"].shape[1:])
+
+
+def is_awq_gemv(parts: Parts) -> bool:
+    """Return whether the tensors of a matrix with a qweight are packed as AutoAWQ's gemv are.
+
+    Each has a row for each output.
+    """
+    return "qzeros" in parts and len(parts["qweight"]) == len(parts["qzeros"])
 
 
 def gptq(parts: Parts, config: Config) -> CodedMatrix:
@@ -217,25 +231,15 @@ def gptq(parts: Parts, config: Config) -> CodedMatrix:
     scale = parts.pop("scales").t()
     bits, rest = divmod(32 * zeros.shape[1], len(scale))
     check_fits(rest == 0)
-    _check_bits(bits)
-    if stores_zeros_less_one(config):
+    if bits not in _GPTQ_BITS:
+        raise UnknownLayoutError(f"it has {bits} bits, and 2, 3, 4 and 8 are read")
+    is_less = stores_zeros_less_one(config)
+    if is_less and 32 % bits == 0:
         # The subtraction borrowed from the next field of an int32; this addition carries back.
         zeros = zeros + sum(1 << shift for shift in range(0, 32, bits))
-    return _packed_matrix(bits, parts.pop("qweight").t(), scale, zeros, parts, config)
-
-
-@dataclass(frozen=True, eq=False)
-class _AwqMatrix(CodedMatrix):
-    """A matrix of AutoAWQ, with codes and zero points packed across rows."""
-
-    packed: PackedAcrossRows
-    zeros: PackedAcrossRows
-
-    def codes(self, rows: slice, columns: slice) -> Tensor:
-        return self.packed.read(rows, columns)
-
-    def zero_points(self, rows: slice) -> Tensor:
-        return self.zeros.read(rows, slice(0, self.scale.shape[1]))
+        is_less = False
+    packed_zeros = PackedAcrossRows(zeros, bits, less=int(is_less))
+    return _packed_matrix(bits, parts.pop("qweight").t(), scale, packed_zeros, parts, config)
 
 
 def awq(parts: Parts, config: Config) -> CodedMatrix:
@@ -244,18 +248,41 @@ def awq(parts: Parts, config: Config) -> CodedMatrix:
     k = int32s.shape[0]
     n = int32s.shape[1] * 32 // _AWQ_BITS
     scale = parts.pop("scales").t()
-    bits = 32 * int32s.shape[1] / len(scale)
     version = config.get("version") or config.get("format") or "gemm"
     if config.get("backend") == "llm-awq":
         version = "llm-awq"
-    if bits != _AWQ_BITS or str(version).lower() != "gemm":
-        raise UnknownLayoutError(f"it is {brief(version)} of {bits:g} bits, and gemm of 4 is read")
+    if n != len(scale) or str(version).lower() not in ("gemm", "gemv"):
+        raise UnknownLayoutError(f"it is {brief(version)}, and gemm and gemv of 4 bits are read")
     packed = PackedAcrossRows(int32s, _AWQ_BITS, _AWQ_ORDER)
     zeros = PackedAcrossRows(parts.pop("qzeros"), _AWQ_BITS, _AWQ_ORDER)
     check_fits(packed.fits(n, k))
     check_fits(zeros.fits(*scale.shape))
     columns = size_per_scale(k, scale.shape[1], group_sizes(config))
-    return _AwqMatrix(Size((n, k)), _INT4_TABLE, scale, packed, zeros, columns_per_scale=columns)
+    return _PackedMatrix(Size((n, k)), _INT4_TABLE, scale, packed, zeros, columns_per_scale=columns)
+
+
+def awq_gemv(parts: Parts, config: Config) -> CodedMatrix:
+    """Build a matrix of AutoAWQ, version gemv.
+
+    Codes and zero points are packed along K. Rows of scales and zero points are padded, so that
+    the config must name the columns per scale.
+    """
+    packed = PackedInRows(parts.pop("qweight"), _AWQ_BITS)
+    zeros = PackedInRows(parts.pop("qzeros"), _AWQ_BITS)
+    scale = parts.pop("scales")
+    n = len(packed.packed)
+    k = packed.packed.shape[1] * 32 // _AWQ_BITS
+    check_fits(packed.fits(n, k))
+    check_fits(zeros.fits(*scale.shape))
+    sizes = group_sizes(config) or {k}
+    check_fits(len(sizes) == 1)
+    columns = sizes.pop()
+    num_groups, rest = divmod(k, columns)
+    check_fits(rest == 0)
+    check_fits(num_groups <= scale.shape[1] < num_groups + _GEMV_PADDING)
+    return _PackedMatrix(
+        Size((n, k)), _INT4_TABLE, scale[:, :num_groups], packed, zeros, columns_per_scale=columns
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,7 +38,7 @@ _KV_CACHE_PART = re.compile(r".+\.self_attn\.([qkv]|kv)_(scale|zero_point)")
 _DEFAULTS: Config = {"num_bits": 8, "type": "int", "symmetric": True}
 # Strategies of weights by which all columns of a row share a scale.
 _SCALE_PER_ROW = ("channel", "tensor")
-_REMEDY = "take the model in bfloat16, FP8, w4a16, AWQ (gemm), GPTQ or GGUF"
+_REMEDY = "take the model in bfloat16, FP8, w4a16, AWQ, GPTQ or GGUF"
 _GPTQ_REMEDY = (
     ', or dequantize it with the package gptqmodel: python -c "from gptqmodel.utils.model_dequant '
     "import dequantize_model; dequantize_model('{folder}', 'OUT')\""
@@ -137,6 +137,8 @@ def _join(name: str, parts: dict[str, MappedTensor], config: Config) -> CodedMat
 def _format_of(parts: Parts, config: Config) -> Callable[[Parts, Config], CodedMatrix]:
     """Return the function that builds a matrix from such tensors."""
     if "qweight" in parts:
+        if hf_formats.is_awq_gemv(parts):
+            return hf_formats.awq_gemv
         return hf_formats.awq if hf_formats.is_awq(parts) else hf_formats.gptq
     if "B" in parts:
         return marlin.marlin
