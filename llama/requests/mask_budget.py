@@ -1,14 +1,13 @@
-"""A budget of processor time for the token masks of each sender: per step, and per request.
+"""Turns for slow token masks, which take at most half of the time while others have requests.
 
-In: requests with constraints. Out: the sequences that sit out the next step, because the masks of
-their sender would take longer than its budget. The constraints of a request end it where they have
-taken too long as a whole. Only the rank that takes requests measures; the others learn which
-sequences sit out with each step. This file knows no grammar and no HTTP.
+In: requests with constraints. Out: the sequences that sit out the next step, because their masks
+are slow and it is not their turn. The constraints of a request end it where they have taken too
+long as a whole. Only the rank that takes requests measures; the others learn which sequences sit
+out with each step. This file knows no grammar and no HTTP.
 """
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,45 +15,47 @@ import numpy as np
 
 from llama.engine.request import Constraint
 from llama.engine.sequence import SequenceState
+from llama.engine.waiting import WaitingQueue
 from llama.requests.request import Request
 
-STEP_S = 0.05  # default time of a sender in a step; ordinary masks take 0.05 to 0.3 ms each
-REQUEST_S = 30.0  # default time of a request
-_SLOW_MASK_S = 0.005  # mean time from which on a request may end
-_QUICK_S = 0.001  # time below which no sequence sits out
-_UNKNOWN_S = 0.005  # time that the first step of a request is expected to take
-_WEIGHT = 0.25  # weight of the latest step in the expected time of the next one
+_SLOW_S = 0.005  # time from which on a mask is slow; ordinary ones take 0.05 to 0.3 ms
+_STEP_S = 0.05  # time of slow masks in a step, beyond which no other one begins
+_REQUEST_S = 30.0  # time of the masks of a request, if they are slow
 
 
-@dataclass
-class _Sender:
-    """The budget of one sender.
-
-    Attributes:
-        balance_s: The time that its masks may take in the next step; negative after a long one.
-    """
-
-    balance_s: float
-
-
-@dataclass
+@dataclass(eq=False)
 class _Cost:
-    """The time that the masks of one request have taken so far.
+    """The processor time of the masks of one request, in seconds.
 
     Attributes:
-        expected_s: The time of one step of one of its sequences.
-        total_s: The time of all.
-        num_masks: The number of all.
+        mask_s: The mean time of a mask in the latest step that had any; at first it counts as slow.
+        step_s: The time of the current step.
+        num_in_step: The number of masks in the current step.
+        total_s: The time of all steps before.
+        num_masks: The number of masks in all of them.
     """
 
-    expected_s: float = _UNKNOWN_S
+    mask_s: float = _SLOW_S
+    step_s: float = 0.0
+    num_in_step: int = 0
     total_s: float = 0.0
     num_masks: int = 0
 
     @property
-    def is_quick(self) -> bool:
-        """Whether its masks take so little time that none sits out for it."""
-        return self.expected_s < _QUICK_S
+    def is_slow(self) -> bool:
+        """Whether its masks take turns with other slow ones."""
+        return self.mask_s >= _SLOW_S
+
+    def end_step(self) -> float:
+        """Begin another step, and return the time that slow masks took in this one."""
+        seconds = self.step_s
+        if self.num_in_step:
+            self.mask_s = seconds / self.num_in_step
+        self.total_s += seconds
+        self.num_masks += self.num_in_step
+        self.step_s = 0.0
+        self.num_in_step = 0
+        return seconds if self.is_slow else 0.0
 
 
 class TimedConstraint:
@@ -63,30 +64,18 @@ class TimedConstraint:
     The step thread and the thread of the masks call it in turn, never at once.
     """
 
-    def __init__(
-        self,
-        constraint: Constraint,
-        cost: _Cost,
-        sender: _Sender,
-        max_s: float,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, constraint: Constraint, cost: _Cost, clock: Callable[[], float]) -> None:
         """Wrap a constraint at its beginning.
 
         Args:
             constraint: The constraint of one sequence.
             cost: The cost of its request.
-            sender: The budget of its sender.
-            max_s: The processor time that the request may take, where its masks are slow.
             clock: Returns the processor time of the calling thread in seconds.
         """
         self._constraint = constraint
-        self._sender = sender
-        self._max_s = max_s
+        self._cost = cost
         self._clock = clock
         self._failure: str | None = None
-        self._step_s = 0.0  # the time since the last masks
-        self.cost = cost
 
     @property
     def failure(self) -> str | None:
@@ -97,19 +86,17 @@ class TimedConstraint:
         self, tokens: list[int], first: int, drafts: list[int], bits: np.ndarray
     ) -> None:
         """Set the bits of the tokens that may follow; see `Constraint.fill_allowed`."""
-        cost = self.cost
-        if cost.total_s > self._max_s and cost.total_s > _SLOW_MASK_S * cost.num_masks:
+        cost = self._cost
+        if cost.total_s > _REQUEST_S and cost.total_s > _SLOW_S * cost.num_masks:
             mean_ms = 1000 * cost.total_s / cost.num_masks
             self._failure = (
-                f"its masks have taken {self._max_s:.0f} s of processor time, {mean_ms:.0f} ms each"
+                f"its masks have taken {_REQUEST_S:.0f} s of processor time, {mean_ms:.0f} ms each"
             )
             bits.fill(0)
             return
         with self._timed():
             self._constraint.fill_allowed(tokens, first, drafts, bits)
-        cost.num_masks += len(bits)
-        cost.expected_s += _WEIGHT * (self._step_s - cost.expected_s)
-        self._step_s = 0.0
+        cost.num_in_step += len(bits)
 
     def draft(self, output: list[int], draft: list[int]) -> tuple[list[int], bool]:
         """Return tokens that must or may follow; see `Constraint.draft`."""
@@ -123,40 +110,34 @@ class TimedConstraint:
         try:
             yield
         finally:
-            seconds = self._clock() - began
-            self._step_s += seconds
-            self.cost.total_s += seconds
-            self._sender.balance_s -= seconds
+            self._cost.step_s += self._clock() - began
 
 
 class MaskBudget:
-    """The budgets of all senders of an engine; every method is called with the engine's lock.
+    """The turns of slow masks in an engine; every method is called with the engine's lock.
 
-    In each step the masks of a sender may take `step_s`. Its sequences beyond that sit out the step
-    and come first in the next one, except those whose masks take less than a millisecond. What a
-    step took beyond the budget is made good by the steps after it, except where the sender has all
-    sequences: then nobody waits for them.
+    Senders take turns, and the requests of a sender, for about 50 ms of a step. After a step that
+    had slow masks, none are made for as long as they took, so that steps take at most twice as long
+    on average. Where all sequences have slow masks, nobody waits for them, and some run in each
+    step. Sequences whose masks are not slow never sit out.
     """
 
     def __init__(
         self,
-        step_s: float = STEP_S,
-        request_s: float = REQUEST_S,
         clock: Callable[[], float] = time.thread_time,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without debts.
+        """Begin without sequences.
 
         Args:
-            step_s: The processor time of a sender's masks in a step, in seconds.
-            request_s: The processor time of a request's masks, if they take over 5 ms each.
             clock: Returns the processor time of the calling thread in seconds.
+            now: Returns the time in seconds.
         """
-        self._step_s = step_s
-        self._request_s = request_s
         self._clock = clock
-        self._senders: dict[bytes, _Sender] = {}
-        # The constraints of live sequences, those that sat out for longest first.
-        self._watched: dict[SequenceState, TimedConstraint] = {}
+        self._now = now
+        self._due = 0.0  # the time from which on slow masks are made again
+        self._costs: dict[SequenceState, _Cost] = {}
+        self._turns = WaitingQueue()
 
     def watch(self, requests: Iterable[Request]) -> None:
         """Count the time of the constraints of requests from now on."""
@@ -164,43 +145,32 @@ class MaskBudget:
             cost = _Cost()
             for answer in request.answers:
                 seq = answer.sequence
-                if seq.constraint is None:
-                    continue
-                sender = self._senders.setdefault(seq.spec.sender, _Sender(self._step_s))
-                timed = TimedConstraint(seq.constraint, cost, sender, self._request_s, self._clock)
-                seq.constraint = timed
-                self._watched[seq] = timed
+                if seq.constraint is not None:
+                    seq.constraint = TimedConstraint(seq.constraint, cost, self._clock)
+                    self._costs[seq] = cost
+                    self._turns.add(seq)
 
     def resting(self, live: Collection[SequenceState]) -> list[SequenceState]:
-        """Return the sequences that sit out the next step, and pay for the step before.
+        """Return the sequences that sit out the next step.
 
         Args:
             live: All sequences that are queued or run.
         """
-        self._watched = {seq: timed for seq, timed in self._watched.items() if seq in live}
-        groups: defaultdict[bytes, list[SequenceState]] = defaultdict(list)
-        for seq in self._watched:
-            groups[seq.spec.sender].append(seq)
-        for name, sender in list(self._senders.items()):
-            is_alone = name in groups and len(groups[name]) == len(live)
-            paid_s = self._step_s if is_alone else sender.balance_s + self._step_s
-            sender.balance_s = min(self._step_s, paid_s)
-            if name not in groups and sender.balance_s == self._step_s:
-                del self._senders[name]
-        return [seq for name in groups for seq in self._beyond(name, groups[name])]
-
-    def _beyond(self, name: bytes, sequences: list[SequenceState]) -> list[SequenceState]:
-        """Return which sequences of a sender do not fit its budget in the next step."""
-        costs = {seq: self._watched[seq].cost for seq in sequences}
-        left_s = self._senders[name].balance_s
-        left_s -= sum(cost.expected_s for cost in costs.values() if cost.is_quick)
-        slow = [seq for seq in sequences if not costs[seq].is_quick]
-        resting = []
-        # Requests of which nothing is known come first: most of them are quick.
-        for seq in sorted(slow, key=lambda seq: costs[seq].num_masks > 0):
-            if left_s <= 0:
-                resting.append(seq)
-                continue
-            left_s -= costs[seq].expected_s
-            self._watched[seq] = self._watched.pop(seq)  # the others come first in the next step
-        return resting
+        slow_s = sum(cost.end_step() for cost in set(self._costs.values()))
+        if slow_s:
+            self._due = self._now() + slow_s
+        for seq in self._costs.keys() - live:
+            del self._costs[seq]
+            self._turns.remove(seq)
+        waiting = {seq for seq, cost in self._costs.items() if cost.is_slow}
+        left_s = _STEP_S if self._now() >= self._due or len(waiting) == len(live) else 0.0
+        others = self._costs.keys() - waiting
+        while waiting and left_s > 0:
+            first = self._turns.peek(others)
+            assert first is not None, "each sequence of `waiting` has its turn"
+            self._turns.pop(first)
+            self._turns.add(first)  # it is the last one in the next step
+            waiting.remove(first)
+            others.add(first)
+            left_s -= self._costs[first].mask_s
+        return [seq for seq in self._costs if seq in waiting]
