@@ -35,6 +35,7 @@ from helpers.weights import (
 from llama.checkpoint.find import find
 from llama.checkpoint.hf import formats as hf_formats
 from llama.checkpoint.hf.coded_matrix import CodedMatrix
+from llama.checkpoint.hf.fp4 import fp4, is_fp4
 from llama.checkpoint.hf.marlin import marlin as read_marlin
 from llama.checkpoint.loader import load
 from llama.checkpoint.memory import bytes_of
@@ -113,6 +114,31 @@ def by_compressed_tensors(weight: Tensor, form: str, **asked: Any) -> tuple[Tens
     tensors = library.compress(plain, scheme)
     numbers = library.decompress(tensors, scheme)["weight"]
     return {**tensors, "input_scale": torch.ones(1)}, numbers
+
+
+def in_fp4(
+    weight: Tensor, form: str, of_all: float = 512.0, **asked: Any
+) -> tuple[Tensors, Tensor]:
+    """Quantize to NVFP4 or MXFP4 as compressed-tensors does.
+
+    Where the scale of all is a power of two, elements are exact in the library's bf16.
+    """
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = QuantizationArgs(num_bits=4, type="float", symmetric=True, **asked)
+    divisor = torch.tensor([of_all]) if form.startswith("nv") else None
+    groups = weight.unflatten(1, (-1, asked["group_size"]))
+    scale, _ = calculate_qparams(groups.amin(2), groups.amax(2), args, global_scale=divisor)
+    plain = {"weight": weight, "weight_scale": scale}
+    if divisor is not None:
+        plain["weight_global_scale"] = divisor
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    library = BaseCompressor.get_value_from_registry(form)
+    tensors = library.compress(plain, scheme)
+    numbers = library.decompress(tensors, scheme)["weight"].float()
+    return {**tensors, "input_global_scale": torch.ones(1)}, numbers
 
 
 def in_another_order(weight: Tensor, bits: int, group: int) -> tuple[Tensors, Tensor]:
@@ -283,6 +309,11 @@ def marlin(weight: Tensor, group: int) -> tuple[Tensors, Tensor]:
 COMPRESSED = {"quant_method": "compressed-tensors"}
 FINE_GRAINED = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 PACKED = {"form": "pack-quantized", "num_bits": 4, "strategy": "group", "group_size": 64}
+NVFP4: dict[str, Any] = {
+    "form": "nvfp4-pack-quantized",
+    "strategy": "tensor_group",
+    "group_size": 16,
+}
 FLOAT = {"form": "float-quantized", "num_bits": 8, "type": "float"}
 BY_COMPRESSED_TENSORS: dict[str, dict[str, Any]] = {
     "fp8": FLOAT | {"strategy": "tensor"},
@@ -318,6 +349,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         )
         for case, asked in BY_COMPRESSED_TENSORS.items()
     },
+    "nvfp4": (functools.partial(in_fp4, **NVFP4), COMPRESSED),
+    "mxfp4": (
+        functools.partial(in_fp4, form="mxfp4-pack-quantized", strategy="group", group_size=32),
+        COMPRESSED,
+    ),
     "fp8 of a tensor": (lambda w: fp8(w, (1, 1)), {"quant_method": "modelopt"}),
     "fp8 of AutoFP8": (
         lambda w: with_scalar(*fp8(w, (1, 1))),
@@ -645,6 +681,33 @@ def test_bytes_of_fp8_that_gptqmodel_has_packed():
     torch.testing.assert_close(numbers.plain(), expected, rtol=2**-4, atol=0)
 
 
+def test_elements_of_nvfp4_are_those_of_compressed_tensors():
+    """The scale of all is any number: the products are equal once they are rounded to bf16."""
+    parts, numbers = in_fp4(torch.randn(64, 256), of_all=1234.5, **NVFP4)
+    del parts["input_global_scale"]
+    read = fp4(parts, {}).read(slice(0, 64), slice(0, 256), torch.device("cpu"))
+    assert torch.equal(read.plain().bfloat16().float(), numbers)
+
+
+def test_bytes_of_nvfp4_that_modelopt_has_packed():
+    """ModelOpt 0.47.0 multiplies by the scale of all. The elements are (5 n + 3 k) % 16."""
+    packed = [
+        [48, 150, 252, 82, 176, 30, 116, 218],
+        [5, 235, 65, 167, 13, 99, 201, 47],
+    ]
+    parts = {
+        "weight": torch.tensor(packed, dtype=torch.uint8),
+        "weight_scale": torch.tensor([[126], [112]], dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(2.0**-8),
+    }
+    assert is_fp4(parts)
+    elements = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([elements, -elements])
+    n, k = torch.arange(2)[:, None], torch.arange(16)
+    read = fp4(parts, {}).read(slice(0, 2), slice(0, 16), torch.device("cpu"))
+    assert torch.equal(read.plain(), table[(5 * n + 3 * k) % 16] * torch.tensor([[1.75], [0.5]]))
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_words_are_those_of_compressed_tensors(bits):
     from compressed_tensors.compressors import pack_to_int32
@@ -756,6 +819,7 @@ def test_what_does_not_fit_is_named(tmp_path, own, tensor, message):
                 {"checkpoint_format": "gptq_p"},
             ],
         ),
+        ("nvfp4", [{"weight_global_scale": None}, {"weight_global_scale": torch.ones(2)}]),
         ("w4a16", [{"weight_shape": torch.tensor([512, 255])}, {"weight_shape": None}]),
     ],
 )

@@ -3,7 +3,7 @@
 In: the tensors of a file with Hugging Face's or Meta's names, and a quantization_config. Out: the
 tensors, with each matrix under the name of its weight; and how the config asks for activations to
 be rounded. The tensors of a matrix tell its format, not the name of the method. Nothing is unpacked
-before it is read, and `formats`, `bitsandbytes` and `marlin` know the formats.
+before it is read, and `formats`, `bitsandbytes`, `fp4` and `marlin` know the formats.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from llama.checkpoint.files import MappedTensor
-from llama.checkpoint.hf import bitsandbytes, marlin
+from llama.checkpoint.hf import bitsandbytes, fp4, marlin
 from llama.checkpoint.hf import formats as hf_formats
 from llama.checkpoint.hf.coded_matrix import MISFITS, CodedMatrix, Config, Parts, check_fits
 from llama.checkpoint.hf.quantization import UnknownLayoutError
@@ -27,6 +27,7 @@ _IGNORED_PARTS = {
     "activation_scale",
     "workspace",
     "input_scale",
+    "input_global_scale",
     "input_zero_point",
     "q_scale",
     "k_scale",
@@ -142,6 +143,8 @@ def _format_of(parts: Parts, config: Config) -> Callable[[Parts, Config], CodedM
         return hf_formats.awq if hf_formats.is_awq(parts) else hf_formats.gptq
     if "B" in parts:
         return marlin.marlin
+    if fp4.is_fp4(parts):
+        return fp4.fp4
     if "weight_packed" in parts:
         return hf_formats.compressed_tensors
     if "scales" in parts and str(config.get("quant_method")).endswith("_EO8"):
