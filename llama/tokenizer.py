@@ -6,7 +6,7 @@ tensors.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from os import PathLike
 from pathlib import Path
@@ -65,6 +65,7 @@ class Tokenizer:
         n_words: the number of ids.
         ranks: the ids of ordinary text by their bytes, in any places. Of two neighbours, those are
             merged first whose sum has the lowest id.
+        bytes_of: the bytes of each token by its id, as `decode_bytes` gives them.
         added_tokens: the added tokens of the files by name.
         special_tokens: the ids of the added tokens and of rows without a token, by name.
         hidden_ids: the ids that decoding leaves out with `skip_special_tokens`. Marks of reasoning
@@ -112,6 +113,7 @@ class Tokenizer:
             special_tokens=names,
         )
         self.n_words = vocabulary.num_rows
+        self.bytes_of: Mapping[int, bytes] = _BytesOfTokens(self.model, self.n_words)
         self.eot_id = names.get(EOT)
         self.eom_id = names.get(EOM)
         self.python_tag_id = names.get(PYTHON_TAG)
@@ -227,11 +229,33 @@ class Tokenizer:
             ValueError: an id is not in the vocabulary.
         """
         for i in ids:
-            if not 0 <= i < self.n_words:
-                raise ValueError(f"id {i} is not in the vocabulary: ids are 0..{self.n_words - 1}")
+            _check_id(i, self.n_words)
         if skip_special_tokens:
             ids = [i for i in ids if i not in self.hidden_ids]
         return self.model.decode_bytes(ids)
+
+
+class _BytesOfTokens(dict[int, bytes]):
+    """The bytes of single tokens, each of which is decoded when it is first needed.
+
+    tiktoken would release Python's lock for each token.
+    """
+
+    def __init__(self, model: tiktoken.Encoding, n_words: int) -> None:
+        super().__init__()
+        self._model = model
+        self._n_words = n_words
+
+    def __missing__(self, token: int) -> bytes:
+        _check_id(token, self._n_words)
+        data = self[token] = self._model.decode_bytes([token])
+        return data
+
+
+def _check_id(token: int, n_words: int) -> None:
+    """Raise a ValueError for an id that is not in the vocabulary."""
+    if not 0 <= token < n_words:
+        raise ValueError(f"id {token} is not in the vocabulary: ids are 0..{n_words - 1}")
 
 
 def _split_long_runs(s: str, limit: int) -> Iterator[str]:

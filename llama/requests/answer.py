@@ -39,17 +39,18 @@ class Answer:
     def read(self) -> None:
         """Decode the new tokens of the sequence and search their text for stop strings."""
         seq = self.sequence
-        if self.num_read < seq.num_output:
+        num_output = seq.num_output
+        if self.num_read < num_output:
             self.last_token_ts = time.monotonic()
             self.first_token_ts = self.first_token_ts or self.last_token_ts
-        while self.num_read < seq.num_output and self.stop_reason is None:
+        while self.num_read < num_output and self.stop_reason is None:
             if seq.logprobs:
                 self.cumulative_logprob += seq.logprobs[self.num_read]
             token = seq.tokens[seq.num_prompt + self.num_read]
             self.num_read += 1
             text = self._decode(token) if self.reader else self.detokenizer.push([token])
             self._push(text, self.num_read > self.params.min_tokens)
-        if seq.finished and self.stop_reason is None:
+        if seq.finish_reason is not None and self.stop_reason is None:
             rest = ""
             if seq.stop_id is not None and self.params.include_stop_str_in_output:
                 rest = self.detokenizer.push([seq.stop_id])
@@ -60,7 +61,7 @@ class Answer:
             self._push(self.stops.flush(), False)
         if self.stop_reason is not None:
             self.finish_reason = "stop"
-        elif seq.finished:
+        elif seq.finish_reason is not None:
             self.finish_reason = seq.finish_reason
             self.stop_reason = seq.stop_id
 

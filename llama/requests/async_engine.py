@@ -7,11 +7,12 @@ one output. The model runs in one thread of its own.
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from llama.requests.llm_engine import LLMEngine
+from llama.requests.loop_calls import LoopCalls
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 
@@ -32,6 +33,7 @@ class AsyncLLMEngine:
             )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llama-engine")
         self._open: set[Request] = set()
+        self._calls: dict[asyncio.AbstractEventLoop, LoopCalls] = {}
         self._is_closed = False
         self.failure: BaseException | None = None  # the first exception of a step
 
@@ -71,19 +73,8 @@ class AsyncLLMEngine:
     async def stream(self, requests: list[Request]) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of prepared requests as they come; see `generate`."""
         changed = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def wake_reader() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody reads
-                loop.call_soon_threadsafe(changed.set)
-
-        for request in requests:
-            request.listener = wake_reader
         unfinished = list(requests)
-        try:
-            self._open.update(requests)
-            self.engine.submit(requests)
-            self._thread.submit(self._run_until_finished, unfinished)
+        with self.pushing(requests, lambda _: changed.set()):
             while unfinished:
                 await changed.wait()
                 changed.clear()
@@ -92,10 +83,40 @@ class AsyncLLMEngine:
                     if output.finished:
                         unfinished.remove(request)
                     yield output
+
+    @contextlib.contextmanager
+    def pushing(self, requests: list[Request], push: Callable[[Request], None]) -> Iterator[None]:
+        """Run prepared requests within a block, which aborts those that are unfinished at its end.
+
+        Args:
+            requests: The requests.
+            push: Called in the event loop with each request that may have an output, which
+                `engine.take_output` returns. It must not raise.
+        """
+        calls = self._calls_of(asyncio.get_running_loop())
+        for request in requests:
+            request.listener = functools.partial(calls.add, functools.partial(push, request))
+        unfinished = list(requests)
+        try:
+            self._open.update(requests)
+            self.engine.submit(requests)
+            self._thread.submit(self._run_until_finished, unfinished)
+            yield
         finally:
             unfinished.clear()
             self._open.difference_update(requests)
             self.engine.discard(requests)
+            for request in requests:
+                request.listener = None  # It may refer to what refers to the request.
+
+    def _calls_of(self, loop: asyncio.AbstractEventLoop) -> LoopCalls:
+        """Return the calls that wait for an event loop, and forget those of closed ones."""
+        calls = self._calls.get(loop)
+        if calls is None:
+            calls = LoopCalls(loop)
+            open_loops = {x: waiting for x, waiting in self._calls.items() if not x.is_closed()}
+            self._calls = {**open_loops, loop: calls}
+        return calls
 
     def _run_until_finished(self, unfinished: list[Request]) -> None:
         """Step the engine until all of these requests have ended.

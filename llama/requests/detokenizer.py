@@ -14,8 +14,8 @@ class Detokenizer:
     """Incremental `tokenizer.decode`; the pieces of `push` and `flush` joined are its text."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._bytes_of = tokenizer.bytes_of
+        self._hidden = tokenizer.hidden_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def fork(self) -> "Detokenizer":
@@ -26,8 +26,9 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Take more ids and return all whole characters; up to three bytes are kept."""
-        skip = self._skip_special_tokens
-        return self._decoder.decode(self._tokenizer.decode_bytes(ids, skip_special_tokens=skip))
+        return self._decoder.decode(
+            b"".join([self._bytes_of[i] for i in ids if i not in self._hidden])
+        )
 
     def flush(self) -> str:
         """Return the kept text at the end, with U+FFFD for an unfinished character."""
@@ -55,6 +56,8 @@ class StopStrings:
 
         The second value is the stop string that ended the text, or None. Text behind it is dropped.
         """
+        if not self._stops:
+            return text, None
         if self.stopped is not None:
             return "", self.stopped
         text = self._pending + text

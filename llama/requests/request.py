@@ -8,6 +8,7 @@ its cost does not grow with the answer. This module does not know how requests a
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llama.engine.sequence import FinishReason
@@ -165,7 +166,6 @@ class RequestOutput:
         outputs: The answers.
         error: The reason why an answer has the finish_reason "error", if one has.
         error_field: The parameter that caused the error, if one did.
-        usage: The token counts.
         has_reasoning: Whether the reasoning is apart from the text, and counted.
     """
 
@@ -188,13 +188,28 @@ class RequestOutput:
                 if seq.constraint is not None and seq.constraint.failure:
                     self.error = FORMAT_STOPPED.format(why=seq.constraint.failure)
                     self.error_field = "structured_output"
-        self.usage = Usage(
+        # The counts of each answer, also of those that are not returned.
+        self._counts = [
+            (
+                answer.num_read,
+                answer.sequence.num_drafted,
+                answer.sequence.num_accepted,
+                answer.num_reasoning,
+            )
+            for answer in request.answers
+        ]
+
+    @cached_property
+    def usage(self) -> Usage:
+        """The token counts."""
+        completion, draft, accepted, reasoning = map(sum, zip(*self._counts, strict=True))
+        return Usage(
             prompt_tokens=self._first.num_prompt,
-            completion_tokens=sum(answer.num_read for answer in request.answers),
+            completion_tokens=completion,
             cached_tokens=self._first.num_cached,
-            draft_tokens=sum(answer.sequence.num_drafted for answer in request.answers),
-            accepted_tokens=sum(answer.sequence.num_accepted for answer in request.answers),
-            reasoning_tokens=sum(answer.num_reasoning for answer in request.answers),
+            draft_tokens=draft,
+            accepted_tokens=accepted,
+            reasoning_tokens=reasoning,
         )
 
     def num_predicted(self) -> tuple[int, int]:
