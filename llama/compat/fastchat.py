@@ -22,13 +22,14 @@ from starlette.responses import Response, StreamingResponse
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.hosts import HostRequest, Pace, read_params, reports_of
 from llama.prompts.dialog_format import DialogFormat, MetaFormat
+from llama.server.answer_size import MAX_IN_LOOP, num_items
 from llama.server.auth import ONE_TENANT
 from llama.server.encoding import JsonResponse, unless_client_leaves
 from llama.server.errors import ApiError, ErrorFields
 from llama.server.exchange import Exchange, beside_if_confined, body_router
 from llama.server.limits import State
 from llama.server.request import ApiRequest
-from llama.server.respond import MAX_IN_LOOP, hold_answer, num_items
+from llama.server.respond import hold_answer
 from llama.server.service import Service
 from llama.server.serving import Serving, log
 

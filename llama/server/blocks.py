@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from llama.api import CompletionOutput, RequestOutput
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.dialog_format import DialogFormat
-from llama.server.encoding import SERVER_SENT_EVENTS, StreamFormat
+from llama.server.encoding import HOLE, SERVER_SENT_EVENTS, EventTemplate, StreamFormat
 from llama.server.endings import ending_of
 from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
@@ -87,6 +87,7 @@ class BlockAnswer(ABC):
         self.meta = meta
         self.blocks: list[Block] = []
         self.has_begun = False
+        self._template: tuple[Block, EventTemplate] | None = None  # of the latest block with text
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
@@ -113,6 +114,19 @@ class BlockAnswer(ABC):
         """Yield the events of new text in a block."""
 
     @abstractmethod
+    def text_event(self, block: Block, *values: Any) -> dict[str, Any]:
+        """Return the event of new text in a block that is no call.
+
+        Args:
+            block: the block.
+            values: those of `event_values`, and the text.
+        """
+
+    def event_values(self) -> tuple[Any, ...]:
+        """Return what differs between the events of a text, before the text itself."""
+        return ()
+
+    @abstractmethod
     def block_stop(self, block: Block) -> Events:
         """Yield the events that close a block."""
 
@@ -135,6 +149,27 @@ class BlockAnswer(ABC):
         if is_first:
             yield from self.first_events()
         yield from self._block_events(answer, self._deltas.push(answer))
+
+    def next_event(self, output: RequestOutput) -> bytes | None:
+        """Return the bytes of `events` for an output that only adds text; None for any other."""
+        (answer,) = output.outputs
+        if not self.blocks or answer.finish_reason is not None:
+            return None
+        if self.request.tools is not None or self.request.params.logprobs is not None:
+            return None
+        block = self.blocks[-1]
+        if block.is_reasoning or (output.has_reasoning and answer.new_reasoning):
+            return None
+        self.output = output
+        text = answer.new_text
+        if not text:
+            return b""
+        block.text += text
+        values = (*self.event_values(), text)
+        if self._template is None or self._template[0] is not block:
+            event = self.text_event(block, *[HOLE] * len(values))
+            self._template = block, self.stream_format.template(event)
+        return self._template[1].fill(*values)
 
     @property
     def finish_reason(self) -> str | None:

@@ -11,13 +11,14 @@ import logging
 import os
 import resource
 import time
+import weakref
 from collections import Counter
 from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from llama.server.encoding import to_json
+from llama.server.encoding import WRITER, to_json
 from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large
 
 log = logging.getLogger("llama.server")
@@ -151,6 +152,29 @@ def _send_without_chunks(cycle: RequestResponseCycle) -> None:
     cycle.waiting_for_100_continue = False
 
 
+class CycleWriter:
+    """Writes parts of the body of uvicorn's response without waiting; see `pushed.Writer`."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        # A weak reference, as the cycle has the scope, and the scope has this.
+        self._cycle = weakref.ref(cycle)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the client has read what was written."""
+        cycle = self._cycle()
+        return cycle is not None and not cycle.flow.write_paused
+
+    def write(self, body: bytes) -> None:
+        """Write a part of the body, in chunks if the response has them."""
+        cycle = self._cycle()
+        if cycle is None or cycle.disconnected or cycle.response_complete:
+            return  # Nobody reads it; uvicorn drops it, too.
+        if cycle.chunked_encoding:
+            body = b"%x\r\n%b\r\n" % (len(body), body)
+        cycle.transport.write(body)
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """An HTTP connection with limits.
 
@@ -237,6 +261,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._set_deadline("body", BODY_S)
         super().on_headers_complete()
+        self.scope["extensions"] = {WRITER: CycleWriter(self.cycle)}  # type: ignore[dict-item]
         if self.parser.get_http_version() in _WITHOUT_CHUNKS:
             _send_without_chunks(self.cycle)
         if self.parser.should_upgrade() and self._has_body():

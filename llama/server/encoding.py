@@ -1,15 +1,13 @@
 """Encode answers for HTTP: as JSON, or as events as they come.
 
-In: objects, or an async generator of events. Out: ASGI responses. A stream sends a comment when
-nothing else has come for 15 seconds, so that proxies keep the connection open. Work for a client
-is cancelled when the client leaves. Large objects are encoded in pieces, outside of the event loop.
-This file knows no API.
+In: objects. Out: their bytes, and ASGI responses. Work for a client is cancelled when the client
+leaves. Large objects are encoded in pieces, outside of the event loop. This file knows no API.
 """
 
 import asyncio
 import contextlib
 import json
-import time
+import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -18,15 +16,16 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llama.server.errors import ApiError
-
 _T = TypeVar("_T")
-KEEP_ALIVE_S = 15.0
-FIRST_S = 10.0  # time to wait for a first event, or an error, before the status is sent
 _PART_ITEMS = 64  # items of a list that are encoded at a time; Python's lock is held meanwhile
 PIECE_BYTES = 256 * 1024  # bytes of a large answer that are sent at a time
+WRITER = "llama.writer"  # the extension of an ASGI scope that has a `Writer`
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": the answer is not ready yet\n\n"
+HOLE = f"hole {secrets.token_hex(16)}"  # No text of a client equals it.
+
+
+_to_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def to_json(content: Any) -> bytes:
@@ -34,8 +33,7 @@ def to_json(content: Any) -> bytes:
 
     A lone surrogate, which a client may have sent, becomes its escape.
     """
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    return text.encode(errors="backslashreplace")
+    return _to_text(content).encode(errors="backslashreplace")
 
 
 class SharedItems:
@@ -162,6 +160,10 @@ class StreamFormat(NamedTuple):
         """Return the bytes of an event."""
         return self.head(content) + to_json(content) + self.end
 
+    def template(self, content: dict[str, Any]) -> "EventTemplate":
+        """Return the bytes of events that differ in the values that are a `HOLE` in `content`."""
+        return EventTemplate(self.encode(content))
+
     def pieces(self, contents: Iterator[dict[str, Any]]) -> Iterator[bytes]:
         """Yield the bytes of several events in pieces; see `json_pieces`."""
         return _joined(self._parts(contents))
@@ -171,6 +173,20 @@ class StreamFormat(NamedTuple):
             yield self.head(content)
             yield from _json_parts(content)
             yield self.end
+
+
+class EventTemplate:
+    """The bytes of an event around the values that are filled in."""
+
+    def __init__(self, event: bytes) -> None:
+        self._parts = event.split(to_json(HOLE))
+
+    def fill(self, *values: Any) -> bytes:
+        """Return the bytes of an event with these values in the places of the holes."""
+        pieces = [self._parts[0]]
+        for value, part in zip(values, self._parts[1:], strict=True):
+            pieces += to_json(value), part
+        return b"".join(pieces)
 
 
 # WHATWG HTML, section 9.2.
@@ -227,71 +243,3 @@ class PieceResponse(Response):
             async for piece in rest:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-
-class EventStream(Response):
-    """A response of events, which are sent as they come."""
-
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        error_events: Callable[[ApiError], bytes],
-        keep_alive: bytes = COMMENT,
-        media_type: str = SERVER_SENT_EVENTS.media_type,
-    ) -> None:
-        """Make a response of events.
-
-        Args:
-            events: the events; the generator is closed when the client leaves.
-            error_events: makes the last events of an ApiError that is raised after the status was
-                sent. One that is raised before becomes an ordinary response.
-            keep_alive: what is sent while no event comes.
-            media_type: the media type of the events.
-        """
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(headers=headers, media_type=media_type)
-        del self.headers["content-length"]  # It is not known yet.
-        self._events = events
-        self._error_events = error_events
-        self._keep_alive = keep_alive
-        self._last_sent = 0.0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until they end or the client leaves."""
-        with contextlib.suppress(ClientDisconnect):
-            await unless_client_leaves(self._send(send), receive)
-
-    async def _send(self, send: Send) -> None:
-        async def send_part(body: bytes) -> None:
-            self._last_sent = time.monotonic()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-
-        async with contextlib.aclosing(self._events) as events:
-            first = asyncio.ensure_future(anext(events))
-            tasks: list[asyncio.Future[Any]] = [first]
-            try:
-                done, _ = await asyncio.wait(tasks, timeout=FIRST_S)
-                if done:
-                    first.result()  # An error raised here still gets its own status.
-                head = {"status": 200, "headers": self.raw_headers}
-                await send({"type": "http.response.start", **head})
-                tasks.append(asyncio.create_task(self._keep_open(send_part)))
-                try:
-                    await send_part(await first)
-                    async for part in events:
-                        await send_part(part)
-                except ApiError as error:
-                    await send_part(self._error_events(error))
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _keep_open(self, send_part: Callable[[bytes], Coroutine[Any, Any, None]]) -> None:
-        """Send something whenever nothing was sent for `KEEP_ALIVE_S` seconds."""
-        self._last_sent = time.monotonic()
-        while True:
-            await asyncio.sleep(KEEP_ALIVE_S / 3)
-            if time.monotonic() - self._last_sent >= KEEP_ALIVE_S:
-                await send_part(self._keep_alive)

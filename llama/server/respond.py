@@ -9,18 +9,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
 
 from starlette.responses import Response
 
 from llama.api import Request as EngineRequest
 from llama.api import RequestOutput
 from llama.prompts.dialog_format import DialogFormat
-from llama.sampling_params import SamplingParams
+from llama.server.answer_size import MAX_IN_LOOP, num_items, num_logprobs
 from llama.server.blocks import BlockAnswer
 from llama.server.encoding import (
-    COMMENT,
     PIECE_BYTES,
-    EventStream,
     PieceResponse,
     beside_loop,
     json_pieces,
@@ -30,11 +29,9 @@ from llama.server.errors import ApiError
 from llama.server.exchange import Exchange
 from llama.server.memory import SharedMemory
 from llama.server.openai.answers import Completion, ResponseMeta
+from llama.server.pushed import PushedStream
 from llama.server.request import ApiRequest
 
-# Tokens, log-probabilities and tokens of a prediction that are encoded in the event loop at a time;
-# 1,000 take 2 to 6 ms.
-MAX_IN_LOOP = 1000
 # What a token of an answer takes in JSON, and what a log-probability takes in memory (in JSON it
 # takes 30 bytes, or 80 in a chat).
 _TOKEN_BYTES = 8
@@ -64,16 +61,11 @@ async def respond(
     model = serving.name if request.model is None else request.model
     meta = ResponseMeta(http.state.request_id, model, int(time.time()), serving.reasoning_field)
     answer = make_answer(request, serving.dialog_format, meta)
-    outputs = serving.outputs(prepared, meta.id, http.state.sender, request.fields)
     if request.stream:
-        encode = answer.stream_format.encode
-        keep_alive = COMMENT if answer.idle_event is None else encode(answer.idle_event)
-
-        def error_events(error: ApiError) -> bytes:
-            return encode(answer.error_event(error)) + answer.end
-
-        parts = _encoded(request, outputs, answer)
-        return EventStream(parts, error_events, keep_alive, answer.stream_format.media_type)
+        running = partial(serving.pushing, prepared, meta.id, http.state.sender, request.fields)
+        max_wait_s = serving.limits.max_wait_s
+        return PushedStream(running, serving.too_late, max_wait_s, prepared, request, answer)
+    outputs = serving.outputs(prepared, meta.id, http.state.sender, request.fields)
     last = await unless_client_leaves(_last_outputs(outputs), http.receive)
     return await _whole_response(request, last, answer)
 
@@ -105,57 +97,6 @@ async def _last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[Re
     return [latest[index] for index in sorted(latest)]
 
 
-async def _encoded(
-    request: ApiRequest,
-    outputs: AsyncGenerator[RequestOutput, None],
-    answer: Completion | BlockAnswer,
-) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes of a stream: those of each output that has any, then the last ones.
-
-    The events of a large output are made beside the event loop, and sent in pieces.
-    """
-    stream_format = answer.stream_format
-    latest: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(outputs):
-        async for output in outputs:
-            num_new = num_items(request, output, latest.get(output.index))
-            latest[output.index] = output
-            if num_new <= MAX_IN_LOOP:
-                if part := b"".join(map(stream_format.encode, answer.events(output))):
-                    yield part
-                continue
-            pieces = beside_loop(stream_format.pieces(answer.events(output)))
-            async with contextlib.aclosing(pieces):
-                async for piece in pieces:
-                    if piece:
-                        yield piece
-
-    def last_part() -> bytes:
-        return b"".join(map(stream_format.encode, answer.last_events())) + answer.end
-
-    # The last events may have all of the text, or count the tokens of the prediction.
-    num_tokens = sum(output.usage.completion_tokens for output in latest.values())
-    is_small = num_tokens + len(request.params.prediction) <= MAX_IN_LOOP
-    yield last_part() if is_small else await asyncio.to_thread(last_part)
-
-
-def num_items(
-    request: ApiRequest, output: RequestOutput, earlier: RequestOutput | None = None
-) -> int:
-    """Return how many tokens and log-probabilities an output has that an earlier one has not."""
-    num_tokens = output.usage.completion_tokens
-    if earlier is not None:
-        num_tokens -= earlier.usage.completion_tokens
-    elif request.echo:
-        num_tokens += output.usage.prompt_tokens * len(output.outputs)
-    return num_tokens * (1 + _num_logprobs(request.params))
-
-
-def _num_logprobs(params: SamplingParams) -> int:
-    """Return how many log-probabilities an answer has for each of its tokens."""
-    return 0 if params.logprobs is None else 1 + params.logprobs
-
-
 def answer_memory(max_answer_mb: int) -> SharedMemory:
     """Return the memory of all answers, of which one of the largest size leaves three quarters."""
     refusal = "too many large answers are being made or read at once: try again"
@@ -180,7 +121,7 @@ def hold_answer(http: Exchange, request: ApiRequest, prepared: list[EngineReques
             could take too much.
     """
     max_answer_mb = http.serving.limits.max_answer_mb
-    token_bytes = _TOKEN_BYTES + _num_logprobs(request.params) * _LOGPROB_BYTES
+    token_bytes = _TOKEN_BYTES + num_logprobs(request.params) * _LOGPROB_BYTES
     num_tokens = 0
     for part in prepared:
         spec = part.answers[0].sequence.spec

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -280,14 +280,17 @@ class Serving:
 
     @contextlib.contextmanager
     def _admitted(
-        self, requests: list[Request], request_id: str, sender: bytes
+        self, requests: list[Request], request_id: str, sender: bytes, fields: ErrorFields
     ) -> Iterator[ActiveRequest]:
         """Count the requests as unfinished within a context; others may give way to them.
 
         Raises:
-            ApiError: 503 if the queue is full.
+            ApiError: 500 if the step failed; 400 if an adapter was unloaded; 503 if the queue is
+                full.
         """
         assert self.engine is not None
+        for request in requests:
+            request.set_sender(sender)
         active = ActiveRequest(request_id, requests, sender)
         for other in self.check_capacity(len(active.answers), sender):
             other.gave_way = True
@@ -296,7 +299,8 @@ class Serving:
                 self.engine.engine.abort(request)
         self._admission.add(active)
         try:
-            yield active
+            with self._api_errors(fields):
+                yield active
         except ApiError as error:
             active.status = error.status
             error.is_logged = True
@@ -322,42 +326,77 @@ class Serving:
                 if the queue is full, if no token came in time, or if the server shuts down.
         """
         assert self.engine is not None
-        for request in requests:
-            request.set_sender(sender)
-        with self._admitted(requests, request_id, sender) as active:
-            try:
-                async with contextlib.aclosing(self.engine.stream(requests)) as outputs:
-                    yield self._checked(await self._first(outputs), active, fields)
-                    async for output in outputs:
-                        yield self._checked(output, active, fields)
-            except ApiError:
-                raise
-            except FieldError as error:  # an adapter was unloaded since the request was prepared
-                raise fields.refusal(error) from None
-            except Exception:
-                self._note_failure(self.engine)
-                raise broken() from None
+        with self._admitted(requests, request_id, sender, fields) as active:
+            async with contextlib.aclosing(self.engine.stream(requests)) as outputs:
+                try:
+                    async with asyncio.timeout(self.limits.max_wait_s):
+                        first = await anext(outputs)
+                except TimeoutError:
+                    raise self.too_late() from None
+                yield self._checked(first, active, fields)
+                async for output in outputs:
+                    yield self._checked(output, active, fields)
 
-    def _note_failure(self, engine: AsyncLLMEngine) -> None:
+    @contextlib.contextmanager
+    def pushing(
+        self,
+        requests: list[Request],
+        request_id: str,
+        sender: bytes,
+        fields: ErrorFields,
+        push: Callable[[Request], None],
+    ) -> Iterator[Callable[[Request], RequestOutput]]:
+        """Run the requests of one HTTP request within a block, without a task for their outputs.
+
+        Args:
+            requests: the engine's request for each prompt.
+            request_id: the id of the HTTP request.
+            sender: whoever sent it, see `AuthAndLimits`.
+            fields: the body's own names, which an error uses.
+            push: called in the event loop with a request that may have an output. It must not
+                raise.
+
+        Returns:
+            For the block, a function that returns the output of a request. Its errors are those of
+            `outputs`, once the block raises them.
+        """
+        assert self.engine is not None
+        take_output = self.engine.engine.take_output
+        with (
+            self._admitted(requests, request_id, sender, fields) as active,
+            self.engine.pushing(requests, push),
+        ):
+            yield lambda request: self._checked(take_output(request), active, fields)
+
+    def too_late(self) -> ApiError:
+        """Return the error of a request whose first token takes too long."""
+        message = f"no token came within {self.limits.max_wait_s:.0f} s: try again later"
+        return ApiError(503, message)
+
+    @contextlib.contextmanager
+    def _api_errors(self, fields: ErrorFields) -> Iterator[None]:
+        """Turn the errors of running requests into those of an API."""
+        try:
+            yield
+        except ApiError:
+            raise
+        except FieldError as error:  # an adapter was unloaded since the request was prepared
+            raise fields.refusal(error) from None
+        except Exception:
+            self._note_failure()
+            raise broken() from None
+
+    def _note_failure(self) -> None:
         """Set the state after an exception of the engine, and log it once if it is that of a step.
 
         The main thread may have set the state before.
         """
-        is_of_step = self.state is not State.BROKEN or engine.failure is not None
+        assert self.engine is not None
+        is_of_step = self.state is not State.BROKEN or self.engine.failure is not None
         self.state = State.BROKEN
         if is_of_step and not self._has_logged_failure:
             self._has_logged_failure = True
             log.exception("a step failed: the server ends")
-
-    async def _first(self, outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-        """Return the first output, or raise an ApiError if it takes too long."""
-        max_wait_s = self.limits.max_wait_s
-        try:
-            async with asyncio.timeout(max_wait_s):
-                return await anext(outputs)
-        except TimeoutError:
-            message = f"no token came within {max_wait_s:.0f} s: try again later"
-            raise ApiError(503, message) from None
 
     def _checked(
         self, output: RequestOutput, active: ActiveRequest, fields: ErrorFields

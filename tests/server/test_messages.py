@@ -4,8 +4,8 @@ Most tests use real sockets and the demo model; tool calls use the real app with
 """
 
 import asyncio
-import contextlib
 import json
+import threading
 from typing import Any
 
 import httpx2
@@ -14,9 +14,10 @@ import pytest
 
 from helpers.scripted import ScriptedServer
 from helpers.web import web
+from llama.engine.step import Step
 from llama.prompts import ToolFormat, encode_chat
-from llama.server import encoding
-from llama.server.encoding import EventStream
+from llama.server import pushed
+from llama.server.anthropic.answers import MessageAnswer
 from llama.server.errors import ApiError
 from llama.server.serving import Serving
 
@@ -377,26 +378,30 @@ def test_an_error_in_the_stream_and_the_pings_before_it(scripted, monkeypatch):
     The status was sent already, so the client raises the error that the last event reports.
     """
 
-    async def broken(self: Serving, requests: Any, request_id: str, *more: Any) -> Any:
-        async with contextlib.aclosing(outputs(self, requests, request_id, *more)) as real:
-            yield await anext(real)
-        num_before = len(pings)
-        while len(pings) == num_before:
-            await asyncio.sleep(0.01)
-        raise ApiError(500, "the model failed in this step")
+    def checked(self: Serving, output: Any, active: Any, fields: Any) -> Any:
+        if active.last_output:
+            raise ApiError(500, "the model failed in this step")
+        return check(self, output, active, fields)
 
-    async def noted(self: EventStream, send_part: Any) -> None:
-        async def send_and_note(body: bytes) -> None:
-            await send_part(body)
-            pings.append(body)
+    def start(step: Step) -> Any:
+        """Begin a step, the second one of a request after a ping."""
+        num_outputs = [x.sequence.num_output for rows in step.rows.values() for x in rows.items]
+        if 0 in num_outputs:
+            has_pinged.clear()
+        elif num_outputs:
+            has_pinged.wait(60)
+        return begin(step)
 
-        await keep_open(self, send_and_note)
+    def idle_event(self: MessageAnswer) -> dict[str, Any]:
+        has_pinged.set()
+        return {"type": "ping"}
 
-    pings: list[bytes] = []
-    keep_open, outputs = EventStream._keep_open, Serving.outputs
-    monkeypatch.setattr(EventStream, "_keep_open", noted)
-    monkeypatch.setattr(Serving, "outputs", broken)
-    monkeypatch.setattr(encoding, "KEEP_ALIVE_S", 0.05)
+    has_pinged = threading.Event()
+    check, begin = Serving._checked, scripted.script.start
+    monkeypatch.setattr(Serving, "_checked", checked)
+    monkeypatch.setattr(scripted.script, "start", start)
+    monkeypatch.setattr(MessageAnswer, "idle_event", property(idle_event))
+    monkeypatch.setattr(pushed, "KEEP_ALIVE_S", 0.05)
     scripted.says("x")
     body: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 5}
 

@@ -4,7 +4,6 @@ Most tests use real sockets and the demo model; tool calls use the real app with
 """
 
 import asyncio
-import contextlib
 import json
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from helpers.scripted import ScriptedServer
 from helpers.web import web
 from llama.prompts import ToolFormat, encode_chat
 from llama.server.errors import ApiError
-from llama.server.serving import Serving
+from llama.server.pushed import PushedStream
 
 STORY = "Tell me a story about a cat"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -284,13 +283,10 @@ def test_a_forced_call_fits_its_schema(scripted):
 def test_an_error_in_the_stream(scripted, monkeypatch):
     """An error in the stream is reported by its last event, as the status was sent already."""
 
-    async def broken(self: Serving, requests: Any, request_id: str, *more: Any) -> Any:
-        async with contextlib.aclosing(outputs(self, requests, request_id, *more)) as real:
-            yield await anext(real)
+    async def broken(self: PushedStream) -> bytes:
         raise ApiError(500, "the model failed in this step")
 
-    outputs = Serving.outputs
-    monkeypatch.setattr(Serving, "outputs", broken)
+    monkeypatch.setattr(PushedStream, "_last_part", broken)
     scripted.says("It is warm.")
 
     async def ask(client: openai.AsyncOpenAI) -> list[Any]:

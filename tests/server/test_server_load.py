@@ -4,19 +4,24 @@ The CPU time that single requests take on the event loop is also tested, as the 
 """
 
 import asyncio
+import contextlib
 import gc
 import json
 import sys
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from helpers.launch import PROGRAMS, environment, run_program
 from helpers.server import run_server
-from llama.server.encoding import EventStream
+from llama.sampling_params import SamplingParams
+from llama.server.encoding import SERVER_SENT_EVENTS, WRITER
 from llama.server.errors import broken
+from llama.server.pushed import PushedStream
+from llama.server.request import ApiRequest
 
 sys.path.insert(0, str(PROGRAMS))
 import server_load
@@ -51,35 +56,67 @@ def test_a_crowd_is_served_and_leaves_nothing(small_server):
     assert server_load.resident_mb(pid) - before < MOST_GROWTH_MB
 
 
+@pytest.mark.parametrize("writes", [True, False])
 @pytest.mark.parametrize("end", ["whole", "left", "failed"])
-def test_a_stream_that_ended_is_freed_at_once(end):
+def test_a_stream_that_ended_is_freed_at_once(end, writes):
     """A finished stream is freed at once.
 
     It does not wait for the garbage collector, which may come 50,000 objects later. uvicorn's
     `receive` reports a disconnect also after everything was sent.
     """
-    has_left, sent = asyncio.Event(), list[dict[str, Any]]()
+    has_left, parts = asyncio.Event(), list[bytes]()
+    request: Any = SimpleNamespace(has_output=False, num_taken=0, listener=None)
+    answer: Any = SimpleNamespace(
+        stream_format=SERVER_SENT_EVENTS,
+        end=b"",
+        next_event=lambda output: b"%d" % output.usage.completion_tokens,
+        last_events=lambda: iter([]),
+        error_event=lambda error: {},
+    )
 
-    async def events() -> AsyncGenerator[bytes, None]:
-        yield b"data: 1"
-        if end == "left":
-            has_left.set()
-            await asyncio.sleep(60)
-        if end == "failed":
+    def take(taken: Any) -> Any:
+        request.has_output = False
+        request.num_taken += 1
+        if end == "failed" and request.num_taken == 3:
             raise broken()
+        usage = SimpleNamespace(completion_tokens=request.num_taken)
+        return SimpleNamespace(index=0, finished=request.num_taken == 3, usage=usage)
+
+    def announce() -> None:
+        request.has_output = True
+        request.listener(request)
+
+    @contextlib.contextmanager
+    def running(push: Any) -> Iterator[Any]:
+        request.listener = push
+        announce()
+        try:
+            yield take
+        finally:
+            request.listener = None
+
+    def note(body: bytes) -> None:
+        """Note a part; after each of the first two comes the next output, or the client leaves."""
+        parts.append(body)
+        if body == b"2" and end == "left":
+            has_left.set()
+        elif body in (b"1", b"2"):
+            asyncio.get_running_loop().call_soon(announce)
 
     async def receive() -> dict[str, Any]:
         await has_left.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
-        sent.append(message)
-        if message["type"] == "http.response.body" and not message.get("more_body"):
-            has_left.set()
+        if message["type"] == "http.response.body":
+            note(message["body"])
+            if not message.get("more_body"):
+                has_left.set()
 
     async def run() -> weakref.ref:
-        stream = EventStream(events(), lambda error: b"data: failed")
-        await stream({"type": "http"}, receive, send)
+        extensions = {WRITER: SimpleNamespace(is_ready=True, write=note)} if writes else {}
+        stream = PushedStream(running, broken, 60, [request], ApiRequest(SamplingParams()), answer)
+        await stream({"type": "http", "extensions": extensions}, receive, send)
         return weakref.ref(stream)
 
     gc.disable()
@@ -87,8 +124,8 @@ def test_a_stream_that_ended_is_freed_at_once(end):
         assert asyncio.run(run())() is None
     finally:
         gc.enable()
-    bodies = [message["body"] for message in sent[1:]]
-    assert bodies == [b"data: 1", *[b"data: failed"] * (end == "failed"), *[b""] * (end != "left")]
+    ends = {"whole": [b"3", b"", b""], "left": [], "failed": [b"data: {}\n\n", b""]}
+    assert parts == [b"1", b"2", *ends[end]]
 
 
 def test_no_request_holds_the_event_loop_up():

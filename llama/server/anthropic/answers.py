@@ -42,13 +42,17 @@ class MessageAnswer(BlockAnswer):
 
     def block_delta(self, block: Block, text: str) -> Events:
         """Yield the event of new text, or of new JSON of a call."""
-        if block.is_reasoning:
-            delta = {"type": "thinking_delta", "thinking": text}
-        elif block.is_call:
-            delta = {"type": "input_json_delta", "partial_json": text}
+        if block.is_call:
+            yield _delta(block, {"type": "input_json_delta", "partial_json": text})
         else:
-            delta = {"type": "text_delta", "text": text}
-        yield {"type": "content_block_delta", "index": block.index, "delta": delta}
+            yield self.text_event(block, text)
+
+    def text_event(self, block: Block, *values: Any) -> dict[str, Any]:
+        """Return the event of new text."""
+        (text,) = values
+        if block.is_reasoning:
+            return _delta(block, {"type": "thinking_delta", "thinking": text})
+        return _delta(block, {"type": "text_delta", "text": text})
 
     def block_stop(self, block: Block) -> Events:
         """Yield the event that closes a content block.
@@ -56,8 +60,7 @@ class MessageAnswer(BlockAnswer):
         Clients expect a signature behind the thinking; it is empty, as in the whole message.
         """
         if block.is_reasoning:
-            delta = {"type": "signature_delta", "signature": ""}
-            yield {"type": "content_block_delta", "index": block.index, "delta": delta}
+            yield _delta(block, {"type": "signature_delta", "signature": ""})
         yield {"type": "content_block_stop", "index": block.index}
 
     def last_events(self) -> Events:
@@ -101,6 +104,11 @@ class MessageAnswer(BlockAnswer):
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
         }
+
+
+def _delta(block: Block, delta: dict[str, Any]) -> dict[str, Any]:
+    """Return the event of something new in a content block."""
+    return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
 
 def _content(block: Block) -> dict[str, Any]:

@@ -68,10 +68,18 @@ class OllamaAnswer(BlockAnswer):
 
     def block_delta(self, block: Block, text: str) -> Events:
         """Yield a line with new text, or new thinking."""
-        if block.is_reasoning:
-            yield self._line("", thinking=text)
-        elif not block.is_call:
-            yield self._line(text)
+        if not block.is_call:
+            yield self.text_event(block, *self.event_values(), text)
+
+    def text_event(self, block: Block, *values: Any) -> dict[str, Any]:
+        """Return the line of new text, or of new thinking."""
+        created_at, text = values
+        line = self._line("", thinking=text) if block.is_reasoning else self._line(text)
+        return {**line, "created_at": created_at}
+
+    def event_values(self) -> tuple[Any, ...]:
+        """Return the time of a line."""
+        return (timestamp(time.time()),)
 
     def block_stop(self, block: Block) -> Events:
         """Yield a line with a call."""

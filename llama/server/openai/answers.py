@@ -11,7 +11,14 @@ from llama.api import CompletionOutput, RequestOutput
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.dialog_format import DialogFormat
 from llama.prompts.reasoning import REASONING_FIELDS
-from llama.server.encoding import DONE, SERVER_SENT_EVENTS, ContinuedList, SharedItems
+from llama.server.encoding import (
+    DONE,
+    HOLE,
+    SERVER_SENT_EVENTS,
+    ContinuedList,
+    EventTemplate,
+    SharedItems,
+)
 from llama.server.errors import ApiError
 from llama.server.openai.scores import Scores, TextScores, chat_scores
 from llama.server.request import ApiRequest
@@ -124,6 +131,32 @@ class Completion:
                 yield from self._first_chunk(choice)
             if not choice.is_finished:
                 yield from self._next_chunks(choice, answer)
+
+    def next_event(self, output: RequestOutput) -> bytes | None:
+        """Return the bytes of `events` for an output that only adds text; None for any other."""
+        request = self._request
+        if request.tools is not None or request.params.logprobs is not None:
+            return None
+        if request.has_running_usage:
+            return None
+        parts = []
+        for answer in output.outputs:
+            choice = self._choices.get(output.index * request.params.n + answer.index)
+            if choice is None or (answer.finish_reason is not None and not choice.is_finished):
+                return None
+            if output.has_reasoning and answer.new_reasoning:
+                return None
+            if text := answer.new_text:
+                parts.append(self._template(choice).fill(text))
+        self._latest[output.index] = output
+        return b"".join(parts)
+
+    def _template(self, choice: "_Choice") -> EventTemplate:
+        """Return the bytes around the text of a choice's chunks."""
+        if choice.template is None:
+            content = {"delta": {"content": HOLE}} if self._request.chat else {"text": HOLE}
+            choice.template = self.stream_format.template(self._chunk(choice, content))
+        return choice.template
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         """Yield the chunk after all outputs: the usage and the speed, if they were asked for."""
@@ -275,6 +308,7 @@ class _Choice:
         echo: the prompt, if it is echoed.
         has_begun: whether its first chunk was made.
         is_finished: whether its last chunk was made.
+        template: the bytes of its chunks around their text, once there was one.
     """
 
     def __init__(
@@ -285,6 +319,7 @@ class _Choice:
         self.echo = echo
         self.has_begun = False
         self.is_finished = False
+        self.template: EventTemplate | None = None
         self._num_top = request.params.logprobs
         self._num_scored = 0  # tokens whose logprobs were read
         self._text_scores: TextScores | None = None

@@ -64,14 +64,26 @@ class ResponseAnswer(BlockAnswer):
 
     def block_delta(self, block: Block, text: str) -> Events:
         """Yield the event of new text; custom tools and shells do not stream theirs."""
-        position = self._position(block)
-        if block.is_reasoning:
-            yield self._event("reasoning_text.delta", **position, delta=text)
-        elif self._tool_type(block) == "function":
+        if self._tool_type(block) == "function":
+            position = self._position(block)
             yield self._event("function_call_arguments.delta", **position, delta=text)
         elif not block.is_call:
-            logprobs = self._new_logprobs(block)
-            yield self._event("output_text.delta", **position, delta=text, logprobs=logprobs)
+            yield self.text_event(block, *self.event_values(), text)
+
+    def text_event(self, block: Block, *values: Any) -> dict[str, Any]:
+        """Return the event of new text, with its log-probabilities if they are asked for."""
+        number, text = values
+        fields = {**self._position(block), "delta": text}
+        if block.is_reasoning:
+            return _numbered("reasoning_text.delta", number, fields)
+        fields["logprobs"] = self._new_logprobs(block)
+        return _numbered("output_text.delta", number, fields)
+
+    def event_values(self) -> tuple[Any, ...]:
+        """Return the number of the next event, which counts it."""
+        number = self._sequence_number
+        self._sequence_number += 1
+        return (number,)
 
     def block_stop(self, block: Block) -> Events:
         """Yield the events that close an item."""
@@ -113,9 +125,8 @@ class ResponseAnswer(BlockAnswer):
         return self._event("failed", response={**self.body(), "status": "failed", "error": failure})
 
     def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
-        number = self._sequence_number
-        self._sequence_number += 1
-        return {"type": f"response.{name}", "sequence_number": number, **fields}
+        (number,) = self.event_values()
+        return _numbered(name, number, fields)
 
     def _position(self, block: Block) -> dict[str, Any]:
         """Return the fields that say where the text of a block belongs."""
@@ -156,6 +167,10 @@ class ResponseAnswer(BlockAnswer):
         if block.is_reasoning:
             return {**item, "type": "reasoning", "summary": [], "content": [_part(block)]}
         return {**item, "type": "message", "role": "assistant", "content": [_part(block)]}
+
+
+def _numbered(name: str, number: int, fields: dict[str, Any]) -> dict[str, Any]:
+    return {"type": f"response.{name}", "sequence_number": number, **fields}
 
 
 def _part(block: Block) -> dict[str, Any]:
