@@ -87,7 +87,8 @@ class BlockAnswer(ABC):
         self.meta = meta
         self.blocks: list[Block] = []
         self.has_begun = False
-        self._template: tuple[Block, EventTemplate] | None = None  # of the latest block with text
+        # The latest block with text, and the bytes of its events around the text.
+        self._template: tuple[Block, EventTemplate] | None = None
 
     @abstractmethod
     def body(self) -> dict[str, Any]:

@@ -172,6 +172,11 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down: send the request again")
 
 
+def too_late(max_wait_s: float) -> ApiError:
+    """Return the error of a request whose first token takes too long."""
+    return ApiError(503, f"no token came within {max_wait_s:.0f} s: try again later")
+
+
 def headers_too_large() -> ApiError:
     """Return the error of a request with too many bytes of headers."""
     return ApiError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes: send fewer")

@@ -21,6 +21,7 @@ from llama.common.checks import FieldError, brief
 from llama.prompts.fields import read_as
 from llama.server.errors import ApiError
 from llama.server.memory import Holding, SharedMemory
+from llama.server.refusals import refusals
 from llama.server.request import ApiRequest
 from llama.server.service import Service
 from llama.server.serving import Serving
@@ -257,7 +258,7 @@ async def prepare_chat(http: Exchange, chat: ApiRequest, *, must_fit: bool) -> E
         ApiError: 400 names a field of the body; 503 says that the server is busy.
     """
     serving = http.serving
-    with serving.refusals(chat.fields):
+    with refusals(chat.fields):
         serving.loaded().llm_engine.check_generates()
     field = chat.fields.names.get("n", "n")
     serving.check_capacity(chat.num_answers, http.state.sender, field)

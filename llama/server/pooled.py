@@ -29,6 +29,7 @@ from llama.server.exchange import Exchange, body_router
 from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.embeddings import EmbeddingBody
 from llama.server.openai.models import EMBEDDINGS_URL, RERANK_URLS, SCORE_URLS
+from llama.server.refusals import refusals
 from llama.server.request import PooledRequest
 from llama.server.scoring import ClassifyBody, RerankBody, ScoreBody, ScoringBody
 
@@ -47,7 +48,7 @@ def routes() -> APIRouter:
         """Embed each input (https://platform.openai.com/docs/api-reference/embeddings)."""
         serving = http.serving
         llama = serving.loaded()
-        with serving.refusals(body.error_fields):
+        with refusals(body.error_fields):
             request = body.request(llama, _meta(http, body), serving.adapter_of(body.model))
         return await pooled_response(http, request, body.error_fields)
 
@@ -86,7 +87,7 @@ async def _scored(body: ClassifyBody | ScoreBody | RerankBody, http: Exchange) -
     if http.serving.adapter_of(body.model) is not None:
         message = f"model={brief(body.model)} is an adapter, and scores are those of the base model"
         raise ApiError(400, message, param="model")
-    with http.serving.refusals(fields):
+    with refusals(fields):
         request = body.request(llama, _meta(http, body))
     return await pooled_response(http, request, fields)
 
@@ -124,7 +125,7 @@ async def _prepared(
     inputs = request.inputs
     requests = (request.make(item, index=i, tenant=tenant) for i, item in enumerate(inputs))
     cost = sum(_PER_INPUT + request.num_shared + _num_encoded(item) for item in inputs)
-    with http.serving.refusals(fields):
+    with refusals(fields):
         if cost <= _MAX_IN_LOOP:
             return list(requests)
         sender = http.state.sender

@@ -22,7 +22,7 @@ from llama.api import Request, RequestOutput
 from llama.server.answer_size import MAX_IN_LOOP, num_items
 from llama.server.blocks import BlockAnswer
 from llama.server.encoding import COMMENT, WRITER, beside_loop, unless_client_leaves
-from llama.server.errors import ApiError
+from llama.server.errors import ApiError, too_late
 from llama.server.openai.answers import Completion
 from llama.server.request import ApiRequest
 
@@ -55,7 +55,6 @@ class PushedStream(Response):
     def __init__(
         self,
         running: Running,
-        too_late: Callable[[], ApiError],
         max_wait_s: float,
         requests: list[Request],
         request: ApiRequest,
@@ -65,7 +64,6 @@ class PushedStream(Response):
 
         Args:
             running: the block in which the requests run.
-            too_late: makes the error for a first output that takes too long.
             max_wait_s: seconds until the first output.
             requests: the engine's request for each prompt.
             request: what the body asks for.
@@ -76,12 +74,11 @@ class PushedStream(Response):
         super().__init__(headers=headers, media_type=answer.stream_format.media_type)
         del self.headers["content-length"]  # It is not known yet.
         self._running = running
-        self._too_late = too_late
         self._max_wait_s = max_wait_s
         self._unfinished = list(requests)
         self._request = request
         self._answer = answer
-        self._latest: dict[int, RequestOutput] = {}  # by the index of the prompt
+        self._latest: dict[int, RequestOutput] = {}  # keyed by the index of the prompt
         self._large: RequestOutput | None = None  # an output that the task has to write
         self._error: Exception | None = None
         self._is_open = False  # whether outputs are written as they come
@@ -157,7 +154,7 @@ class PushedStream(Response):
 
     def _end_late(self) -> None:
         """End a request that waits for its first token."""
-        self._error = self._too_late()
+        self._error = too_late(self._max_wait_s)
         self._wake()
 
     async def _wait(self, limit_s: float) -> None:

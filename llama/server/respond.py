@@ -64,7 +64,7 @@ async def respond(
     if request.stream:
         running = partial(serving.pushing, prepared, meta.id, http.state.sender, request.fields)
         max_wait_s = serving.limits.max_wait_s
-        return PushedStream(running, serving.too_late, max_wait_s, prepared, request, answer)
+        return PushedStream(running, max_wait_s, prepared, request, answer)
     outputs = serving.outputs(prepared, meta.id, http.state.sender, request.fields)
     last = await unless_client_leaves(_last_outputs(outputs), http.receive)
     return await _whole_response(request, last, answer)

@@ -17,7 +17,6 @@ from typing import Any
 
 from llama.api import (
     AsyncLLMEngine,
-    ContextLengthError,
     Llama,
     MaskBudget,
     Request,
@@ -35,10 +34,12 @@ from llama.server.errors import (
     broken,
     first_name,
     shutting_down,
+    too_late,
     unknown_model,
 )
 from llama.server.limits import Limits, State
 from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
+from llama.server.refusals import refusals
 from llama.server.workers import PREPARE_S, Workers
 
 log = logging.getLogger("llama.server")
@@ -216,7 +217,7 @@ class Serving:
             names = {token: name for name, token in tokenizer.special_tokens.items()}
             prompt = prompt.removeprefix(names[tokenizer.bos_id])
         field = fields.prompt if params.structured_output is None else fields.answer_format
-        with self.workers.in_time(first_name(field)), self.refusals(fields):
+        with self.workers.in_time(first_name(field)), refusals(fields):
             return await self._prepare(
                 prompt,
                 params,
@@ -228,26 +229,6 @@ class Serving:
                 adapter=adapter,
                 parse_special=parse_special,
             )
-
-    @contextlib.contextmanager
-    def refusals(self, fields: ErrorFields) -> Iterator[None]:
-        """Turn the errors of a request that is being prepared into those of an API.
-
-        Args:
-            fields: the body's own names, which an error uses.
-
-        Raises:
-            ApiError: 400 names the field of the body that is at fault; 503 says that the server is
-                shutting down.
-        """
-        try:
-            yield
-        except ContextLengthError as error:
-            raise _context_error(error, fields) from None
-        except (TypeError, ValueError) as error:
-            raise fields.refusal(error) from None
-        except RuntimeError:
-            raise shutting_down() from None
 
     async def _prepare(
         self, prompt: str | list[int], params: SamplingParams, sender: bytes, **options: Any
@@ -299,12 +280,9 @@ class Serving:
                 self.engine.engine.abort(request)
         self._admission.add(active)
         try:
-            with self._api_errors(fields):
-                yield active
-        except ApiError as error:
-            active.status = error.status
-            error.is_logged = True
-            raise
+            yield active
+        except Exception as error:
+            raise self._api_error(error, active, fields) from None
         finally:
             self._admission.remove(active)
             self.metrics.observe_end(active)
@@ -332,7 +310,7 @@ class Serving:
                     async with asyncio.timeout(self.limits.max_wait_s):
                         first = await anext(outputs)
                 except TimeoutError:
-                    raise self.too_late() from None
+                    raise too_late(self.limits.max_wait_s) from None
                 yield self._checked(first, active, fields)
                 async for output in outputs:
                     yield self._checked(output, active, fields)
@@ -368,23 +346,18 @@ class Serving:
         ):
             yield lambda request: self._checked(take_output(request), active, fields)
 
-    def too_late(self) -> ApiError:
-        """Return the error of a request whose first token takes too long."""
-        message = f"no token came within {self.limits.max_wait_s:.0f} s: try again later"
-        return ApiError(503, message)
-
-    @contextlib.contextmanager
-    def _api_errors(self, fields: ErrorFields) -> Iterator[None]:
-        """Turn the errors of running requests into those of an API."""
-        try:
-            yield
-        except ApiError:
-            raise
-        except FieldError as error:  # an adapter was unloaded since the request was prepared
-            raise fields.refusal(error) from None
-        except Exception:
+    def _api_error(self, error: Exception, active: ActiveRequest, fields: ErrorFields) -> ApiError:
+        """Return the error of an API for an exception of a request, which gets its status."""
+        if isinstance(error, ApiError):
+            refusal = error
+        elif isinstance(error, FieldError):  # an adapter was unloaded since it was prepared
+            refusal = fields.refusal(error)
+        else:
             self._note_failure()
-            raise broken() from None
+            refusal = broken()
+        active.status = refusal.status
+        refusal.is_logged = True
+        return refusal
 
     def _note_failure(self) -> None:
         """Set the state after an exception of the engine, and log it once if it is that of a step.
@@ -413,21 +386,3 @@ class Serving:
         if output.finished and is_aborted:
             raise broken() if self.state is State.BROKEN else shutting_down()
         return output
-
-
-def _context_error(error: ContextLengthError, fields: ErrorFields) -> ApiError:
-    """Return the error of an API for a request that exceeds the context."""
-    # Agents look for these words, or for the code, and shorten the dialog then.
-    limit = f"This model's maximum context length is {error.max_count} tokens."
-    if error.field == "max_tokens":
-        name = fields.names.get("max_tokens", "max_tokens")
-        message = f"{limit} {error.message}"
-        return ApiError(400, message, param=name, code="context_length_exceeded")
-    if fields.too_long is None:
-        name = f"{fields.prompt}[{error.index}]" if error.index else fields.prompt
-        message = (
-            f"{limit} However, {name} has {error.count} tokens: the prompt is too long, so "
-            f"reduce the length of the {name}"
-        )
-        return ApiError(400, message, param=fields.prompt, code="context_length_exceeded")
-    return ApiError(400, fields.too_long.format(count=error.count, max_count=error.max_count))

@@ -115,7 +115,7 @@ def test_a_stream_that_ended_is_freed_at_once(end, writes):
 
     async def run() -> weakref.ref:
         extensions = {WRITER: SimpleNamespace(is_ready=True, write=note)} if writes else {}
-        stream = PushedStream(running, broken, 60, [request], ApiRequest(SamplingParams()), answer)
+        stream = PushedStream(running, 60, [request], ApiRequest(SamplingParams()), answer)
         await stream({"type": "http", "extensions": extensions}, receive, send)
         return weakref.ref(stream)
 

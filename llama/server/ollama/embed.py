@@ -20,6 +20,7 @@ from llama.server.errors import ErrorFields
 from llama.server.exchange import Exchange
 from llama.server.openai.models import MAX_PROMPTS
 from llama.server.pooled import pooled_response
+from llama.server.refusals import refusals
 from llama.server.request import PooledRequest
 
 Vectors = Iterator[list[float]]
@@ -110,7 +111,7 @@ async def _embedded(
     """
     pooler = http.serving.loaded().pooler
     fields = ErrorFields(field, {"truncate": "truncate"})
-    with http.serving.refusals(fields):
+    with refusals(fields):
         checked = pooler.checked(options)
 
     def content_of(outputs: list[RequestOutput]) -> dict[str, Any]:
