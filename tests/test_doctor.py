@@ -30,7 +30,7 @@ from llama.cli.doctor import (
     environment_facts,
     thread_facts,
 )
-from llama.kernels.cpu import build, native
+from llama.kernels.cpu import native
 from llama.loading.files import Files
 from llama.loading.memory import estimate_memory
 from llama.loading.sizes import Memory, choose_sizes, step_bytes
@@ -302,16 +302,16 @@ def test_a_base_model_without_a_template_is_no_problem(tmp_path, monkeypatch):
 
 
 def test_the_instruction_sets_of_the_table_are_reported(monkeypatch):
-    """An entry for another machine needs nothing in `llama doctor`."""
-    neon = build.InstructionSet("neon", (), frozenset({"asimd"}), machine="aarch64")
+    """An ARM CPU is known by what Linux says of it; its kernels were never timed."""
+    features = "processor : 0\nFeatures : fp asimd crc32 atomics asimdrdm asimddp\n"
     with monkeypatch.context() as other:
-        other.setattr(build, "INSTRUCTION_SETS", (*build.INSTRUCTION_SETS, neon))
         other.setattr("sys.platform", "linux")
         other.setattr("platform.machine", lambda: "aarch64")
         with other.context() as reading:
-            reading.setattr(Path, "read_text", lambda _: "processor : 0\nFeatures : fp asimd\n")
+            reading.setattr(Path, "read_text", lambda _: features)
             flags = native.cpu_flags.__wrapped__()
         other.setattr(native, "cpu_flags", lambda: flags)
-        other.setattr(doctor, "_cpu_kernels", lambda: Fact("kernels", ""))
+        other.setattr(native, "kernels", lambda: SimpleNamespace(_name="kernels.neon.so"))
         facts = {fact.name: fact.text for fact in doctor._cpu()}
-    assert facts["cpu"] == "aarch64 with neon"
+    assert facts["cpu"] == "aarch64 with neon_dotprod, neon"
+    assert "kernels.neon.so; on ARM" in facts["kernels"]

@@ -57,6 +57,7 @@ _MIN_SHM_GPUS = 512 * _MIB  # NCCL takes some MiB for each pair of GPUs of a mac
 _MPS = "PyTorch computes the operators; quantize, kv_cache_dtype and ranks are not supported"
 _ROCM = "the kernels compile for gfx90a, gfx942 and gfx1100, and the first build checks them"
 _NOT_RUN = "no such GPU has run this project yet"
+_ARM = "; on ARM they have been compared with PyTorch in QEMU, and no such CPU has timed them"
 
 _T = TypeVar("_T")
 
@@ -274,7 +275,8 @@ def _cpu_kernels() -> Fact:
         library = native.kernels()
     if library is not None:
         name = library._name
-        return Fact("kernels", f"this project's, for bf16 and quantized weights: {name}")
+        state = _ARM if platform.machine() == "aarch64" else ""
+        return Fact("kernels", f"this project's, for bf16 and quantized weights: {name}{state}")
     reason = str(caught[0].message) if caught else "this project has no kernels for this CPU"
     return Fact("kernels", f"PyTorch's: {reason}", problem=bool(caught))
 

@@ -6,9 +6,9 @@ a block in pairs of columns: (N/32, K/2, 32, 2), see packed_weight.h. Where N is
 product and no row that is returned has any of it. Quantized formats are subclasses, which must not
 be known here.
 
-linear.cpp computes the product, on x86-64 CPUs with AVX2, AVX-512, avx512_bf16 or AMX. The tiles of
-AMX are compared with a plain loop at their first use; they are not used if they differ, or if Linux
-does not grant them. The product is batch-invariant: a row of x gives the same bytes alone as in any
+linear.cpp computes the product, on x86-64 CPUs from AVX2 on and on ARM. The tiles of AMX are
+compared with a plain loop at their first use; they are not used if they differ, or if Linux does
+not grant them. The product is batch-invariant: a row of x gives the same bytes alone as in any
 batch, on any number of threads.
 """
 

@@ -57,7 +57,8 @@ def _emulated(like: InstructionSet, name: str, *flags: str, **changes: Any) -> I
     return like._replace(name=name, flags=(*like.flags, *own), **changes)
 
 
-_AMX, _AVX512_BF16, _, _, _AVX_VNNI, _AVX2 = INSTRUCTION_SETS
+_X86 = [x for x in INSTRUCTION_SETS if x.machine == "x86_64"]
+_AMX, _AVX512_BF16, _, _, _AVX_VNNI, _AVX2 = _X86
 EMULATED_AMX = _emulated(  # a copy, so that libraries share no variable of it
     _AVX512_BF16, "amx_emulated", "-fno-gnu-unique", base=_AVX512_BF16, sources=_AMX.sources
 )
@@ -68,7 +69,7 @@ EMULATED_AVX_VNNI = _emulated(
 )  # fmt: skip
 # They differ from others in the products of activations in int8 alone.
 _VNNI = ("avx512_vnni", "avx_vnni", EMULATED_AVX_VNNI.name)
-INTEGER_BODIES = {x.name: x for x in (*INSTRUCTION_SETS, EMULATED_AMX, EMULATED_AVX_VNNI)}
+INTEGER_BODIES = {x.name: x for x in (*_X86, EMULATED_AMX, EMULATED_AVX_VNNI)}
 BODIES = {name: x for name, x in INTEGER_BODIES.items() if name not in _VNNI}
 
 

@@ -29,7 +29,7 @@ needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AV
 needs_running_kernels = pytest.mark.skipif(
     not KERNELS_RUN, reason=f"needs AVX2, g++, and {native.VARIABLE} other than none"
 )
-AVX2 = build.INSTRUCTION_SETS[-1]
+AVX2 = next(x for x in build.INSTRUCTION_SETS if x.name == "avx2")
 STUB = 'extern "C" void nothing() {}\n'
 
 

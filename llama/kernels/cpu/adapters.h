@@ -18,8 +18,8 @@
 namespace {
 
 constexpr long MAX_SHRINK_ROWS = 16;                   // rows of x of one piece of work
-constexpr int SHRINK_TILE = LANES == 16 ? 4 : 2;       // rows of x that share a pass over down
-constexpr int EXPAND_TILE = LANES == 16 ? 4 : 1;       // rows of sums that share a pass over up
+constexpr int SHRINK_TILE = REGISTERS == 32 ? 4 : 2;   // rows of x that share a pass over down
+constexpr int EXPAND_TILE = REGISTERS == 32 ? 4 : 1;   // rows of sums that share a pass over up
 constexpr int SHRINK_SUMS = 4;                         // independent sums, which hide the latency
 constexpr long SHRINK_AHEAD = 4096;                    // bytes of down that are prefetched
 constexpr int VECTORS_PER_RANKS = RANK_BLOCK / LANES;  // vectors of one block of down

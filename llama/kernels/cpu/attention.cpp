@@ -128,9 +128,8 @@ struct Bf16Row {
 struct Int8Row {
   static constexpr bool HAS_SCALE = true;
   static UInts bf16_pairs(const char* row, long i) {
-    Floats even, odd;
-    load_int8_pairs(row + i, even, odd);
-    return (UInts)even >> 16 | (UInts)odd;
+    const FloatPairs pairs = load_int8_pairs(row + i);
+    return (UInts)pairs.even >> 16 | (UInts)pairs.odd;
   }
 };
 
@@ -195,14 +194,13 @@ void score_keys(const Pair* queries, const UInts* keys, long dim, float scale, f
 // even_values(a, b), odd_values(a, b): the elements of even or odd index of the values of one key,
 //     or of two neighbouring keys.
 // round_weights(row, count): rounds a row of weights in place, if it is to be rounded.
-#if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
+#if defined(HAS_BF16_PRODUCTS) && !defined(__AMX_TILE__)
 constexpr int KEYS_AT_ONCE = 2;
 typedef Pair SoftmaxWeights;
 Pairs even_values(UInts a, UInts b) { return (Pairs)(a & 0xffffu | b << 16); }
 Pairs odd_values(UInts a, UInts b) { return (Pairs)(a >> 16 | (b & 0xffff0000u)); }
 void round_weights(float* row, long count) {
-  for (long i = 0; i < count; i += LANES)
-    store((uint16_t*)row + i, _mm512_cvtneps_pbh((__m512)load<Floats>(row + i)));
+  for (long i = 0; i < count; i += LANES) narrow_bf16((uint16_t*)row + i, load<Floats>(row + i));
 }
 #else
 constexpr int KEYS_AT_ONCE = 1;

@@ -107,13 +107,35 @@ _AMX = InstructionSet(
     base=_AVX512_BF16,
     sources=_PAIR_PRODUCTS,
 )
-INSTRUCTION_SETS = (  # the fastest first
+# Every aarch64 CPU has NEON. A library cannot call the functions of libgcc that choose between two
+# forms of an atomic operation, see _LINK.
+_NEON = InstructionSet(
+    "neon", ("-march=armv8-a", "-mno-outline-atomics"), frozenset({"asimd"}), machine="aarch64"
+)
+_NEON_DOTPROD = InstructionSet(
+    "neon_dotprod",
+    ("-march=armv8.2-a+dotprod",),
+    _NEON.needs | {"atomics", "asimdrdm", "asimddp"},
+    machine="aarch64",
+)
+_NEON_BF16 = InstructionSet(
+    "neon_bf16",
+    ("-march=armv8.2-a+dotprod+bf16+i8mm",),
+    _NEON_DOTPROD.needs | {"bf16", "i8mm"},
+    base=_NEON_DOTPROD,
+    sources=_INTEGER_PRODUCTS | _PAIR_PRODUCTS,
+    machine="aarch64",
+)
+INSTRUCTION_SETS = (  # the fastest first, for each machine
     _AMX,
     _AVX512_BF16,
     _AVX512_VNNI,
     _AVX512,
     _AVX_VNNI,
     _AVX2,
+    _NEON_BF16,
+    _NEON_DOTPROD,
+    _NEON,
 )
 
 

@@ -107,7 +107,7 @@ void transform(float* x, long count, std::integer_sequence<uint32_t, I...>) {
 
 void hadamard(const uint16_t* x, float* workspace, uint16_t* out, long width) {
   const long half = width / 2;
-  const float scale = 1 / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(width)));
+  const float scale = 1 / square_root(width);
   // The first pass adds and subtracts the elements of each pair; the transform does the others.
   float* sums = workspace;
   float* differences = workspace + half;
@@ -133,7 +133,7 @@ void rms_norm(const uint16_t* x, const uint16_t* weight, uint16_t* out, long wid
     sums[1] += widen_odd(pairs) * widen_odd(pairs);
   }
   const float mean = reduce_add(sums[0] + sums[1]) / width;
-  const float scale = 1 / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean + eps)));
+  const float scale = 1 / square_root(mean + eps);
   for (long i = 0; i < width; i += STEP) {
     const UInts pairs = load<UInts>(x + i);
     const UInts weight_pairs = load<UInts>(weight + i);

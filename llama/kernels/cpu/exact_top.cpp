@@ -17,23 +17,13 @@ namespace {
 
 constexpr long PREFETCH_DISTANCE = 2048;  // bytes
 
-#if defined(__AVX512BF16__)
-inline FloatPairs to_floats(Pairs pairs) { return widen_pairs((UInts)pairs); }
-#else
-inline FloatPairs to_floats(Pairs pairs) { return pairs; }
-#endif
-
 // Returns whether one of `count` products, 1 to 32, is larger than a number. NaN is not.
 bool has_larger(const float* products, long count, float number) {
   if (count < N_BLOCK)
     return std::any_of(products, products + count, [&](float x) { return x > number; });
   Ints is_larger = {};
   for (int i = 0; i < N_BLOCK; i += LANES) is_larger |= load<Floats>(products + i) > number;
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)is_larger, (__m512i)is_larger);
-#else
-  return !_mm256_testz_si256((__m256i)is_larger, (__m256i)is_larger);
-#endif
+  return has_set_lane(is_larger);
 }
 
 // Writes the indices of the `count` blocks of a row (n) with the largest products, the largest
@@ -85,7 +75,7 @@ void multiply_row(const Weight& weight, long block, const float* x, float* sums)
           const auto step = kind.load(packed + v * LANES * Kind::ROW_BYTES);
 #pragma GCC unroll 8
           for (int j = 0; j < Kind::PAIRS; j++) {
-            const FloatPairs elements = to_floats(kind.pairs(step, j));
+            const FloatPairs elements = widen_pairs(kind.pairs(step, j));
             FloatPairs weights;
             if (HAS_OFFSETS) {
               weights.even = weights.odd = offsets[v];

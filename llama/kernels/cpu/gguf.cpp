@@ -45,7 +45,7 @@ struct GroupParameters {
   int8_t factors[2][16] = {};
 
   float value(int parameter, int group) const {
-    return _cvtsh_ss(block_values[parameter]) * (float)factors[parameter][group];
+    return float16_to_float(block_values[parameter]) * (float)factors[parameter][group];
   }
 };
 

@@ -32,7 +32,32 @@ template <class Source, int R, int VECTORS, int SETS>
   typename Source::Step steps[VECTORS];
 #pragma GCC unroll 2
   for (int v = 0; v < VECTORS; v++) steps[v] = source.load(w + v * LANES * Source::ROW_BYTES);
-#if defined(HAS_VNNI)
+#if defined(HAS_MATRICES)
+#pragma GCC unroll 2
+  for (int j = 0; j < STEP_QUADS; j += 2, x += 8 * R) {
+    UInts first[VECTORS], second[VECTORS], low[VECTORS], high[VECTORS];
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; v++) {
+      first[v] = source.quad(steps[v], j);
+      second[v] = source.quad(steps[v], j + 1);
+      low[v] = low_rows(first[v], second[v]);
+      high[v] = high_rows(first[v], second[v]);
+    }
+    auto& set = sums[j / 2 % SETS];
+#pragma GCC unroll 16
+    for (int r = 0; r + 1 < R; r += 2)
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; v++) {
+        add_matrix(set[r][v], low[v], load<UInts>(x + 8 * r));
+        add_matrix(set[r + 1][v], high[v], load<UInts>(x + 8 * r));
+      }
+#pragma GCC unroll 2
+    for (int v = 0; R % 2 && v < VECTORS; v++) {
+      add_dot(set[R - 1][v], first[v], load_quad(x + 8 * R - 8));
+      add_dot(set[R - 1][v], second[v], load_quad(x + 8 * R - 4));
+    }
+  }
+#elif defined(HAS_DOT)
 #pragma GCC unroll 4
   for (int j = 0; j < STEP_QUADS; j++, x += 4 * R) {
     UInts quads[VECTORS];
@@ -42,7 +67,7 @@ template <class Source, int R, int VECTORS, int SETS>
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
       for (int v = 0; v < VECTORS; v++)
-        add_dot(sums[j % SETS][r][v], quads[v], broadcast_quad(x + 4 * r));
+        add_dot(sums[j % SETS][r][v], quads[v], load_quad(x + 4 * r));
   }
 #else
 #pragma GCC unroll 2
@@ -53,6 +78,31 @@ template <class Source, int R, int VECTORS, int SETS>
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) add_dots<Source::BITS>(sums[0][r][v], quads, x + 4 * r, 4 * R);
   }
+#endif
+}
+
+// Sets sums to the first values of R rows of x, in the form in which multiply_step() adds to them.
+template <int R, int VECTORS>
+[[gnu::always_inline]] inline void begin_sums(Ints (&sums)[R][VECTORS], const float* first_values) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; v++)
+#if defined(HAS_MATRICES)
+      if (r + 1 < R || r % 2)
+        sums[r][v] = (Ints)vdupq_n_s64(load<int64_t>(first_values + r / 2 * 2));
+      else
+#endif
+        sums[r][v] = broadcast_quad((const char*)(first_values + r));
+}
+
+// Turns sums to which multiply_step() added into those of the rows of x.
+template <int R, int VECTORS>
+[[gnu::always_inline]] inline void end_sums(Ints (&sums)[R][VECTORS]) {
+#if defined(HAS_MATRICES)
+  from_matrices(sums);
+#else
+  (void)sums;
 #endif
 }
 
@@ -95,12 +145,7 @@ void multiply_tokens(const Source& source, const QuadRows& x, const QuadBlock& b
   constexpr int VECTORS = 2;
   for (int first = 0; first < N_BLOCK; first += VECTORS * LANES) {
     Ints sums[1][R][VECTORS];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++)
-        sums[0][r][v] = load<Ints>((int32_t*)sums_of_block + r * N_BLOCK + first + v * LANES) +
-                        broadcast_quad((const char*)(x.terms + r));
+    begin_sums(sums[0], x.terms);
     const char* w = block.weights + first * Source::ROW_BYTES;
     const char* prefetch = block.prefetch + first * block.step_prefetch / N_BLOCK;
     const char* quads = x.quads;
@@ -109,11 +154,14 @@ void multiply_tokens(const Source& source, const QuadRows& x, const QuadBlock& b
       prefetch += block.step_prefetch;
       multiply_step(source, w, quads, sums);
     }
+    end_sums(sums[0]);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++)
-        store((int32_t*)sums_of_block + r * N_BLOCK + first + v * LANES, sums[0][r][v]);
+      for (int v = 0; v < VECTORS; v++) {
+        int32_t* stored = (int32_t*)sums_of_block + r * N_BLOCK + first + v * LANES;
+        store(stored, load<Ints>(stored) + sums[0][r][v]);
+      }
   }
 }
 
@@ -139,10 +187,7 @@ void multiply_quads(const Source& source, const QuadRows& x, const QuadBlock& bl
     long left_in_group = block.left_in_group;
     for (long k = 0; k < block.count; k += block.piece, terms += 3 * R) {
       Ints sums[SETS][R][VECTORS] = {};
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; v++) sums[0][r][v] = broadcast_quad((const char*)(terms + r));
+      begin_sums(sums[0], terms);
       // The number of steps is no template argument: that would double the instances, and a loop
       // of one or two steps is as fast.
       for (long i = 0; i < block.piece; i += STEP_K, w += Source::STEP, quads += STEP_K * R) {
@@ -150,6 +195,8 @@ void multiply_quads(const Source& source, const QuadRows& x, const QuadBlock& bl
         prefetch += block.step_prefetch;
         multiply_step(source, w, quads, sums);
       }
+#pragma GCC unroll 2
+      for (int set = 0; set < SETS; set++) end_sums(sums[set]);
       add_piece<SCALING>(sums, scales, terms, totals);
       if constexpr (SCALING >= Scaling::GROUPS) {
         left_in_group -= block.piece;

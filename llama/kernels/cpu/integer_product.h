@@ -4,8 +4,16 @@
 #include "kernels.h"
 #include "vectors.h"
 
-// A row block of R rows from a K block on: quads (K/4, R, 4), and the terms of its pieces
-// (P, 3, R), which are the first values as int32, the scales of x, and the sums of its codes.
+// The quads of a row of x that lie together: one, or two where matrices are multiplied.
+#if defined(HAS_MATRICES)
+typedef int64_t PackedQuads;
+#else
+typedef int32_t PackedQuads;
+#endif
+
+// A row block of R rows from a K block on: quads (K/4, R, 4), or (K/8, R, 8), and the terms of its
+// pieces (P, 3, R), which are the first values as int32, the scales of x, and the sums of its
+// codes.
 struct QuadRows {
   const char* quads;
   const float* terms;

@@ -46,6 +46,63 @@ template <class Kind, int R> void fetch(const char* line) {
     __builtin_prefetch(line, 0, 2);  // into L2
 }
 
+// The place of a pair of x, of row r and k = i and i + 1, in a row block (k / 2, rows). Where
+// matrices are multiplied, four k of a row lie together: (k / 4, rows, 2). The last two k of a row
+// may be left over.
+inline long place_of(long i, long r, long rows, long k) {
+#if defined(HAS_MATRICES)
+  if (i < (k & -4)) return (i / 4 * rows + r) * 2 + i / 2 % 2;
+#endif
+  (void)k;
+  return i / 2 * rows + r;
+}
+
+#if defined(HAS_MATRICES)
+// Does what multiply() does, for fours of k, and moves x and w behind them.
+template <class Kind, int R, int VECTORS>
+[[gnu::always_inline]] inline void multiply_fours(const Kind& kind, const Pair*& x, const char*& w,
+                                                  long count, const char*& prefetch,
+                                                  long step_prefetch, Floats (&sums)[R][VECTORS]) {
+  constexpr int STEPS = Kind::PAIRS == 1 ? 2 : 1;  // the fewest that have four k
+  to_matrices(sums);
+  for (const Pair* end = x + count / 4 * 2 * R; x < end;) {
+    typename Kind::Step steps[STEPS][VECTORS];
+#pragma GCC unroll 2
+    for (int s = 0; s < STEPS; s++, w += Kind::STEP, prefetch += step_prefetch) {
+      fetch<Kind, R>(prefetch);
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) steps[s][v] = kind.load(w + v * LANES * Kind::ROW_BYTES);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < STEPS * Kind::PAIRS; j += 2, x += 2 * R) {
+      UInts first[VECTORS], second[VECTORS], low[VECTORS], high[VECTORS];
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) {
+        first[v] = (UInts)kind.pairs(steps[0][v], j);
+        second[v] = (UInts)kind.pairs(steps[STEPS - 1][v], j + 1);
+        low[v] = low_rows(first[v], second[v]);
+        high[v] = high_rows(first[v], second[v]);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r + 1 < R; r += 2) {
+        const UInts two_rows = load<UInts>(x + 2 * r);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+          add_matrix(sums[r][v], low[v], two_rows);
+          add_matrix(sums[r + 1][v], high[v], two_rows);
+        }
+      }
+#pragma GCC unroll 4
+      for (int v = 0; R % 2 && v < VECTORS; v++) {
+        multiply_add(sums[R - 1][v], (Pairs)first[v], x[2 * R - 2]);
+        multiply_add(sums[R - 1][v], (Pairs)second[v], x[2 * R - 1]);
+      }
+    }
+  }
+  from_matrices(sums);
+}
+#endif
+
 // Adds the products of R rows of x, as (count / 2, R) pairs, and `count` k of VECTORS vectors of
 // rows of the weight to the sums. It moves `prefetch` forward by `step_prefetch` bytes at each
 // step. Inlined, so that the sums stay in registers.
@@ -54,20 +111,24 @@ template <class Kind, int R, int VECTORS>
                                             long count, const char*& prefetch, long step_prefetch,
                                             Floats (&sums)[R][VECTORS]) {
   constexpr long LINES = std::max(Kind::STEP * VECTORS * LANES / (64 * N_BLOCK), 1L);
-  for (const Pair* end = x + count / 2 * R; x < end; w += Kind::STEP, prefetch += step_prefetch) {
+  const Pair* end = x + count / 2 * R;
+#if defined(HAS_MATRICES)
+  if constexpr (R > 1) multiply_fours(kind, x, w, count, prefetch, step_prefetch, sums);
+#endif
+  for (; x < end; w += Kind::STEP, prefetch += step_prefetch) {
     for (int line = 0; line < LINES; line++)
       fetch<Kind, R>(prefetch + line * step_prefetch / LINES);
     typename Kind::Step steps[VECTORS];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) steps[v] = kind.load(w + v * LANES * Kind::ROW_BYTES);
 #pragma GCC unroll 8
     for (int j = 0; j < Kind::PAIRS; j++, x += R) {
       Pairs elements[VECTORS];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) elements[v] = kind.pairs(steps[v], j);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) multiply_add(sums[r][v], elements[v], x[r]);
     }
   }
@@ -80,7 +141,7 @@ template <int R, int VECTORS>
 [[gnu::always_inline]] inline void add_group(const Floats (&sums)[R][VECTORS], const float* scales,
                                              const float* x_sums, bool has_offsets,
                                              Floats (&totals)[R][VECTORS]) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int v = 0; v < VECTORS; v++) {
     const Floats scale = load<Floats>(scales + v * LANES);
 #pragma GCC unroll 16
@@ -98,8 +159,9 @@ template <int R, int VECTORS>
 template <class Kind, int R, bool HAS_GROUPS>
 void multiply_tile(const Pair* x, const float* x_sums, const WeightBlock& block,
                    const Groups& groups, float* sums) {
-  // With groups, the sums of a group and the totals must both fit into the 32 registers.
-  constexpr int VECTORS = HAS_GROUPS && LANES == 16 && R > 6 ? 1 : 2;
+  // With groups, the sums of a group and the totals must both fit into the 32 registers. The sums
+  // of few rows in short vectors would be few, and each would wait for the one before it.
+  constexpr int VECTORS = LANES == 4 && R <= 2 ? 4 : HAS_GROUPS && REGISTERS == 32 && R > 6 ? 1 : 2;
   const Kind kind(groups.weight.table);
   const long width = groups.weight.group;
   for (int first = 0; first < N_BLOCK; first += VECTORS * LANES) {
@@ -139,10 +201,10 @@ template <class Kind> MultiplyTile select_tile(long rows, bool has_groups) {
 }
 
 // Packs the k from `begin` up to, not including, `end` of a row block of x, bf16 (rows, k), into
-// pairs (k / 2, rows).
+// pairs (k / 2, rows), see place_of().
 void pack_rows(const uint16_t* x, Pair* out, long rows, long k, long begin, long end) {
   for (long r = 0; r < rows; r++)
-    for (long i = begin; i < end; i += 2) out[i / 2 * rows + r] = load_pair(x + r * k + i);
+    for (long i = begin; i < end; i += 2) out[place_of(i, r, rows, k)] = load_pair(x + r * k + i);
 }
 
 // Returns the sum of `count` bf16, a multiple of 16, in an order that no instruction set changes.
@@ -410,7 +472,7 @@ template <class Kind> void unpack_row(const Weight& weight, long row, uint16_t* 
       float value = widen(unpacked[((i - begin) / 2 * N_BLOCK + row % N_BLOCK) * 2 + i % 2]);
       const float* scale = scales + (i / weight.group - first) * 2 * N_BLOCK + row % N_BLOCK;
       if (parameters.per_group) value *= scale[0];
-      asm("" : "+x"(value));  // keeps the compiler from fusing the product with the sum
+      round_here(value);
       out[i] = to_bf16(parameters.per_group > 1 ? value + scale[N_BLOCK] : value);
     }
   }

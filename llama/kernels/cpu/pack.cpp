@@ -69,13 +69,6 @@ constexpr int NUM_TRIALS = 21;  // scales that are tried: range / 14, range / 14
 inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats inverse(Floats v) { return v == 0 ? v : 1 / v; }
-inline bool any(Ints mask) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
-#else
-  return _mm256_movemask_ps((__m256)mask);
-#endif
-}
 
 // Rounds to integers, ties to even. Magnitudes must be below 2^22.
 inline Floats nearest(Floats v) { return v + ROUNDING_SHIFT - ROUNDING_SHIFT; }
@@ -145,11 +138,11 @@ inline Floats common_super_scale(const Floats* values) {
   Ints unsolved = Ints{} - 1;  // lanes that have no super-scale yet
   for (long g = 0; g < 8; g++)
     largest = values[g] * values[g] > largest * largest ? values[g] : largest;
-  for (int integer = 128; integer && any(unsolved); integer--) {
+  for (int integer = 128; integer && has_set_lane(unsolved); integer--) {
     const Floats trial = round_to_float16(-largest * (1.0f / integer));
     const Floats inverse_trial = inverse(trial);
     Ints fits = unsolved & (trial * (float)integer == -largest);
-    for (long g = 0; g < 8 && any(fits); g++) {
+    for (long g = 0; g < 8 && has_set_lane(fits); g++) {
       const Floats code = nearest(values[g] * inverse_trial);
       fits &= (code * trial == values[g]) & (code <= 127) & (code >= -128);
     }
@@ -319,7 +312,7 @@ void pack_scales(const float* scales, char* out, int64_t* is_same, long blocks, 
       for (long g = 0; g < 8; g++) {
         const Floats code = nearest(values[g] * inverse(super_scale));
         store_int8(record + (2 + g) * width + column, code);
-        if (any(code * super_scale != values[g])) *is_same = 0;
+        if (has_set_lane(code * super_scale != values[g])) *is_same = 0;
       }
     }
 }

@@ -77,21 +77,7 @@ struct Bf16 : InMemory {
 struct Int8 : InMemory {
   static constexpr ElementFormat FORMAT = ElementFormat::INT8;
   static constexpr long PAIRS = 1, ROW_BYTES = 2, STEP = N_BLOCK * ROW_BYTES;
-  typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
-  // Intrinsics, because gcc compiles a portable conversion poorly.
-  FloatPairs floats(Step step, int) const {
-#if defined(__AVX512F__)
-    const __m512i both = _mm512_cvtepi16_epi32(::load<__m256i>(step.address));
-    const Integers even = (Integers)_mm512_slli_epi32(both, 24) >> 24;
-    const Integers odd = (Integers)both >> 8;
-    return {(Floats)_mm512_cvtepi32_ps((__m512i)even), (Floats)_mm512_cvtepi32_ps((__m512i)odd)};
-#else
-    const __m256i both = _mm256_cvtepi16_epi32(::load<__m128i>(step.address));
-    const Integers even = (Integers)_mm256_slli_epi32(both, 24) >> 24;
-    const Integers odd = (Integers)both >> 8;
-    return {(Floats)_mm256_cvtepi32_ps((__m256i)even), (Floats)_mm256_cvtepi32_ps((__m256i)odd)};
-#endif
-  }
+  FloatPairs floats(Step step, int) const { return load_int8_pairs(step.address); }
 #if defined(__AVX512BF16__)
   UInts odd_halves;  // indices of the upper halves of 32 floats, as 16-bit integers
   explicit Int8(const float*) {
@@ -107,7 +93,7 @@ struct Int8 : InMemory {
   }
 #else
   explicit Int8(const float*) {}
-  Pairs pairs(Step step, int j) const { return floats(step, j); }
+  Pairs pairs(Step step, int j) const { return to_pairs(floats(step, j)); }
 #endif
 };
 
@@ -129,6 +115,14 @@ struct Fp8 : InMemory {
                           (Floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)));
     }
     return ((UInts)_mm512_slli_epi16(wide, 4) & 0x87f087f0) | 0x38003800;
+#elif defined(__aarch64__)
+    const int16x8_t wide = vmovl_s8(::load<int8x8_t>(address));
+    const uint16x8_t exponent = (uint16x8_t)((UInts)wide & 0x00780078);
+    if (__builtin_expect(vminvq_u16(exponent) == 0, 0)) {
+      const UInts halves = (UInts)vshlq_n_s16(wide, 7) & 0xbfffbfff;
+      return upper_halves(load_float16(&halves), load_float16((const char*)&halves + 8));
+    }
+    return ((UInts)vshlq_n_s16(wide, 4) & 0x87f087f0) | 0x38003800;
 #else
     const __m256i wide = _mm256_cvtepi8_epi16(::load<__m128i>(address));
     const __m256i exponent = (__m256i)((UInts)wide & 0x00780078);
@@ -146,11 +140,7 @@ struct Fp8 : InMemory {
            (UInts)deinterleave(first, second, 1, Lanes());
   }
   FloatPairs floats(Step step, int) const { return widen_pairs(to_bf16_pairs(step.address)); }
-#if defined(__AVX512BF16__)
-  Pairs pairs(Step step, int) const { return (Pairs)to_bf16_pairs(step.address); }
-#else
-  Pairs pairs(Step step, int j) const { return floats(step, j); }
-#endif
+  Pairs pairs(Step step, int) const { return to_pairs(to_bf16_pairs(step.address)); }
 };
 
 // Codes of 4 bits, which index a table of 16 values.
@@ -180,26 +170,24 @@ struct Nibbles {
     return {look_up(codes, 4 * j), look_up(codes, 16 + 4 * j)};
   }
 #else
-  __m256i lower, upper;  // the lower and upper bytes of the 16 values as bf16, each table twice
+  UInts lower, upper;  // the lower and upper bytes of the 16 values as bf16, again and again
   explicit Nibbles(const float* values) {
-    uint8_t bytes[2][32];
-    for (int i = 0; i < 32; i++) {
+    uint8_t bytes[2][VECTOR_BYTES];
+    for (int i = 0; i < VECTOR_BYTES; i++) {
       const uint16_t bits = to_bf16(values[i % 16]);
       bytes[0][i] = (uint8_t)bits;
       bytes[1][i] = bits >> 8;
     }
-    lower = ::load<__m256i>(bytes[0]);
-    upper = ::load<__m256i>(bytes[1]);
+    lower = ::load<UInts>(bytes[0]);
+    upper = ::load<UInts>(bytes[1]);
   }
   // The pairs j and j + 2 look up the same bytes: the codes of pair j are in the even bytes after
   // the mask, those of pair j + 2 in the odd bytes.
   Pairs pairs(Step packed, int j) const {
-    const __m256i codes = (__m256i)(packed >> 4 * (j % 2) & 0x0f0f0f0f);
-    const UInts low = (UInts)_mm256_shuffle_epi8(lower, codes);
-    const UInts high = (UInts)_mm256_shuffle_epi8(upper, codes);
-    const __m256i odd_bytes = _mm256_set1_epi16((short)0xff00);
-    return widen_pairs((UInts)_mm256_blendv_epi8((__m256i)(j < 2 ? low : low >> 8),
-                                                 (__m256i)(j < 2 ? high << 8 : high), odd_bytes));
+    const UInts codes = packed >> 4 * (j % 2) & 0x0f0f0f0f;
+    const UInts low = look_up_bytes(lower, codes);
+    const UInts high = look_up_bytes(upper, codes);
+    return to_pairs(blend_bytes(j < 2 ? low : low >> 8, j < 2 ? high << 8 : high));
   }
 #endif
 };
@@ -236,18 +224,15 @@ struct SixBits {
 #else
   float first;  // the element of code 0
   explicit SixBits(const float* values) : first(values[0]) {}
-  Floats to_floats(UInts codes) const {
-    return (Floats)_mm256_cvtepi32_ps((__m256i)(codes & 63)) + first;
-  }
   FloatPairs floats(const Step& step, int j) const {
     const UInts codes = step.codes[j / 2] >> 6 * (j % 2);
-    return {to_floats(codes), to_floats(codes >> 16)};
+    return {to_floats((Ints)(codes & 63)) + first, to_floats((Ints)(codes >> 16 & 63)) + first};
   }
 #endif
 #if defined(__AVX512BF16__)
   Pairs pairs(const Step& step, int j) const { return (Pairs)look_up(step, j); }
 #else
-  Pairs pairs(const Step& step, int j) const { return floats(step, j); }
+  Pairs pairs(const Step& step, int j) const { return to_pairs(floats(step, j)); }
 #endif
 };
 

@@ -33,16 +33,9 @@ struct ByteQuads : InMemory {
   static constexpr long ROW_BYTES = 2, STEP = STEP_K * K_BYTES<Int8>;
   static constexpr int PREFETCH_LINES = 2;
   explicit ByteQuads(const Weight&) {}
-  static UInts zero_extend(const char* address) {
-#if defined(__AVX512F__)
-    return (UInts)_mm512_cvtepu16_epi32(::load<__m256i>(address));
-#else
-    return (UInts)_mm256_cvtepu16_epi32(::load<__m128i>(address));
-#endif
-  }
   UInts quad(Step step, int j) const {
     const char* pairs = step.address + 2 * j * Int8::STEP;
-    const UInts signed_bytes = zero_extend(pairs) | zero_extend(pairs + Int8::STEP) << 16;
+    const UInts signed_bytes = join_pairs(pairs, pairs + Int8::STEP);
     return BYTE_OFFSET ? signed_bytes ^ 0x80808080 : signed_bytes;
   }
 };
@@ -71,12 +64,7 @@ struct TableQuads : NibbleQuads {
     table = ::load<UInts>(bytes);
   }
   UInts quad(const Step& step, int j) const {
-    const UInts codes = NibbleQuads::quad(step, j);
-#if defined(__AVX512F__)
-    return (UInts)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
-#else
-    return (UInts)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
-#endif
+    return look_up_bytes(table, NibbleQuads::quad(step, j));
   }
 };
 
@@ -101,9 +89,9 @@ template <int BITS_> struct ReadyQuads : InMemory {
   explicit ReadyQuads(const Weight&) {}
   UInts quad(Step step, int j) const { return ::load<UInts>(step.address + j * 4 * N_BLOCK); }
 };
-// The same quads, made before. With VNNI the number of bits does not matter, so one instance is
-// enough.
-#if defined(HAS_VNNI)
+// The same quads, made before. With one instruction the number of bits does not matter, so one
+// instance is enough.
+#if defined(HAS_DOT)
 template <class Source> using Ready = ReadyQuads<8>;
 #else
 template <class Source> using Ready = ReadyQuads<Source::BITS>;

@@ -34,8 +34,64 @@ inline Scaling scaling_of(const Weight& weight) {
   return weight.activations == weight.k ? Scaling::TOKENS : Scaling::ROWS;
 }
 
-// Returns the largest magnitude of `count` bf16, a multiple of 16; NaN if one of them is NaN.
-// Without their signs, bf16 are in the order of their bits.
+// The scale of elements whose largest magnitude is known.
+struct RoundingScale {
+  float scale, inverse;
+  explicit RoundingScale(float largest)
+      : scale(largest < MIN_MAGNITUDE ? 0 : largest / MAX_CODE),
+        inverse(largest < MIN_MAGNITUDE ? 0 : MAX_CODE / largest) {}
+};
+
+// Rounds LANES pairs of bf16 to codes, ties to even. The low 16 bits of a lane have the two codes
+// of a pair. A NaN becomes the code 0, as the low byte of its integer is 0. (Rounding by an
+// addition would let the compiler fuse it with the product.)
+inline UInts round_pairs(const uint16_t* x, float inverse) {
+  const UInts pairs = load<UInts>(x);
+  const Floats even = widen_even(pairs) * inverse;
+  const Floats odd = widen_odd(pairs) * inverse;
+  const UInts even_codes = (UInts)round_to_integers(even);
+  const UInts odd_codes = (UInts)round_to_integers(odd);
+  return (even_codes & 0xff) | (odd_codes << 8 & 0xff00);
+}
+
+// Codes: 32 codes.
+// largest_magnitude(x, count): the largest magnitude of bf16, as many as a multiple of 16; NaN if
+// one
+//     of them is NaN. Without their signs, bf16 are in the order of their bits.
+// round_group(x, inverse): rounds 32 bf16 to codes.
+// reorder(codes, order): each half in another order; `order` has the indices in the half.
+// HalfSums: the sums of the first 16 codes, and of the others.
+#if defined(__aarch64__)
+typedef int8x16x2_t Codes;
+
+inline float largest_magnitude(const uint16_t* x, long count) {
+  uint16x8_t largest = vdupq_n_u16(0);
+  for (long i = 0; i < count; i += 8)
+    largest = vmaxq_u16(largest, vandq_u16(load<uint16x8_t>(x + i), vdupq_n_u16(0x7fff)));
+  return widen(vmaxvq_u16(largest));
+}
+
+inline Codes round_group(const uint16_t* x, float inverse) {
+  Codes codes;
+  for (int half = 0; half < 2; half++, x += 16)
+    codes.val[half] = (int8x16_t)vuzp1q_u16((uint16x8_t)round_pairs(x, inverse),
+                                            (uint16x8_t)round_pairs(x + 8, inverse));
+  return codes;
+}
+
+inline Codes reorder(const Codes& codes, const Codes& order) {
+  return {vqtbl1q_s8(codes.val[0], (uint8x16_t)order.val[0]),
+          vqtbl1q_s8(codes.val[1], (uint8x16_t)order.val[1])};
+}
+
+struct HalfSums {
+  int first, second;
+  explicit HalfSums(const Codes& codes)
+      : first(vaddlvq_s8(codes.val[0])), second(vaddlvq_s8(codes.val[1])) {}
+};
+#else
+typedef __m256i Codes;
+
 inline float largest_magnitude(const uint16_t* x, long count) {
   const __m256i magnitude_bits = _mm256_set1_epi16(0x7fff);
   __m256i largest = {};
@@ -48,33 +104,7 @@ inline float largest_magnitude(const uint16_t* x, long count) {
   return widen((uint16_t)~_mm_extract_epi16(minimum, 0));
 }
 
-// The scale of elements whose largest magnitude is known.
-struct RoundingScale {
-  float scale, inverse;
-  explicit RoundingScale(float largest)
-      : scale(largest < MIN_MAGNITUDE ? 0 : largest / MAX_CODE),
-        inverse(largest < MIN_MAGNITUDE ? 0 : MAX_CODE / largest) {}
-};
-
-// Rounds LANES pairs of bf16 to codes, ties to even. The low 16 bits of a lane have the two codes
-// of a pair. A NaN becomes the code 0, as its integer is 0x80000000. (Rounding by an addition would
-// let the compiler fuse it with the product.)
-inline UInts round_pairs(const uint16_t* x, float inverse) {
-  const UInts pairs = load<UInts>(x);
-  const Floats even = widen_even(pairs) * inverse;
-  const Floats odd = widen_odd(pairs) * inverse;
-#if defined(__AVX512F__)
-  const UInts even_codes = (UInts)_mm512_cvtps_epi32((__m512)even);
-  const UInts odd_codes = (UInts)_mm512_cvtps_epi32((__m512)odd);
-#else
-  const UInts even_codes = (UInts)_mm256_cvtps_epi32((__m256)even);
-  const UInts odd_codes = (UInts)_mm256_cvtps_epi32((__m256)odd);
-#endif
-  return (even_codes & 0xff) | (odd_codes << 8 & 0xff00);
-}
-
-// Rounds 32 bf16 to codes.
-inline __m256i round_group(const uint16_t* x, float inverse) {
+inline Codes round_group(const uint16_t* x, float inverse) {
 #if defined(__AVX512F__)
   return _mm512_cvtepi32_epi16((__m512i)round_pairs(x, inverse));
 #else
@@ -84,10 +114,11 @@ inline __m256i round_group(const uint16_t* x, float inverse) {
 #endif
 }
 
-// The sums of 32 codes: over the first 16, and over the others.
+inline Codes reorder(Codes codes, Codes order) { return _mm256_shuffle_epi8(codes, order); }
+
 struct HalfSums {
   int first, second;
-  explicit HalfSums(__m256i codes) {
+  explicit HalfSums(Codes codes) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), codes);
     int32_t fours[8];
     store(fours, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
@@ -95,13 +126,14 @@ struct HalfSums {
     second = fours[4] + fours[5] + fours[6] + fours[7];
   }
 };
+#endif
 
 // Packs x in the layout.
 struct RoundedX : RoundedLayout {
   bool has_row_scale;  // a row has one scale
   bool has_row_sums;   // the sums run over all k: a K block has one first value
   int offset;          // element_offset()
-  __m256i order;       // the indices of the codes in the order of quads, in each half
+  Codes order;         // the indices of the codes in the order of quads, in each half
   RoundedX(long m, const Weight& weight)
       : RoundedLayout{m, weight.k, std::min(weight.group, ROUNDED_GROUP),
                       Partition(m, m <= IN_PLACE_ROWS ? IN_PLACE_TILE : REGISTER_ROWS),
@@ -109,7 +141,7 @@ struct RoundedX : RoundedLayout {
         has_row_scale(weight.activations == weight.k),
         has_row_sums(scaling_of(weight) == Scaling::TOKENS),
         offset(element_offset(weight)),
-        order(shuffle_of(quad_order(weight.format))) {
+        order(indices_of(quad_order(weight.format))) {
     m_blocks = Partition(row_blocks.count, M_BLOCK / REGISTER_ROWS);
   }
 
@@ -124,16 +156,16 @@ struct RoundedX : RoundedLayout {
     const long rows = row_blocks.size(block);
     const QuadRows to = part(packed, row, rows, begin);
     for (long r = 0; r < rows; r++) {
-      const QuadRows of_row = {to.quads + 4 * r, to.terms + r};
+      const QuadRows of_row = {to.quads + sizeof(PackedQuads) * r, to.terms + r};
       pack_row(x + (row + r) * k, of_row, rows, begin, std::min(begin + K_BLOCK, k));
     }
   }
 
  private:
-  static __m256i shuffle_of(const QuadOrder& order) {
+  static Codes indices_of(const QuadOrder& order) {
     int8_t indices[32];
     for (int i = 0; i < 32; i++) indices[i] = (int8_t)(order.k[i % 8] + i % 16 / 8 * 8);
-    return load<__m256i>(indices);
+    return load<Codes>(indices);
   }
 
   // Packs the k from `begin` up to, not including, `end` of a row of a block of `rows` rows.
@@ -144,12 +176,12 @@ struct RoundedX : RoundedLayout {
     int sum_of_block = 0;
     for (long i = begin; i < end; i += ROUNDED_GROUP) {
       if (!has_row_scale) scale = RoundingScale(largest_magnitude(x + i, ROUNDED_GROUP));
-      const __m256i codes = round_group(x + i, scale.inverse);
-      int32_t ordered[ROUNDED_GROUP / 4];
-      store(ordered, _mm256_shuffle_epi8(codes, order));
-      for (int32_t quad : ordered) {
-        store(quads, quad);
-        quads += 4 * rows;
+      const Codes codes = round_group(x + i, scale.inverse);
+      PackedQuads ordered[ROUNDED_GROUP / sizeof(PackedQuads)];
+      store(ordered, reorder(codes, order));
+      for (PackedQuads packed : ordered) {
+        store(quads, packed);
+        quads += sizeof packed * rows;
       }
       const HalfSums sums(codes);
       sum_of_block += sums.first + sums.second;

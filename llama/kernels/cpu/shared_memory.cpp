@@ -33,6 +33,7 @@
 #include <numeric>
 
 #include "constants.h"
+#include "pause.h"
 #include "vectors.h"
 
 namespace {
@@ -130,7 +131,7 @@ bool wait_for(Counter& counter, uint32_t target, long spin_ns) {
   do {
     for (int i = 0; i < 16; i++) {
       if (has_reached(counter, target)) return true;
-      _mm_pause();
+      pause_briefly();
     }
   } while (now_ns() < end);
   return sleep_until(counter, target);
@@ -165,28 +166,16 @@ bool signatures_match(const Channel* c, uint64_t signature) {
 
 // Converts `count` elements of bf16, or of fp16, to float32.
 void to_floats(const uint16_t* x, float* out, long count, bool is_fp16) {
-  if (!is_fp16) {
-    for (long i = 0; i < count; i++) out[i] = widen(x[i]);
-    return;
-  }
   long i = 0;
-  for (; i + 8 <= count; i += 8) {
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(load<__m128i>(x + i)));
-  }
-  for (; i < count; i++) out[i] = _cvtsh_ss(x[i]);
+  for (; is_fp16 && i + LANES <= count; i += LANES) store(out + i, load_float16(x + i));
+  for (; i < count; i++) out[i] = is_fp16 ? float16_to_float(x[i]) : widen(x[i]);
 }
 
 // Rounds `count` elements of float32 to bf16, or to fp16.
 void from_floats(const float* x, uint16_t* out, long count, bool is_fp16) {
-  if (!is_fp16) {
-    for (long i = 0; i < count; i++) out[i] = to_bf16(x[i]);
-    return;
-  }
   long i = 0;
-  for (; i + 8 <= count; i += 8) {
-    store(out + i, _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
-  }
-  for (; i < count; i++) out[i] = _cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT);
+  for (; is_fp16 && i + LANES <= count; i += LANES) narrow_float16(out + i, load<Floats>(x + i));
+  for (; i < count; i++) out[i] = is_fp16 ? to_float16(x[i]) : to_bf16(x[i]);
 }
 
 // Sums parts (ranks, count) of 16-bit elements -> out (count). `out` may be one of the parts,

@@ -14,7 +14,6 @@
 // the last piece of a range is not written soon, an idle thread computes it as well (as backup
 // tasks do in MapReduce; Dean and Ghemawat, 2004). Then the idle thread sleeps.
 #pragma once
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <omp.h>
 #include <sys/syscall.h>
@@ -24,6 +23,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+
+#include "pause.h"
 
 constexpr long MAX_THREADS = 256;
 constexpr int PAUSES_PER_ROUND = 400;  // about 20 us on a Xeon at 3 GHz
@@ -213,7 +214,7 @@ class Worker {
   // Spins for one round, or sleeps after MAX_ROUNDS of them.
   void wait(int* idle_rounds) {
     if (++*idle_rounds > MAX_ROUNDS) return sleep();
-    for (int i = 0; i < PAUSES_PER_ROUND && !is_over(); i++) _mm_pause();
+    for (int i = 0; i < PAUSES_PER_ROUND && !is_over(); i++) pause_briefly();
   }
 
   // Sleeps until the phase is completed, for SLEEP_NS at most: there may be pieces to steal then.
