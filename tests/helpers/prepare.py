@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+from helpers import emulated
 from helpers.kernels import HAS_KERNELS, INTEGER_BODIES, can_run, library, path_of
 from helpers.launch import PROGRAMS, REPO
 from llama.kernels.cpu import build
@@ -25,6 +26,13 @@ def compile_for_the_cpu() -> None:
     for number, body in enumerate(todo, 1):
         say(f"compiling the CPU kernels, {number} of {len(todo)} (up to half a minute each)")
         library(body.name)
+
+
+def compile_for_arm() -> None:
+    """Compile the CPU kernels for ARM, which QEMU runs."""
+    for name in emulated.ARM:
+        say(f"compiling the CPU kernels for ARM, unless they are there: {name}")
+        emulated.compiled(name)
 
 
 def compile_for_gpus() -> None:
@@ -51,6 +59,8 @@ def processor_seconds() -> float:
 if __name__ == "__main__":
     if HAS_KERNELS:
         compile_for_the_cpu()
+    if emulated.CAN_EMULATE:
+        compile_for_arm()
     cache = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
     if find_spec("triton") and not os.path.isdir(cache):
         compile_for_gpus()
