@@ -92,8 +92,8 @@ class AuthAndLimits:
 
     `scope["state"]` gets the id of the request, the prefix root of its tenant, and its sender: the
     tenant, or the address where there is one tenant. Senders share what the server has. The sender
-    is empty where the address is not known, as at a Unix socket. It also gets what the answer holds
-    of the memory of all answers, until the client has read the last byte.
+    is empty where the address is not known, as at a Unix socket without a proxy. It also gets what
+    the answer holds of the memory of all answers, until the client has read the last byte.
 
     Attributes:
         app: the app that gets the requests.
@@ -141,8 +141,7 @@ class AuthAndLimits:
             body = error.body_for(path)
             response = JsonResponse(body, error.status, headers=error.headers())
             return await response(scope, receive, send_with_id)
-        address = str((scope.get("client") or [""])[0])
-        sender = scope["state"]["tenant"] or address.encode()
+        sender = scope["state"]["tenant"] or _address(scope, headers).encode()
         scope["state"]["sender"] = sender
         with self.answers.held(sender) as scope["state"]["answer"]:
             await self.app(scope, receive, send_with_id)
@@ -181,6 +180,18 @@ class AuthAndLimits:
             if match is Match.FULL:
                 break
         return paths.get(Match.FULL) or paths.get(Match.PARTIAL, "")
+
+
+def _address(scope: Scope, headers: Headers) -> str:
+    """Return the address of a client.
+
+    At a Unix socket it is what the proxy that listens there has added, which is the last one. At
+    other sockets uvicorn has looked for it, where the proxy runs on this machine.
+    """
+    if scope.get("client"):
+        return str(scope["client"][0])
+    forwarded = ",".join(headers.getlist("x-forwarded-for"))
+    return forwarded.rpartition(",")[2].strip()
 
 
 def is_loopback(host: str) -> bool:

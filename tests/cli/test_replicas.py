@@ -64,6 +64,7 @@ class _Replica(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         super().__init__(str(path), _Handler)
         self.name = path.stem
         self.paths: list[str] = []
+        self.forwarded: list[str] = []  # the last address that a proxy has added to each request
         self.status = 200
         self.is_stopped = False  # whether it answers no checks, as after SIGSTOP
         self.num_left = 0  # clients that left before their answer
@@ -87,6 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.server.paths.append(self.path)
+        self.server.forwarded.append(self.headers.get_all("X-Forwarded-For", [""])[-1])
         self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/stream":
             self._stream()
@@ -315,6 +317,18 @@ def test_an_answer_that_nobody_reads_is_not_waited_for(routed):
         f"{routed.url}/wait", {}, lambda: any("/wait" in each.paths for each in routed.replicas)
     )
     wait_until(lambda: sum(each.num_left for each in routed.replicas) == 1)
+
+
+@needs_haproxy
+@pytest.mark.parametrize("sent", [{}, {"X-Forwarded-For": "10.0.0.1, 10.0.0.2"}])
+def test_replicas_know_the_addresses_of_clients(routed, sent):
+    """The last address is the one that has connected, whatever a client says."""
+    for address in ("127.0.0.1", "127.0.0.2"):
+        transport = httpx.HTTPTransport(local_address=address)
+        with httpx.Client(transport=transport, timeout=30) as client:
+            name = client.post(f"{routed.url}/v1/completions", json={}, headers=sent).json()
+        (replica,) = (each for each in routed.replicas if each.name == name["replica"])
+        assert replica.forwarded[-1] == address
 
 
 @needs_haproxy

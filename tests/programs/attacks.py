@@ -1,7 +1,8 @@
 """Attacks that once shut others out, each against a served demo model, and probes from elsewhere.
 
 `python tests/programs/attacks.py` runs them one after the other, 10 seconds each; names of attacks
-choose some of them. For each it prints the median and the largest time of /health and of a small
+choose some of them. `--replicas 2` puts two replicas behind HAProxy, and also stops one of them.
+For each it prints the median and the largest time of /health and of a small
 request, both from another address (`--same` for the same one), and the statuses that the attack
 got. The exit code is 1 if a probe failed or had a wrong answer, or if the server had an internal
 error. soak.py mixes all of them.
@@ -9,18 +10,22 @@ error. soak.py mixes all of them.
 
 import argparse
 import asyncio
+import functools
 import json
+import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from helpers.checkpoints import long_demo
 from helpers.server import run_server
+from programs.replicas import process_of
 from programs.server_load import Client, resident_mb, settle
 
 FLAGS = ("--max_batch_size", "8", "--max_queue", "256", "--max_seq_len", "4096")
@@ -30,6 +35,7 @@ STORY = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True}
 # A text of it has ever more readings, so that its masks take ever longer.
 AMBIGUOUS = 'start: e "Q"\ne: e e e | e e | /[a-z ,.]/'
 HOLD_S = 5.0  # how long connections are held that wait for nothing
+STOPPED = "stopped replica"
 ATTACKER, OTHER = "127.0.0.1", "127.0.0.2"
 Statuses = Counter[int | str]
 Round = Callable[[Client, Statuses], Awaitable[None]]
@@ -127,6 +133,18 @@ async def full_queue(client: Client, statuses: Statuses) -> None:
     await ask(client, statuses, TEXT, {**STORY, "n": 64})
 
 
+async def stopped(pids: Sequence[int], client: Client, statuses: Statuses) -> None:
+    """Stop processes for some seconds; what they do not answer ends meanwhile."""
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(2 * HOLD_S)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    await asyncio.sleep(HOLD_S)
+
+
 async def idle_connections(client: Client, statuses: Statuses) -> None:
     """Open 272 connections and send nothing."""
     opened = await asyncio.gather(*(client.connect() for _ in range(272)))
@@ -212,7 +230,7 @@ class Probes:
         writer.close()
         self.health.append(time.perf_counter() - began)
         if not answer.startswith(b"HTTP/1.1 200 "):
-            self.problems[f"/health: {answer[:12]!r}"] += 1
+            self.problems[f"/health: {answer[9:12].decode()}"] += 1
 
     async def ask_small(self) -> None:
         """Send a small request, and compare its text with that of the first one."""
@@ -237,9 +255,27 @@ def _times(name: str, seconds: list[float]) -> str:
     return f"{name} {1e3 * statistics.median(seconds):.0f} / {1e3 * max(seconds):.0f} ms"
 
 
-async def run(url: str, pid: int, names: list[str], seconds: float, source: str) -> bool:
-    """Run attacks one after the other; return whether all probes were answered rightly."""
+async def run(
+    url: str,
+    pid: int,
+    names: list[str],
+    seconds: float,
+    source: str,
+    replicas: Sequence[int] = (),
+) -> bool:
+    """Run attacks one after the other; return whether all probes were answered rightly.
+
+    Args:
+        url: the address of the server.
+        pid: its process.
+        names: the attacks.
+        seconds: time of each.
+        source: the address of the probes.
+        replicas: the processes of replicas, if the server is in front of any.
+    """
     attacker, is_right = Client(url, source=ATTACKER), True
+    attacks = ATTACKS | {STOPPED: Attack(functools.partial(stopped, replicas[:1]))}
+    prefixes = [f"/replicas/{i}" for i in range(len(replicas))] or [""]
     probes = Probes(Client(url, source=source))
     for _ in range(5):
         await probes.ask_small()
@@ -251,16 +287,21 @@ async def run(url: str, pid: int, names: list[str], seconds: float, source: str)
         await asyncio.gather(
             probes.watch(probes.ask_health, end),
             probes.watch(probes.ask_small, end),
-            *([] if name == "nothing" else [repeat(ATTACKS[name], attacker, statuses, end)]),
+            *([] if name == "nothing" else [repeat(attacks[name], attacker, statuses, end)]),
         )
         times = ", ".join((_times("/health", probes.health), _times("small request", probes.small)))
         counts = dict(sorted(statuses.items(), key=str))
         print(f"{name}: {times}; {counts}; {resident_mb(pid):.0f}", flush=True)
+        if name == STOPPED:  # its clients get an error; others wait until it is seen to be stopped
+            refused = [name for name in probes.problems if name.endswith(("502", "503"))]
+            for problem in refused:
+                del probes.problems[problem]
         is_right &= not probes.problems and 500 not in statuses
         for problem, count in probes.problems.items():
             print(f"  {count} times {problem}")
         probes.problems.clear()
-        await settle(attacker)
+        for prefix in prefixes:
+            await settle(attacker, prefix)
     return is_right
 
 
@@ -268,16 +309,21 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ATTACKS))
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--same", action="store_true", help="probe from the attacker's address")
     options = parser.parse_args()
-    names = options.names or ["nothing", *ATTACKS]
+    flags = (*FLAGS, "--replicas", str(options.replicas)) if options.replicas > 1 else FLAGS
+    more = [STOPPED] if options.replicas > 1 else []
+    names = options.names or ["nothing", *ATTACKS, *more]
     source = ATTACKER if options.same else OTHER
     with (
         tempfile.TemporaryDirectory() as folder,
-        run_server(str(long_demo(Path(folder) / "demo")), *FLAGS) as server,
+        run_server(str(long_demo(Path(folder) / "demo")), *flags) as server,
     ):
         pid = server.process.pid
-        is_right = asyncio.run(run(server.url, pid, names, options.seconds, source))
+        replicas = [process_of(server, i) for i in range(options.replicas)] if more else []
+        ran = run(server.url, pid, names, options.seconds, source, replicas)
+        is_right = asyncio.run(ran)
         has_ended = server.process.poll() is not None
         if has_ended or not is_right:
             print("the server's log:", *server.log[-20:], sep="\n  ")

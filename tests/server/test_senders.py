@@ -1,5 +1,6 @@
 """Senders share a server: keys where there are several, and else addresses."""
 
+import asyncio
 import functools
 import json
 import socket
@@ -15,7 +16,9 @@ from helpers.launch import DEMO
 from helpers.services import service_of
 from helpers.waiting import wait_until
 from llama import Llama
+from llama.server.auth import ApiKeys, AuthAndLimits
 from llama.server.limits import Limits
+from llama.server.memory import SharedMemory
 from llama.server.process import Server
 
 TEXT = "/v1/completions"
@@ -165,6 +168,32 @@ def test_who_fills_the_queue_gives_way_to_another_sender(llama, monkeypatch, by,
     assert len(others) == 12 // size - len(refused)
     assert all(x.status_code == 200 and "queue is full" not in x.text for x in others)
     assert [x.status_code for x in answers["second"]] == [503] + [200] * 6
+
+
+@pytest.mark.parametrize(
+    ("client", "forwarded", "sender"),
+    [
+        (("10.0.0.1", 9), ["10.0.0.2"], b"10.0.0.1"),
+        (("10.0.0.1", 9), [], b"10.0.0.1"),
+        (None, ["10.0.0.2"], b"10.0.0.2"),
+        (None, ["10.0.0.3, 10.0.0.2", "2001:db8::1"], b"2001:db8::1"),
+        (None, ["10.0.0.3, 10.0.0.2"], b"10.0.0.2"),
+        (None, [], b""),
+    ],
+)
+def test_the_proxy_at_a_unix_socket_names_the_sender(client, forwarded, sender):
+    """What a client itself forwards counts nowhere: the proxy's address is the last one."""
+    found: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        found.append(scope["state"]["sender"])
+
+    answers = SharedMemory(1, 1, "")
+    checked = AuthAndLimits(app, ApiKeys([]), answers, [], loopback=False)
+    headers = [(b"x-forwarded-for", value.encode()) for value in forwarded]
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": headers, "client": client}
+    asyncio.run(checked(scope, None, None))  # type: ignore[arg-type]
+    assert found == [sender]
 
 
 # Bodies whose answers are reckoned as 0.4 MiB and more, and are more than the system takes at once.

@@ -158,6 +158,8 @@ class Config:
             # The choice of the replica reads the body.
             "  option http-buffer-request",
             "  option http-server-close",
+            # Addresses share what a replica has.
+            "  option forwardfor",
             # An answer whose client has left is not computed to its end.
             "  option abortonclose",
             "  option redispatch 1",
