@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from llama.common.checks import FieldError, Range, brief, check_ranges, errors_in
-from llama.ops.rope import RopeScaling, Yarn
+from llama.ops.rope import HIGH_TURNS, LOW_TURNS, RopeScaling, Yarn
 
 # Keys that some releases of params.json carry and that change nothing here.
 HARMLESS_PARAMS = frozenset({"max_batch_size", "max_seq_len", "model_parallel_size"})
@@ -39,6 +39,9 @@ class ModelArgs:
     use_scaled_rope: bool = False
     rope_scale_factor: Annotated[float | None, Range(0, 1e6, above=True)] = None
     rope_original_context: Annotated[int, Range(1, 2**40)] = 8192  # tokens, before scaling
+    # Turns in that context: frequencies of fewer are scaled, and those of more are kept.
+    rope_low_freq_factor: Annotated[float, Range(0, 1e6, above=True)] = LOW_TURNS
+    rope_high_freq_factor: Annotated[float, Range(0, 1e6, above=True)] = HIGH_TURNS
     rope_linear_factor: Annotated[float, Range(0, 1e6, above=True)] = 1.0  # divides all frequencies
     rope_yarn_factor: Annotated[float | None, Range(0, 1e6, above=True)] = None  # None: no YaRN
     rope_beta_fast: Annotated[float, Range(0, 1e6, above=True)] = 32.0  # YaRN's, as the next two
@@ -96,6 +99,8 @@ class ModelArgs:
             self.rope_linear_factor,
             self.yarn,
             self.rope_attention_factor,
+            self.rope_low_freq_factor,
+            self.rope_high_freq_factor,
         )
 
     @property
@@ -156,6 +161,11 @@ class ModelArgs:
                     f"rope_theta={self.rope_theta}, beta_fast={self.rope_beta_fast}, "
                     f"beta_slow={self.rope_beta_slow}: YaRN needs a theta above 1, and a beta_fast "
                     "of at least beta_slow"
+                )
+            if self.rope_low_freq_factor >= self.rope_high_freq_factor:
+                raise ValueError(
+                    f"low_freq_factor={self.rope_low_freq_factor} must be below high_freq_factor="
+                    f"{self.rope_high_freq_factor}: frequencies between them are blended"
                 )
             if self.ffn_dim < 1:
                 raise ValueError(f"ffn_dim_multiplier={self.ffn_dim_multiplier} leaves no ffn")

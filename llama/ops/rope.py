@@ -18,14 +18,22 @@ from llama.ops.kernels import NO_KERNELS, Kernels
 from llama.ops.kv_cache import format_of
 
 ORIGINAL_CONTEXT = 8192  # the context of Llama 3, before scaling
-# Frequencies of fewer turns per original context than the first are divided by the factor, those of
-# more than the second are kept, and those between are blended.
-_LOW_TURNS = 1.0
-_HIGH_TURNS = 4.0
+# The turns per original context between which Llama 3.1 blends.
+LOW_TURNS = 1.0
+HIGH_TURNS = 4.0
+
+
+def turns_of(frequencies: Tensor, context: int) -> Tensor:
+    """Return how often the pairs with these frequencies turn in a context."""
+    return context * frequencies / (2 * math.pi)
 
 
 def scale_frequencies(
-    frequencies: Tensor, factor: float, original_context: int = ORIGINAL_CONTEXT
+    frequencies: Tensor,
+    factor: float,
+    original_context: int = ORIGINAL_CONTEXT,
+    low_turns: float = LOW_TURNS,
+    high_turns: float = HIGH_TURNS,
 ) -> Tensor:
     """Return frequencies (D/2) of which the slow ones are divided by a factor.
 
@@ -33,9 +41,10 @@ def scale_frequencies(
         frequencies: The frequencies (D/2).
         factor: 8 for Llama 3.1 and 3.3, 32 for Llama 3.2.
         original_context: The context of the model before scaling, in tokens.
+        low_turns: Frequencies of fewer turns per original context are divided by the factor.
+        high_turns: Those of more turns are kept, and those between are blended.
     """
-    turns = original_context * frequencies / (2 * math.pi)
-    keep = (turns - _LOW_TURNS) / (_HIGH_TURNS - _LOW_TURNS)
+    keep = (turns_of(frequencies, original_context) - low_turns) / (high_turns - low_turns)
     keep = keep.clamp(0, 1)
     return frequencies * (keep + (1 - keep) / factor)
 
@@ -86,6 +95,8 @@ class RopeScaling(NamedTuple):
         linear_factor: What all frequencies are divided by (Chen et al., 2023).
         yarn: YaRN's scaling; None for frequencies that are not scaled so.
         magnitude: What queries and keys are multiplied by.
+        low_turns: The lower bound of `scale_frequencies`.
+        high_turns: The upper bound.
     """
 
     factor: float | None = None
@@ -93,6 +104,8 @@ class RopeScaling(NamedTuple):
     linear_factor: float = 1.0
     yarn: Yarn | None = None
     magnitude: float = 1.0
+    low_turns: float = LOW_TURNS
+    high_turns: float = HIGH_TURNS
 
 
 UNSCALED = RopeScaling()
@@ -112,7 +125,13 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling = UNSCALE
         return scaling.yarn.scale(frequencies, theta, scaling.original_context)
     if scaling.factor is None:
         return frequencies
-    return scale_frequencies(frequencies, scaling.factor, scaling.original_context)
+    return scale_frequencies(
+        frequencies,
+        scaling.factor,
+        scaling.original_context,
+        scaling.low_turns,
+        scaling.high_turns,
+    )
 
 
 def precompute_freqs_cis(

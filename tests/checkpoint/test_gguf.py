@@ -454,6 +454,36 @@ def test_heads_of_any_size_and_yarn_give_the_logits_of_transformers(tmp_path, pa
         torch.testing.assert_close(loaded(found)(tokens, 0), expected, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"original_max_position_embeddings": 64},
+        {"low_freq_factor": 0.5},
+        {"low_freq_factor": 2.0, "high_freq_factor": 20.0, "original_max_position_embeddings": 256},
+    ],
+)
+def test_another_scaling_of_llama_3_1_is_read_off_its_divisors(tmp_path, rope):
+    """The file has what each frequency is divided by, and neither turns nor original context."""
+    theirs = hf_model(vocab_size=512, head_dim=64, **scaled_rope(8.0, **rope))
+    for weight in theirs.parameters():
+        weight.data = weight.bfloat16().float()  # as the file has them
+    theirs.save_pretrained(tmp_path / "hf")
+    write_byte_tokenizer(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "out.gguf")
+    tensors = gguf.GGUFReader(tmp_path / "out.gguf").tensors
+    (info,) = [tensor for tensor in tensors if tensor.name == "rope_freqs.weight"]
+    plain = 5e5 ** -(torch.arange(0, 64, 2) / 64)
+    expected = plain / theirs.model.rotary_emb.inv_freq
+    torch.testing.assert_close(torch.tensor(info.data), expected, rtol=1e-5, atol=0)
+    convert(tmp_path / "out.gguf", tmp_path / "again")
+    tokens = torch.randint(512, (1, 300), generator=torch.Generator().manual_seed(7))
+    for file in (tmp_path / "out.gguf", tmp_path / "again"):
+        found = find(file)
+        found = replace(found, params=replace(found.params, max_seq_len=300))
+        logits = loaded(found)(tokens, 0)
+        torch.testing.assert_close(logits, hf_logits(theirs, tokens), atol=2e-4, rtol=1e-4)
+
+
 def test_yarn_that_gguf_has_no_key_for_is_not_converted(tmp_path):
     rope = scaled_rope(4.0, rope_type="yarn", truncate=False)
     hf_model(vocab_size=512, **rope).save_pretrained(tmp_path / "hf")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helpers.weights import (
+    LLAMA3_SCALING,
     change_json,
     change_safetensors,
     expect_shards,
@@ -36,6 +37,9 @@ HF_CASES: dict[str, dict[str, Any]] = {
     "linear, transformers 4": {"rope_parameters": None} | OLD_LINEAR,
     "dynamic": scaled_rope(2.0, rope_type="dynamic"),
     "of another context": scaled_rope(8.0, original_max_position_embeddings=64),
+    "of other turns": scaled_rope(
+        8.0, low_freq_factor=0.5, high_freq_factor=16.0, original_max_position_embeddings=64
+    ),
     "yarn": scaled_rope(4.0, rope_type="yarn", original_max_position_embeddings=512),
     "yarn, all parameters": scaled_rope(
         16.0,
@@ -104,7 +108,7 @@ def test_the_config_of_transformers_4_is_read_alike(hugging):
     rope_theta and rope_scaling are at the top level, and the oldest files have "type" for
     "rope_type".
     """
-    rope = {"type": "llama3", "factor": 32.0, **hf.ROPE_SCALING}
+    rope = {"type": "llama3", "factor": 32.0, **LLAMA3_SCALING}
     change_json(
         hugging / "config.json", rope_parameters=None, rope_scaling=rope, rope_theta=400000.0
     )
@@ -149,8 +153,13 @@ def test_any_ffn_size_is_said_in_metas_terms():
         ({"layer_types": ["sliding_attention", "full_attention"]}, r"needs full_attention"),
         (
             {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0,
-                                 **hf.ROPE_SCALING, "high_freq_factor": 2.0}},
-            r"high_freq_factor 4",
+                                 **LLAMA3_SCALING, "high_freq_factor": 1.0}},
+            r"low_freq_factor=1\.0 must be below high_freq_factor=1\.0",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0,
+                                 "low_freq_factor": 1.0}},
+            r"'llama3' with a factor, low_freq_factor, high_freq_factor",
         ),
     ],
 )  # fmt: skip
@@ -186,6 +195,7 @@ def test_values_that_change_nothing_are_no_error(hugging, changes):
     [
         scaled_rope(3.0, rope_type="linear"),
         scaled_rope(8.0, original_max_position_embeddings=64),
+        HF_CASES["of other turns"],
         HF_CASES["yarn, all parameters"],
         HF_CASES["yarn of a factor of 1"],
         HF_CASES["wide heads"],

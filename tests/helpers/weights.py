@@ -20,7 +20,6 @@ from torch import Tensor
 
 from helpers.checkpoints import random_state, shard_of
 from llama.checkpoint.find import Checkpoint
-from llama.checkpoint.hf import config as hf
 from llama.checkpoint.loader import load
 from llama.checkpoint.table import shard_shapes
 from llama.model import Transformer
@@ -100,10 +99,18 @@ def hf_model(**changes) -> transformers.LlamaForCausalLM:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
 
 
+# Llama 3.1's, whatever its factor.
+LLAMA3_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 def scaled_rope(factor: float, rope_type: str = "llama3", **changes: Any) -> dict:
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 500000.0, "factor": factor}
     if rope_type == "llama3":
-        rope |= hf.ROPE_SCALING
+        rope |= LLAMA3_SCALING
     return {"rope_parameters": rope | changes}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from llama.checkpoint.hf import config as hf
 from llama.common.checks import brief, errors_in, number
 from llama.model.args import ModelArgs
-from llama.ops.rope import rope_frequencies
+from llama.ops.rope import rope_frequencies, turns_of
 from llama.storage.gguf import Header, TensorInfo
 
 _ARCHITECTURE = "llama"
@@ -185,13 +185,39 @@ def _with_divisors(header: Header, info: TensorInfo, args: ModelArgs) -> ModelAr
         factor = divisors[-1].item()
         llama3 = replace(args, use_scaled_rope=True, rope_scale_factor=factor)
         linear = replace(args, rope_linear_factor=factor)
-        for each in (llama3, linear) if factor > 0 else ():
+        for each in (llama3, linear, _fitted(llama3, divisors)) if factor > 0 else ():
             if torch.allclose(divisors, rope_divisors(each), rtol=1e-5, atol=0):
                 return each
     raise ValueError(
         f"{header.file}: {ROPE_DIVISORS} does not hold the divisors of Llama 3.1's RoPE scaling, "
         "the only ones that this runtime computes: get the file from the model's publisher"
     )
+
+
+def _fitted(args: ModelArgs, divisors: Tensor) -> ModelArgs:
+    """Return sizes with the bounds of Llama 3.1's RoPE scaling to which divisors (D/2) fit best.
+
+    Between the bounds, what is kept of a frequency grows with its turns in a straight line. The
+    file does not say the original context; another one only moves the bounds.
+    """
+    assert args.rope_factor is not None
+    plain = rope_frequencies(args.head_dim, args.rope_theta).double()
+    turns = turns_of(plain, args.rope_original_context)
+    smallest = 1.0 / args.rope_factor
+    keep = (1.0 / divisors.double() - smallest) / (1.0 - smallest)
+    blended = ((keep > 1e-5) & (keep < 1 - 1e-5)).nonzero().flatten().tolist()
+    if len(blended) < 2:
+        return args
+    fast = blended[0]
+    slow = blended[-1]
+    per_turn = ((keep[fast] - keep[slow]) / (turns[fast] - turns[slow])).item()
+    low = turns[slow].item() - keep[slow].item() / per_turn
+    high = low + 1.0 / per_turn
+    if not 0 < low < high:
+        return args
+    # The divisors are rounded to float32.
+    bounds = [float(f"{bound:.6g}") for bound in (low, high)]
+    return replace(args, rope_low_freq_factor=bounds[0], rope_high_freq_factor=bounds[1])
 
 
 def rope_divisors(args: ModelArgs) -> Tensor:

@@ -40,12 +40,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0, 1),
     "num_experts": (0, 1),
 }
-# The parameters of Llama 3.1's RoPE scaling that are constants in `llama.ops.rope`.
-ROPE_SCALING = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 _LLAMA_3_VOCAB = 128256
 _MODEL_TYPES = ("llama", "llama_bidirec")  # the second is that of NVIDIA's embedding models
 _SIZES = (
@@ -159,8 +153,8 @@ def _rope_params(config: dict[str, Any]) -> dict[str, Any]:
     if params is None:
         raise ValueError(
             f"{key} is {brief(rope)}: this runtime knows rope_type 'default', 'linear', 'dynamic' "
-            "and 'yarn' with a factor, and 'llama3' with a factor and "
-            f"{', '.join(f'{k} {v}' for k, v in ROPE_SCALING.items())} or another original context"
+            "and 'yarn' with a factor, and 'llama3' with a factor, low_freq_factor, "
+            "high_freq_factor and original_max_position_embeddings"
         )
     return {"rope_theta": theta, "use_scaled_rope": False, **params}
 
@@ -190,11 +184,15 @@ def _scaling_params(
     if factor is None:
         return None
     if rope_type == "llama3":
-        bounds = {k: v for k, v in ROPE_SCALING.items() if k != original_key}
-        if scaling != bounds or original is None:
+        bounds = ("low_freq_factor", "high_freq_factor")
+        if scaling.keys() != set(bounds) or original is None:
             return None
-        llama3 = {"use_scaled_rope": True, "rope_scale_factor": factor}
-        return llama3 | {"rope_original_context": original}
+        return {
+            "use_scaled_rope": True,
+            "rope_scale_factor": factor,
+            "rope_original_context": original,
+            **{f"rope_{name}": scaling[name] for name in bounds},
+        }
     if scaling:
         return None
     if factor == 1:
@@ -286,8 +284,13 @@ def config_of(
     """
     scaling: dict[str, Any] | None = None
     if args.use_scaled_rope:
-        scaling = {"rope_type": "llama3", "factor": args.rope_factor, **ROPE_SCALING}
-        scaling["original_max_position_embeddings"] = args.rope_original_context
+        scaling = {
+            "rope_type": "llama3",
+            "factor": args.rope_factor,
+            "original_max_position_embeddings": args.rope_original_context,
+            "low_freq_factor": float(args.rope_low_freq_factor),
+            "high_freq_factor": float(args.rope_high_freq_factor),
+        }
     elif args.rope_linear_factor != 1:
         scaling = {"rope_type": "linear", "factor": args.rope_linear_factor}
     elif args.yarn is not None:
