@@ -33,6 +33,7 @@ _META = rf"original/({_META_WEIGHTS})|{_CONFIG}"
 _OTHER_WEIGHTS = "*.safetensors"  # these would be loaded before Meta's
 _PART = re.compile(r"\d{5}(?=\\-of\\-\d{5}\\.gguf$)")  # the number of a part, in an escaped name
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_HASH = re.compile(r"\w[\w:.-]*")
 _WEIGHTS = (".pth", ".safetensors", ".gguf")
 _NAMES = [
     "Meta-Llama-3-8B-Instruct",
@@ -156,14 +157,41 @@ def _fetch(repo: str, hub: str, file: str | None) -> str:
             f"it needs {needed:,} more bytes in {cache}, where {free:,} are free: delete something "
             "there, or set HF_HUB_CACHE to a folder elsewhere"
         )
-    with _answers_of(hub):
-        snapshot = huggingface_hub.snapshot_download(
-            repo, allow_patterns=names, cache_dir=cache, endpoint=hub
-        )
+    hooks = huggingface_hub.get_session().event_hooks["response"]
+    hooks.append(_check_names)
+    try:
+        with _answers_of(hub):
+            snapshot = huggingface_hub.snapshot_download(
+                repo, allow_patterns=names, cache_dir=cache, endpoint=hub
+            )
+    finally:
+        hooks.remove(_check_names)
     if Path(snapshot) != folder:  # The library has asked the hub again.
         raise ValueError("the hub has given two commits: start again")
     _check_all({Path(snapshot, name): entries[name] for name in missing})
     return snapshot if file is None else os.path.join(snapshot, names[0])
+
+
+def _check_names(response: Any) -> None:
+    """Check what huggingface_hub takes out of a response as names of files and folders.
+
+    Args:
+        response: A response of its HTTP client.
+
+    Raises:
+        ValueError: A hash or a commit is none, and could be a path out of the cache.
+    """
+    names = []
+    if response.request.method == "HEAD":  # of a file; the hash may be that of another protocol
+        given = [response.headers.get(name, "") for name in ("etag", "x-linked-etag")]
+        names = [name.lstrip("W/").strip('"') for name in given]
+        names.append(response.headers.get("x-repo-commit", ""))
+    elif "/tree/" in response.request.url.path and response.is_success:
+        response.read()
+        names = [(entry.get("lfs") or {}).get("oid") or "" for entry in response.json()]
+    for name in names:
+        if name and not _HASH.fullmatch(name):
+            raise ValueError(f"the hub gives a file the hash {name!r:.100}")
 
 
 @contextlib.contextmanager

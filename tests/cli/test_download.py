@@ -275,6 +275,29 @@ def test_a_lying_hub_changes_no_file_outside_of_the_cache(
     assert main(["download", NAME]) == 0
 
 
+@pytest.mark.parametrize("place", ["ETag", "X-Linked-ETag", "X-Repo-Commit", "tree"])
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_names_of_a_lying_hub_are_no_paths(hub, tmp_path_factory, capfd, place, is_absolute):
+    """What a hub calls a hash or a commit of a file leads nowhere outside of the cache."""
+    mine = tmp_path_factory.mktemp("mine")
+    (mine / "config.json").write_text("mine")
+    folder = hub_cache() / f"models--{REPO.replace('/', '--')}" / "blobs"
+    target = mine if place == "X-Repo-Commit" else mine / "new"
+    value = str(target) if is_absolute else os.path.relpath(target, folder)
+    if place == "tree":  # of a file that Xet would fetch
+        lfs = {"oid": value, "size": 5, "pointerSize": 134}
+        hub.more_of_tree = {"lfs": lfs, "xetHash": "0" * 64}
+    else:
+        hub.header = (place, f'"{value}"' if "ETag" in place else value)
+    assert main(["download", NAME]) == 1
+    assert "gives a file the hash" in capfd.readouterr().err.splitlines()[-1]
+    assert [path.name for path in mine.iterdir()] == ["config.json"]
+    assert (mine / "config.json").read_text() == "mine"
+    hub.header = ("", "")
+    hub.more_of_tree = {}
+    assert main(["download", NAME]) == 0
+
+
 def test_a_cache_that_names_no_commit_is_no_path(hub):
     assert main(["download", NAME]) == 0
     reference = hub_cache() / f"models--{REPO.replace('/', '--')}" / "refs" / "main"

@@ -23,6 +23,10 @@ class Hub:
     message: str = "Invalid credentials in Authorization header"
     commit: str = COMMIT
     commit_of_main: str = COMMIT
+    # further fields of each file in the tree of a commit
+    more_of_tree: dict[str, object] = field(default_factory=dict)
+    # name and value of a header of every file, in place of the usual one
+    header: tuple[str, str] = ("", "")
     # file -> what is sent instead of the listed content, with headers that fit it
     sent_instead: dict[str, bytes] = field(default_factory=dict)
     # file -> bytes sent before the connection is closed
@@ -54,6 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == f"/api/models/{hub.repo}/tree/{COMMIT}":
             self._answer(json.dumps([
                 {"type": "file", "path": name, "size": len(data), "oid": _oid(name, data)}
+                | hub.more_of_tree
                 for name, data in hub.files.items()
             ]).encode())  # fmt: skip
         elif path.startswith("/api/"):
@@ -68,6 +73,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, name: str) -> None:
         first = int(self.headers.get("Range", "bytes=0-")[6:].rstrip("-"))
         headers = {"ETag": f'"{_oid(name, self.hub.files[name])}"', "X-Repo-Commit": COMMIT}
+        if self.hub.header[0]:
+            headers[self.hub.header[0]] = self.hub.header[1]
         data = self.hub.sent_instead.get(name, self.hub.files[name])
         cut = None
         if self.command == "GET":
