@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -360,6 +361,23 @@ def test_threads_come_from_torchs_own_runtime():
     lines = Path("/proc/self/maps").read_text().splitlines()
     runtimes = {line.split()[-1] for line in lines if "gomp" in line or "iomp" in line}
     assert len(runtimes) == 1, runtimes
+
+
+@needs_kernels
+def test_torchs_runtime_is_shared_before_the_kernels_are_loaded(fresh, monkeypatch):
+    """Torch for ARM loads it for its own libraries alone; then the kernels would not load."""
+    loaded: list[tuple] = []
+    dlopen = ctypes.CDLL
+
+    def load(*args: Any) -> ctypes.CDLL:
+        loaded.append(args)
+        return dlopen(*args)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert native.kernels() is not None
+    (runtime, mode), (kernels,) = loaded
+    assert mode == ctypes.RTLD_GLOBAL and "omp" in Path(runtime).name
+    assert "kernels" in kernels or kernels.startswith("/proc/self/fd/")
 
 
 @needs_running_kernels
