@@ -32,7 +32,7 @@ _COLUMNS: list[Column] = [
 ]  # fmt: skip
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _PROMPT = 32  # characters
-_MORE = 200  # tokens of an answer beyond the timed ones, while the other streams begin and end
+_MORE = 400  # tokens of an answer beyond the timed ones, while the other streams begin and end
 _FEW = 4  # reads of a stream before it is timed: the head, and the first tokens
 _LIMIT_S = 60.0
 _URLS = {
@@ -138,6 +138,7 @@ class _Server:
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
         self._port = int(self._line())
+        self._next_poll = 0.0
 
     def _line(self) -> str:
         assert self._process.stdout is not None
@@ -145,6 +146,13 @@ class _Server:
         if not line:
             raise RuntimeError("the server ended: its error is above")
         return line
+
+    def _has_reached(self, tokens: int) -> bool:
+        """Return whether so many tokens have been generated; it asks ten times a second."""
+        if time.perf_counter() < self._next_poll:
+            return False
+        self._next_poll = time.perf_counter() + 0.1
+        return self.report()["tokens"] >= tokens
 
     def report(self) -> Row:
         """Return the server's own counts."""
@@ -163,8 +171,8 @@ class _Server:
             _read(selector, lambda: all(len(each.times) >= _FEW for each in streams))
             marks = [len(each.times) for each in streams]
             before, began = self.report(), time.perf_counter()
-            num_reads = steps * count + sum(marks)
-            _read(selector, lambda: sum(len(each.times) for each in streams) >= num_reads)
+            wanted = before["tokens"] + steps * count
+            _read(selector, lambda: self._has_reached(wanted))
             after, seconds = self.report(), time.perf_counter() - began
         tokens = after["tokens"] - before["tokens"]
         spent = {
