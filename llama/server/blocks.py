@@ -159,10 +159,13 @@ class BlockAnswer(ABC):
         if self.request.tools is not None or self.request.params.logprobs is not None:
             return None
         block = self.blocks[-1]
-        if block.is_reasoning or (output.has_reasoning and answer.new_reasoning):
+        text = answer.new_text
+        other = answer.new_reasoning if output.has_reasoning else ""
+        if block.is_reasoning:
+            text, other = other, text
+        if other:  # It belongs to another block.
             return None
         self.output = output
-        text = answer.new_text
         if not text:
             return b""
         block.text += text

@@ -133,7 +133,7 @@ def check(name: str, llama: Llama) -> bytes:
         found.append(part)
     for event, other in zip(whole.last_events(), fast.last_events(), strict=True):
         assert json_of(event, whole) == fast.stream_format.encode(other)
-    assert (num_filled > 3) == (name in PLAIN)
+    assert num_filled > 3 or name not in PLAIN
     joined = b"".join(found)
     assert HOLE.encode() not in joined
     return joined

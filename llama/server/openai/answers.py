@@ -144,19 +144,25 @@ class Completion:
             choice = self._choices.get(output.index * request.params.n + answer.index)
             if choice is None or (answer.finish_reason is not None and not choice.is_finished):
                 return None
-            if output.has_reasoning and answer.new_reasoning:
+            text = answer.new_text
+            reasoning = answer.new_reasoning if output.has_reasoning else ""
+            if reasoning and (text or not request.shows_reasoning):
                 return None
-            if text := answer.new_text:
-                parts.append(self._template(choice).fill(text))
+            if reasoning:
+                parts.append(self._template(choice, self._reasoning_field).fill(reasoning))
+            elif text:
+                parts.append(self._template(choice, "content").fill(text))
         self._latest[output.index] = output
         return b"".join(parts)
 
-    def _template(self, choice: "_Choice") -> EventTemplate:
-        """Return the bytes around the text of a choice's chunks."""
-        if choice.template is None:
-            content = {"delta": {"content": HOLE}} if self._request.chat else {"text": HOLE}
-            choice.template = self.stream_format.template(self._chunk(choice, content))
-        return choice.template
+    def _template(self, choice: "_Choice", field: str) -> EventTemplate:
+        """Return the bytes around the text, or the reasoning, of a choice's chunks."""
+        template = choice.templates.get(field)
+        if template is None:
+            content = {"delta": {field: HOLE}} if self._request.chat else {"text": HOLE}
+            template = self.stream_format.template(self._chunk(choice, content))
+            choice.templates[field] = template
+        return template
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         """Yield the chunk after all outputs: the usage and the speed, if they were asked for."""
@@ -308,7 +314,7 @@ class _Choice:
         echo: the prompt, if it is echoed.
         has_begun: whether its first chunk was made.
         is_finished: whether its last chunk was made.
-        template: the bytes of its chunks around their text, once there was one.
+        templates: the bytes of its chunks around their text, by the field of the text.
     """
 
     def __init__(
@@ -319,7 +325,7 @@ class _Choice:
         self.echo = echo
         self.has_begun = False
         self.is_finished = False
-        self.template: EventTemplate | None = None
+        self.templates: dict[str, EventTemplate] = {}
         self._num_top = request.params.logprobs
         self._num_scored = 0  # tokens whose logprobs were read
         self._text_scores: TextScores | None = None
