@@ -25,6 +25,7 @@ from llama.common.device import cgroup_folders
 
 # The variables with which a user says how to wait: then nothing is changed.
 _USER_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+_RUNTIMES = ("libgomp", "libiomp", "libomp")  # GNU's, Intel's and LLVM's
 _MAX_TEAM = 64  # threads that may be made to sleep; each has a stack, little of which is touched
 _THREAD_ELEMENTS = 32768  # the fewest elements that torch gives a thread
 _POLL_S = 0.25  # the time between two looks at the pressure
@@ -127,6 +128,18 @@ class SpinController:
             return int(self._file.read_text().split("total=")[1].split()[0])
         except (OSError, IndexError, ValueError):
             return 0
+
+
+def share_runtime() -> None:
+    """Let libraries that are loaded from now on find the functions of torch's OpenMP runtime.
+
+    On x86-64 torch loads the runtime for all libraries, on ARM for its own alone.
+    """
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {fields[5] for fields in (line.split(maxsplit=5) for line in lines) if fields[5:]}
+    for path in paths:
+        if Path(path).name.startswith(_RUNTIMES):
+            ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
 
 
 def pressure_file() -> Path | None:

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from llama.common.openmp import share_runtime
 from llama.kernels.cpu import build, constants
 from llama.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet
 
@@ -31,7 +32,6 @@ VARIABLE = "LLAMA_CPU_KERNELS"
 _LOGGER = logging.getLogger(__name__)
 _COMPILE_S = 1200.0  # the time that a process waits for another to compile
 _LOCK_POLL_S = 0.1
-_OPENMP = ("libgomp", "libiomp", "libomp")  # GNU's, Intel's and LLVM's runtime
 _MAX_MESSAGE = 500  # characters of the compiler's output in a warning
 
 
@@ -55,7 +55,7 @@ def kernels() -> ctypes.CDLL | None:
     allowed = allowed_instruction_sets()
     if not allowed:
         return None
-    _share_openmp()
+    share_runtime()
     shipped = [build.FOLDER / build.library_name(x) for x in allowed]
     path = next((path for path in shipped if path.exists()), None)
     if path is not None:
@@ -69,18 +69,6 @@ def kernels() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
-
-
-def _share_openmp() -> None:
-    """Let the kernels find the functions of the OpenMP runtime that torch has loaded.
-
-    On x86-64 torch loads it for all libraries, on ARM for its own alone.
-    """
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    paths = {fields[5] for fields in (line.split(maxsplit=5) for line in lines) if fields[5:]}
-    for path in paths:
-        if Path(path).name.startswith(_OPENMP):
-            ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
 
 
 def checked(library: ctypes.CDLL) -> ctypes.CDLL:
