@@ -4,13 +4,17 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from helpers.prompts import prompts_of
 from llama import AsyncLLMEngine, Llama, RequestOutput, SamplingParams
+from llama.requests.loop_calls import LoopCalls
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
@@ -205,3 +209,30 @@ def test_a_long_prompt_does_not_hold_the_loop_up(served, shared_llama, monkeypat
 
     asyncio.run(main())
     assert threads[0] != threading.get_ident() == threads[1]
+
+
+def test_a_loop_is_woken_once_and_no_call_is_lost():
+    """An event loop is woken once for the calls that wait.
+
+    One that comes when the loop has found the queue empty wakes it again.
+    """
+
+    class Racing(deque[Any]):
+        def __bool__(self) -> bool:
+            has_calls = len(self) > 0
+            if not has_calls and late:
+                calls.add(late.pop())
+            return has_calls
+
+    made: list[str] = []
+    woken: list[Any] = []
+    late = [partial(made.append, "late")]
+    loop: Any = SimpleNamespace(call_soon_threadsafe=woken.append)
+    calls = LoopCalls(loop)
+    calls._waiting = Racing()
+    for name in ("first", "second"):
+        calls.add(partial(made.append, name))
+    assert len(woken) == 1
+    while woken:
+        woken.pop()()
+    assert made == ["first", "second", "late"]
