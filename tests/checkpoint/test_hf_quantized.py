@@ -452,6 +452,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda w: by_auto_round(w, "v1"),
         {"quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2", "bits": 4},
     ),
+    "auto-round, whole zero points by its older name": (
+        lambda w: by_auto_round(w, "v2"),
+        {"quant_method": "intel/auto-round", "backend": "auto_round:exllamav2", "bits": 4},
+    ),
     "auto-round awq": (
         awq,
         {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4},

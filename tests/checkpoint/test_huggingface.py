@@ -51,6 +51,14 @@ HF_CASES: dict[str, dict[str, Any]] = {
         mscale_all_dim=0.5,
         truncate=False,
     ),
+    "yarn, blended pairs": scaled_rope(
+        16.0,
+        rope_type="yarn",
+        original_max_position_embeddings=4096,
+        beta_fast=16.0,
+        beta_slow=2.0,
+        truncate=False,
+    ),
     "yarn, own attention factor": scaled_rope(
         2.5, rope_type="yarn", attention_factor=0.7, original_max_position_embeddings=64
     ),
@@ -197,6 +205,7 @@ def test_values_that_change_nothing_are_no_error(hugging, changes):
         scaled_rope(8.0, original_max_position_embeddings=64),
         HF_CASES["of other turns"],
         HF_CASES["yarn, all parameters"],
+        HF_CASES["yarn, blended pairs"],
         HF_CASES["yarn of a factor of 1"],
         HF_CASES["wide heads"],
         HF_CASES["narrow heads"],
