@@ -124,8 +124,9 @@ class _Memory:
         self.relocations: list[tuple[int, int, int, int]] = []
         self._index: dict[int, int] = {}  # the buffer of a storage, by its address
         gc.unfreeze()  # conftest.py freezes what it collected; frozen objects are not listed
-        tensors = [x for x in gc.get_objects() if isinstance(x, Tensor) and x.device.type == "cpu"]
-        self._tensors = [x for x in tensors if x.layout is torch.strided and x.numel()]
+        # isinstance() would ask each object for its class, of which some do much.
+        tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+        self._tensors = [x for x in tensors if _has_memory(x)]
 
     def text(self, text: str) -> tuple[int, int]:
         self.buffers.append(_Buffer(text=text.encode() + b"\0"))
@@ -155,6 +156,10 @@ class _Memory:
             for i, number in enumerate(buffer.bytes.view(torch.int64).tolist()):
                 if number > 2**32 and (found := self.find(number)):
                     self.relocations.append((index, 8 * i, *found))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _read(pipe: Any, count: int) -> bytes:
