@@ -1,5 +1,6 @@
 """The child process with limits: what ends it, and that nothing of it is left."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers.waiting import wait_until
-from llama.common.confined import Confined, ConfinedError, LimitError
+from llama.common.confined import Confined, ConfinedError, ConfinedPool, LimitError
 
 CHILD = """
 import os, re, signal, sys, time
@@ -103,6 +104,28 @@ def test_requests_of_several_threads_take_turns(process):
     for thread in threads:
         thread.join()
     assert answers == {i: i for i in range(20)}
+
+
+def test_a_slow_request_holds_up_no_other_process(process):
+    pool = ConfinedPool("confined_child", 3, cpu_s=1, memory_mb=250, wait_s=60)
+
+    def be_slow() -> None:
+        with contextlib.suppress(LimitError):  # it is killed in the end
+            pool.call("sleep")
+
+    slow = [threading.Thread(target=be_slow) for _ in range(2)]
+    for thread in slow:
+        thread.start()
+    wait_until(lambda: len(pool._idle) == 1)
+    for i in range(5):
+        assert pool.call(i) == i
+    assert all(thread.is_alive() for thread in slow) and pool._processes[2]._process is not None
+    for each in pool._processes[:2]:
+        assert each._process is not None
+        each._process.kill()
+    for thread in slow:
+        thread.join(30)
+    pool.close()
 
 
 def test_a_fork_has_a_process_of_its_own(process):

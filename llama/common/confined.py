@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,40 @@ class Confined:
         if code == -signal.SIGPROF:
             raise LimitError(f"it takes more than {self._cpu_s:g} s of processor time")
         raise LimitError(f"its process ended with code {code}")
+
+
+class ConfinedPool:
+    """Child processes of one kind, so that a slow request holds up no others.
+
+    Each starts when the ones before it are busy.
+    """
+
+    def __init__(self, module: str, count: int, **limits: Any) -> None:
+        """Set the limits of each, which are those of `Confined`; nothing is started.
+
+        Args:
+            module: the module that the children run.
+            count: the number of children at most; further calls wait for the first one.
+            limits: the other arguments of `Confined`.
+        """
+        self._processes = [Confined(module, **limits) for _ in range(count)]
+        self._idle = deque(reversed(self._processes))  # Its methods need no lock, also in a fork.
+
+    def call(self, request: Any) -> Any:
+        """Return the answer of a child that has nothing to do; see `Confined.call`."""
+        try:
+            process = self._idle.pop()
+        except IndexError:
+            return self._processes[0].call(request)
+        try:
+            return process.call(request)
+        finally:
+            self._idle.append(process)
+
+    def close(self) -> None:
+        """End the child processes."""
+        for process in self._processes:
+            process.close()
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -25,15 +25,26 @@ from typing import Any, NamedTuple
 
 from helpers.checkpoints import long_demo
 from helpers.server import run_server
+from llama.checkpoint.write.convert import convert
 from programs.replicas import process_of
 from programs.server_load import Client, resident_mb, settle
 
 FLAGS = ("--max_batch_size", "8", "--max_queue", "256", "--max_seq_len", "4096")
 TEXT = "/v1/completions"
-SMALL = {"prompt": "Once", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+CHAT = "/v1/chat/completions"
+SHORT = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+SMALL = (
+    (TEXT, {"prompt": "Once", **SHORT}),
+    (CHAT, {"messages": [{"role": "user", "content": "Hi"}], **SHORT}),
+)
 STORY = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True}
 # A text of it has ever more readings, so that its masks take ever longer.
 AMBIGUOUS = 'start: e "Q"\ne: e e e | e e | /[a-z ,.]/'
+# A chat template that takes as long as it may for one dialog, and no time for the others.
+TEMPLATE = """{{ bos_token }}{% for message in messages %}{% if message.content == "slow" %}
+{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}
+{{ message.role }}: {{ message.content }}
+{% endfor %}"""
 HOLD_S = 5.0  # how long connections are held that wait for nothing
 STOPPED = "stopped replica"
 ATTACKER, OTHER = "127.0.0.1", "127.0.0.2"
@@ -117,6 +128,12 @@ async def unread_answers(client: Client, statuses: Statuses) -> None:
         writer.transport.abort()
 
 
+async def slow_templates(client: Client, statuses: Statuses) -> None:
+    """Send a dialog for which the model's chat template loops."""
+    body = {"messages": [{"role": "user", "content": "slow"}], "max_tokens": 2}
+    await ask(client, statuses, CHAT, body)
+
+
 async def many_calls(client: Client, statuses: Statuses) -> None:
     """Ask for an answer of 400 tokens; 62 of these run at once."""
     await ask(client, statuses, TEXT, STORY)
@@ -176,6 +193,14 @@ async def _status(reader: asyncio.StreamReader, limit_s: float) -> int:
         return 0
 
 
+def model(folder: Path) -> str:
+    """Make the demo model in Hugging Face's layout, with a chat template of its own."""
+    made = folder / "model"
+    convert(long_demo(folder / "demo"), made)
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return str(made)
+
+
 class Attack(NamedTuple):
     """An attack: one round of it, and how many run at the same time."""
 
@@ -190,6 +215,7 @@ ATTACKS = {
     "large choices": Attack(large_choices, 4),
     "slow bodies": Attack(slow_bodies, 8),
     "unread answers": Attack(unread_answers, 5),
+    "slow templates": Attack(slow_templates, 16),
     "many calls": Attack(many_calls, 62),
     "long prompts": Attack(long_prompts, 16),
     "full queue": Attack(full_queue, 8),
@@ -217,7 +243,7 @@ class Probes:
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.wanted = ""
+        self.wanted: dict[str, str] = {}
         self.health: list[float] = []
         self.small: list[float] = []
         self.problems: Counter[str] = Counter()
@@ -234,15 +260,16 @@ class Probes:
 
     async def ask_small(self) -> None:
         """Send a small request, and compare its text with that of the first one."""
+        path, body = SMALL[len(self.small) % len(SMALL)]
         began = time.perf_counter()
-        status, _, content = await self.client.post(SMALL)
+        status, _, content = await self.client.post(body, path=path)
         self.small.append(time.perf_counter() - began)
         if status != 200:
             self.problems[f"small: {status}"] += 1
             return
-        text = json.loads(content)["choices"][0]["text"]
-        self.wanted = self.wanted or text
-        if text != self.wanted:
+        choice = json.loads(content)["choices"][0]
+        text = choice["text"] if path == TEXT else choice["message"]["content"]
+        if text != self.wanted.setdefault(path, text):
             self.problems["small: a wrong answer"] += 1
 
     async def watch(self, ask: Callable[[], Awaitable[None]], end: float) -> None:
@@ -318,7 +345,7 @@ def main() -> int:
     source = ATTACKER if options.same else OTHER
     with (
         tempfile.TemporaryDirectory() as folder,
-        run_server(str(long_demo(Path(folder) / "demo")), *flags) as server,
+        run_server(model(Path(folder)), *flags) as server,
     ):
         pid = server.process.pid
         replicas = [process_of(server, i) for i in range(options.replicas)] if more else []

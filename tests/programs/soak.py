@@ -23,7 +23,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from helpers.checkpoints import long_demo
 from helpers.server import run_server
 from programs import attacks
 from programs.server_load import Client, resident_mb, settle
@@ -204,7 +203,7 @@ def main() -> int:
         return int(not soak.is_right)
     with (
         tempfile.TemporaryDirectory() as folder,
-        run_server(str(long_demo(Path(folder) / "demo")), *FLAGS) as server,
+        run_server(attacks.model(Path(folder)), *FLAGS) as server,
     ):
         soak = Soak(server.url, server.process.pid, has_attacks=options.attacks)
         asyncio.run(run(soak, options.minutes))

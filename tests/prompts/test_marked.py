@@ -210,7 +210,7 @@ def test_white_space_beside_a_token_goes_where_its_flags_say(spaces):
 def short_limit(monkeypatch) -> Iterator[None]:
     """Less processor time for each rendering, so that the tests take less."""
     process = Confined("llama.prompts.jinja.sandbox", cpu_s=0.3, memory_mb=300, wait_s=60)
-    monkeypatch.setattr(chat_template, "_PROCESS", process)
+    monkeypatch.setattr(chat_template, "_PROCESSES", process)
     yield
     process.close()
 

