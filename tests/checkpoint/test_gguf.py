@@ -470,8 +470,11 @@ def test_another_scaling_of_llama_3_1_is_read_off_its_divisors(tmp_path, rope):
     theirs.save_pretrained(tmp_path / "hf")
     write_byte_tokenizer(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "out.gguf")
-    tensors = gguf.GGUFReader(tmp_path / "out.gguf").tensors
-    (info,) = [tensor for tensor in tensors if tensor.name == "rope_freqs.weight"]
+    reader = gguf.GGUFReader(tmp_path / "out.gguf")
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        field = reader.get_field(f"llama.{key}")
+        assert field is not None and field.contents() == 64, key
+    (info,) = [tensor for tensor in reader.tensors if tensor.name == "rope_freqs.weight"]
     plain = 5e5 ** -(torch.arange(0, 64, 2) / 64)
     expected = plain / theirs.model.rotary_emb.inv_freq
     torch.testing.assert_close(torch.tensor(info.data), expected, rtol=1e-5, atol=0)

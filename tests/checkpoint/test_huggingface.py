@@ -94,6 +94,16 @@ def test_what_transformers_saved_gives_its_logits(tmp_path, case):
     )
 
 
+def test_an_original_context_outside_of_the_scaling_comes_first(tmp_path):
+    """transformers writes one context in both places, and reads the outer one of other files."""
+    hf_model(rope_parameters=YARN | {"original_max_position_embeddings": 4096}).save_pretrained(
+        tmp_path
+    )
+    change_json(tmp_path / "config.json", original_max_position_embeddings=128)
+    expected = hf_logits(from_hf(tmp_path), tokens_of())
+    torch.testing.assert_close(loaded(find(tmp_path))(tokens_of(), 0), expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("head_dim", [None, 24])
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_rank_gets_its_heads_of_several_safetensors(tmp_path, size, head_dim):
