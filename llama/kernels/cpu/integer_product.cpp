@@ -30,13 +30,13 @@ template <class Source, int R, int VECTORS, int SETS>
 [[gnu::always_inline]] inline void multiply_step(const Source& source, const char* w, const char* x,
                                                  Ints (&sums)[SETS][R][VECTORS]) {
   typename Source::Step steps[VECTORS];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int v = 0; v < VECTORS; v++) steps[v] = source.load(w + v * LANES * Source::ROW_BYTES);
 #if defined(HAS_MATRICES)
 #pragma GCC unroll 2
   for (int j = 0; j < STEP_QUADS; j += 2, x += 8 * R) {
     UInts first[VECTORS], second[VECTORS], low[VECTORS], high[VECTORS];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
       first[v] = source.quad(steps[v], j);
       second[v] = source.quad(steps[v], j + 1);
@@ -46,12 +46,12 @@ template <class Source, int R, int VECTORS, int SETS>
     auto& set = sums[j / 2 % SETS];
 #pragma GCC unroll 16
     for (int r = 0; r + 1 < R; r += 2)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) {
         add_matrix(set[r][v], low[v], load<UInts>(x + 8 * r));
         add_matrix(set[r + 1][v], high[v], load<UInts>(x + 8 * r));
       }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; R % 2 && v < VECTORS; v++) {
       add_dot(set[R - 1][v], first[v], load_quad(x + 8 * R - 8));
       add_dot(set[R - 1][v], second[v], load_quad(x + 8 * R - 4));
@@ -61,16 +61,16 @@ template <class Source, int R, int VECTORS, int SETS>
 #pragma GCC unroll 4
   for (int j = 0; j < STEP_QUADS; j++, x += 4 * R) {
     UInts quads[VECTORS];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) quads[v] = source.quad(steps[v], j);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++)
         add_dot(sums[j % SETS][r][v], quads[v], load_quad(x + 4 * r));
   }
 #else
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int v = 0; v < VECTORS; v++) {
     UInts quads[STEP_QUADS];
 #pragma GCC unroll 4
@@ -86,7 +86,7 @@ template <int R, int VECTORS>
 [[gnu::always_inline]] inline void begin_sums(Ints (&sums)[R][VECTORS], const float* first_values) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++)
 #if defined(HAS_MATRICES)
       if (r + 1 < R || r % 2)
@@ -112,7 +112,7 @@ template <Scaling SCALING, int R, int VECTORS, int SETS>
 [[gnu::always_inline]] inline void add_piece(const Ints (&sums)[SETS][R][VECTORS],
                                              const float* scales, const float* terms,
                                              Floats (&totals)[R][VECTORS]) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int v = 0; v < VECTORS; v++) {
     Floats scale = {}, offset = {};
     if constexpr (SCALING >= Scaling::GROUPS) scale = load<Floats>(scales + v * LANES);
@@ -142,7 +142,7 @@ template <class Source, int VECTORS> void prefetch_step(const char* address, lon
 template <class Source, int R>
 void multiply_tokens(const Source& source, const QuadRows& x, const QuadBlock& block,
                      void* sums_of_block) {
-  constexpr int VECTORS = 2;
+  constexpr int VECTORS = R == 1 ? ROW_VECTORS : 2;
   for (int first = 0; first < N_BLOCK; first += VECTORS * LANES) {
     Ints sums[1][R][VECTORS];
     begin_sums(sums[0], x.terms);
@@ -157,7 +157,7 @@ void multiply_tokens(const Source& source, const QuadRows& x, const QuadBlock& b
     end_sums(sums[0]);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) {
         int32_t* stored = (int32_t*)sums_of_block + r * N_BLOCK + first + v * LANES;
         store(stored, load<Ints>(stored) + sums[0][r][v]);
@@ -169,14 +169,15 @@ void multiply_tokens(const Source& source, const QuadRows& x, const QuadBlock& b
 template <class Source, int R, Scaling SCALING>
 void multiply_quads(const Source& source, const QuadRows& x, const QuadBlock& block,
                     void* totals_of_block) {
-  // The sums of a piece and the totals must both fit into the registers.
-  constexpr int VECTORS = R <= REGISTER_ROWS / 2 ? 2 : 1;
-  constexpr int SETS = R * VECTORS <= 4 ? 2 : 1;
+  // One row is bound by memory. With more, the sums of a piece and the totals must both fit into
+  // the registers.
+  constexpr int VECTORS = R == 1 ? ROW_VECTORS : R <= REGISTER_ROWS / 2 ? 2 : 1;
+  constexpr int SETS = VECTORS < 4 && R * VECTORS <= 4 ? 2 : 1;
   for (int first = 0; first < N_BLOCK; first += VECTORS * LANES) {
     Floats totals[R][VECTORS];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++)
         totals[r][v] = load<Floats>((float*)totals_of_block + r * N_BLOCK + first + v * LANES);
     const char* w = block.weights + first * Source::ROW_BYTES;
@@ -195,7 +196,7 @@ void multiply_quads(const Source& source, const QuadRows& x, const QuadBlock& bl
         prefetch += block.step_prefetch;
         multiply_step(source, w, quads, sums);
       }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int set = 0; set < SETS; set++) end_sums(sums[set]);
       add_piece<SCALING>(sums, scales, terms, totals);
       if constexpr (SCALING >= Scaling::GROUPS) {
@@ -208,7 +209,7 @@ void multiply_quads(const Source& source, const QuadRows& x, const QuadBlock& bl
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++)
         store((float*)totals_of_block + r * N_BLOCK + first + v * LANES, totals[r][v]);
   }

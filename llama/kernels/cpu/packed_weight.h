@@ -48,6 +48,10 @@ constexpr long M_BLOCK = 256;   // approximate number of rows of x that share a 
 // ahead into L2 (Q4_0: 23.5 GB/s; 4 KiB ahead into L1: 18). Products of more rows prefetch the next
 // K block into L2 (M = 8: 25 GB/s; without: 21).
 constexpr int L1_PREFETCH_ROWS = 4;
+// The vectors of rows of a weight block that one row of x is multiplied with in one pass. AVX2 and
+// AVX-512 have the whole block, and read it in the order of memory: in two passes, each would read
+// every other line.
+constexpr int ROW_VECTORS = std::min(N_BLOCK / LANES, 4);
 
 // The element kinds: Bf16, Int8, Fp8, Nibbles and SixBits convert packed elements to pairs. Every
 // element of every kind is exactly a bf16.
