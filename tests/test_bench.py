@@ -27,6 +27,7 @@ from bench.engines.vllm import vllm_environment
 from bench.linear import kernels
 from bench.machine import best_seconds
 from bench.quality import compare
+from helpers.checkpoints import write_byte_tokenizer
 from helpers.gguf_files import MIXED, PARAMS, write_gguf
 from helpers.kernels import KERNELS_RUN, without_amx
 from helpers.launch import REPO, environment, run_program
@@ -452,8 +453,10 @@ def test_quality_compares_distributions():
     assert row["perplexity"] == pytest.approx(told.exp().item())
     divergence = F.kl_div(found, expected, log_target=True, reduction="sum")
     assert row["kl"] == pytest.approx(divergence.item() / 10)
+    before = F.cross_entropy(expected[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert row["to_first"] == pytest.approx((told - before).exp().item() - 1, abs=1e-6)
     assert compare(ids, found, found) | {"perplexity": 0} == {
-        "perplexity": 0, "kl": 0, "kl_error": 0, "same_top": 1,
+        "perplexity": 0, "to_first": 0, "to_first_error": 0, "kl": 0, "kl_error": 0, "same_top": 1,
     }  # fmt: skip
 
 
@@ -484,6 +487,20 @@ def test_quality_measures_activations(bench):
         )["rows"]
     assert weights["weights"] == "int8" and weights["kl"] == 0 < groups["kl"] < token["kl"] < 0.004
     assert groups["kl"] < 0.002 and groups["gb"] == weights["gb"]
+
+
+@pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
+def test_quality_of_a_gguf_file_is_of_its_activations(bench, tmp_path):
+    """The file's default, rounded activations, is not what "auto" measures."""
+    path = tmp_path / "model.gguf"
+    write_byte_tokenizer(tmp_path)
+    write_gguf(path, PARAMS, "Q8_0", tokenizer=tmp_path / "tokenizer.model")
+    with without_amx():
+        auto, rounded = bench(
+            f"quality --model {path} --window 65 --windows 2 --threads 1 --reference auto "
+            "--formats auto+int8_lm_head"
+        )["rows"]
+    assert auto["weights"] == "auto" and auto["kl"] == 0 < rounded["kl"] < 0.01
 
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")

@@ -62,6 +62,7 @@ FLAGS = {
     "reference": Flag(str, "NAME", "Format that the others are compared with"),
     "text": Flag(str, "FILE", "Text to evaluate"),
     "window": Flag(int, "N", "Tokens of a window"),
+    "tokenizer": Flag(str, "FILE", "tokenizer.model, for a GGUF file without a vocabulary"),
     "windows": Flag(int, "N", "Number of windows"),
     "model": Flag(
         str, "NAME", "Model: demo, 1b, 3b or 8b with random weights, a folder, or a GGUF file"
