@@ -182,7 +182,7 @@ def _check_names(response: Any) -> None:
         ValueError: A hash or a commit is none, and could be a path out of the cache.
     """
     names = []
-    if response.request.method == "HEAD":  # of a file; the hash may be that of another protocol
+    if response.request.method == "HEAD":  # The hash may be that of another protocol.
         given = [response.headers.get(name, "") for name in ("etag", "x-linked-etag")]
         names = [name.lstrip("W/").strip('"') for name in given]
         names.append(response.headers.get("x-repo-commit", ""))

@@ -88,7 +88,7 @@ _GGUF_STOPS = ("eos_token", "eot_token", "eom_token")
 # Names come before ids, and what generates before what trains.
 _CONFIG_FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
 _ROLES = ("bos_token", "eos_token", "pad_token")
-_CHECKED_MERGES = 3000  # of a vocabulary that is ordered as that of a tokenizer.model
+_CHECKED_MERGES = 3000  # Of a vocabulary in the order of a tokenizer.model.
 _Merge = str | list[str]
 _REMEDY = "this runtime runs models with the vocabulary of Llama 3"
 

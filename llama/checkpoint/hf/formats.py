@@ -37,7 +37,7 @@ INT4_EO8_SCHEME = "int4_weight_int8_dynamic_activation"
 _E4M3_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _INT8_TABLE = torch.arange(-128.0, 128)
 _INT4_TABLE = torch.arange(-8.0, 8)
-_GPTQ_BITS = (2, 3, 4, 8)  # with other numbers the bits of a code lie apart
+_GPTQ_BITS = (2, 3, 4, 8)  # With other numbers, the bits of a code lie apart.
 _AWQ_BITS = 4
 _GEMV_PADDING = 32  # Rows of scales are padded to a multiple of 8, 16 or 32.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the four bits of an int32 that hold neighbours 0 to 7
