@@ -277,7 +277,7 @@ class BuildArgs:
             "NAME",
             "Round the activations: on the CPU int8, int8_lm_head (also those of lm_head), or "
             "int8_token with one scale per token; on a GPU fp8",
-            "as the files ask, else bf16",
+            "as the files ask (GGUF: int8_lm_head), else bf16",
             choices=("bf16", "fp8", "int8", "int8_lm_head", "int8_token"),
         ),
     ] = None

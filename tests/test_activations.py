@@ -6,11 +6,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from helpers.checkpoints import write_byte_tokenizer
+from helpers.gguf_files import MIXED, PARAMS, write_gguf
 from helpers.kernels import KERNELS_RUN, without_amx
 from helpers.launch import DEMO
 from llama import Llama
 from llama.kernels.cpu import native
-from llama.weights.choice import check_activations, packed, round_activations
+from llama.weights.choice import (
+    check_activations,
+    default_activations,
+    packed,
+    round_activations,
+)
 
 CPU = torch.device("cpu")
 needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
@@ -89,6 +96,30 @@ def test_bf16_is_the_default(folder, capsys):
 
 
 @needs_kernels
+def test_quantized_gguf_files_round_as_llama_cpp_does(tmp_path, capsys):
+    """By default, on CPUs without AMX; what does not fit, such as an lm_head in F16, stays."""
+    write_byte_tokenizer(tmp_path)
+    built = {}
+    files: dict[str, dict[str, str] | str]
+    files = {"all": "Q4_0", "head": MIXED | {"output": "F16"}, "none": "F16"}
+    for name, kinds in files.items():
+        path = tmp_path / f"{name}.gguf"
+        write_gguf(path, PARAMS, kinds, tokenizer=tmp_path / "tokenizer.model")
+        built[name] = build(path).model
+        assert ("activations=int8_lm_head" in capsys.readouterr().out) == (name != "none")
+    for name, rounded in {"all": (32, 32), "head": (32, 0)}.items():
+        model = built[name]
+        found = model.blocks()[0].feed_forward.w2.weight, model.output.weight
+        assert tuple(getattr(weight, "activations", 0) for weight in found) == rounded
+    asked = [build(tmp_path / "all.gguf", activations=name) for name in ("int8_lm_head", "bf16")]
+    assert torch.equal(logits_of(build(tmp_path / "all.gguf")), logits_of(asked[0]))
+    assert asked[1].model.output.weight.activations == 0
+    with pytest.raises(ValueError, match="'int8_lm_head' needs an lm_head whose elements"):
+        build(tmp_path / "head.gguf", activations="int8_lm_head")
+    assert default_activations("int8_lm_head", torch.device("cuda")) is None
+
+
+@needs_kernels
 def test_an_answer_is_the_same_in_any_batch_and_with_drafts(folder):
     prompts = [[256, *range(60 + i, 90 + 3 * i)] for i in range(5)]
     llama = build(folder, quantize="int4", activations="int8")
@@ -123,6 +154,8 @@ def test_other_devices_amx_and_ranks_with_broken_groups_are_refused(monkeypatch)
         with pytest.raises(ValueError, match="slower than bf16 on this CPU, which has AMX: leave"):
             check_activations("int8", CPU, is_plain=False)
         assert check_activations("int8_token", CPU, is_plain=False) == "int8_token"
+        assert default_activations("int8_token", CPU) == "int8_token"
+        assert default_activations("int8_lm_head", CPU) is None
         plain = torch.ones(32, 64).bfloat16()
         with pytest.raises(ValueError, match="unless matrices are in int8 with one scale per row"):
             round_activations(

@@ -181,6 +181,8 @@ class Checkpoint:
         """The value of `activations=` that the files ask for."""
         if self.packed is not None:
             return self.packed.get("activations") or None
+        if self.layout == "gguf":  # llama.cpp multiplies these formats by rounded rows alone
+            return "int8_lm_head" if self.is_quantized else None
         return hf_quantized.activations_of(self.quantization or {})
 
     @property

@@ -44,7 +44,7 @@ from llama.model.shapes import SHAPES
 from llama.model.shares import RankShare, distinct_ranks
 from llama.ranks.placement import WHOLE, Placement
 from llama.ranks.world import check_interfaces, started_processes
-from llama.weights.choice import QUANTIZED
+from llama.weights.choice import QUANTIZED, default_activations
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _OWN_NAMES = ("llama-runtime", "llama")  # distribution names; the second was used before 0.5.0
@@ -319,6 +319,8 @@ def _checkpoint(
     yield from _tokenizer(checkpoint)
     yield from _tensors(checkpoint)
     loaded = replace(checkpoint, in_codes=stays_in_codes(checkpoint, device))
+    if loaded.in_codes or loaded.packed is not None:
+        yield from _activations(loaded, device)
     try:
         args.check_ranks(placement.size)
         check_stages(args, placement.stages)
@@ -332,6 +334,13 @@ def _checkpoint(
     yield from _shares(args, replace(placement, column_step=column_step(loaded, device)))
     yield from _fits(checkpoint, device, placement)
     yield from _plan(checkpoint, device, placement)
+
+
+def _activations(checkpoint: Checkpoint, device: torch.device) -> Iterator[Fact]:
+    """Yield how a build rounds the inputs of quantized matrices by default, if it does."""
+    name = default_activations(checkpoint.activations, device)
+    if name is not None:
+        yield Fact("activations", f"{name}; --activations bf16 rounds none")
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[Fact]:

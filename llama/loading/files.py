@@ -46,6 +46,8 @@ class Files:
         device: Where it holds that.
         kernels: The kernels that the model may run.
         activations: How activations are rounded, as the user or the files ask; None: they are not.
+        rounds_where_possible: Whether matrices that do not fit `activations` keep their rows as
+            they are, without an error, because the user did not ask for it.
     """
 
     checkpoint: Checkpoint
@@ -55,6 +57,7 @@ class Files:
     device: torch.device
     kernels: Kernels = NO_KERNELS
     activations: str | None = None
+    rounds_where_possible: bool = False
 
     def with_shares(self, shares: tuple[int, ...], ffn_shares: tuple[int, ...] = ()) -> "Files":
         """Return the same files for ranks with these relative shares, in this rank's part."""
@@ -161,12 +164,20 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
         pooling = replace(checkpoint.pooling, kind=args.pooling)
         checkpoint = replace(checkpoint, pooling=pooling)
     is_plain = quantize is None and not checkpoint.in_codes and checkpoint.packed is None
-    activations = args.activations
-    if activations is None and (checkpoint.in_codes or checkpoint.packed is not None):
+    activations = choice.check_activations(args.activations, device, is_plain=is_plain)
+    is_asked = args.activations is not None
+    if not is_asked and (checkpoint.in_codes or checkpoint.packed is not None):
         activations = choice.default_activations(checkpoint.activations, device)
-    activations = choice.check_activations(activations, device, is_plain=is_plain)
     placement = replace(placement, column_step=column_step(checkpoint, device))
-    files = Files(checkpoint, chosen_dtype, quantize, placement, device, activations=activations)
+    files = Files(
+        checkpoint,
+        chosen_dtype,
+        quantize,
+        placement,
+        device,
+        activations=activations,
+        rounds_where_possible=not is_asked,
+    )
     counts = layer_counts(args.pipeline_layers, args.max_batch_size, files)
     return replace(files, placement=replace(placement, layer_counts=counts))
 

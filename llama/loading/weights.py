@@ -91,7 +91,7 @@ def load_weights(
                 warn_of_plain(_layer_matrices(model), str(checkpoint.file_type))
         _warn_of_damage(model, checkpoint)
     if files.activations is not None:
-        round_activations(model, files.activations)
+        round_activations(model, files.activations, files.rounds_where_possible)
     return model
 
 
@@ -111,16 +111,16 @@ def load_head(checkpoint: Checkpoint) -> torch.Tensor | None:
     return head
 
 
-def round_activations(model: Transformer, name: str) -> None:
+def round_activations(model: Transformer, name: str, where_possible: bool = False) -> None:
     """Round the inputs of a model's matrices, as a value of `activations=` says.
 
     Raises:
-        ValueError: The matrices do not fit this value.
+        ValueError: The matrices do not fit this value, and not only those that fit are asked for.
     """
     matrices = {"/".join(x.names): x.weight for x in _layer_matrices(model)}
     if choice.ROUNDED_ACTIVATIONS[name].with_lm_head and model.plan.share.has_lm_head:
         matrices[choice.LM_HEAD] = model.output.weight
-    choice.round_activations(matrices, name)
+    choice.round_activations(matrices, name, where_possible)
 
 
 def _matrices(model: Transformer) -> list[Matrix]:

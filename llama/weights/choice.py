@@ -167,10 +167,13 @@ def default_activations(name: str | None, device: torch.device) -> str | None:
 
     Args:
         name: What the files of the model ask for, None where they ask for nothing.
-        device: The device of the model. Only the kernels for CPUs round exactly so; elsewhere
-            activations stay as they are.
+        device: The device of the model. Only the kernels for CPUs round exactly so; elsewhere, and
+            where they would be slower so, activations stay as they are.
     """
-    return name if device.type == "cpu" else None
+    if name is None or device.type != "cpu":
+        return None
+    is_slower = _has_amx() and not ROUNDED_ACTIVATIONS[name].per_token
+    return None if is_slower else name
 
 
 def _missing_e4m3(device: torch.device) -> str | None:
@@ -189,13 +192,16 @@ def _has_amx() -> bool:
     return bool(allowed) and allowed[0].name == "amx"
 
 
-def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
+def round_activations(
+    matrices: Mapping[str, Weight], name: str, where_possible: bool = False
+) -> None:
     """Round the rows that these matrices multiply, where their elements are of the same kind.
 
     Args:
         matrices: The matrices of the layers by name, as a rank holds them, and lm_head where it
             is to be rounded.
-        name: What `check_activations` returned.
+        name: What `check_activations` or `default_activations` returned.
+        where_possible: Whether the rows of matrices that do not fit stay as they are.
 
     Raises:
         ValueError: No matrix has such elements, or lm_head does not; or a rank's part of one has
@@ -214,6 +220,8 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
             continue
         if weight.round_activations(per_token, exact_top=matrix == LM_HEAD):
             is_any = True
+        elif where_possible:
+            continue
         elif weight.has_integers() and weight.shape[1] % rounded.PIECE:
             raise no_pieces(name, matrix, weight.shape[1])
         elif matrix == LM_HEAD:
@@ -222,14 +230,15 @@ def round_activations(matrices: Mapping[str, Weight], name: str) -> None:
                 f"={name!r} needs an lm_head whose elements are whole numbers: give "
                 "quantize='int8' or 'int4' too, or activations='int8'",
             )
-    if not is_any and has_amx:
+    if is_any or where_possible:
+        return
+    if has_amx:
         raise FieldError.of(
             "activations",
             f"={name!r} is slower than bf16 on this CPU, which has AMX, unless matrices are in "
             "int8 with one scale per row: give quantize='int8' too, or leave activations out",
         )
-    if not is_any:
-        raise _no_integers(name)
+    raise _no_integers(name)
 
 
 def _fits_tiles(weight: Weight) -> bool:

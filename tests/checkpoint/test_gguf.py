@@ -339,7 +339,7 @@ def test_a_build_says_what_the_file_is_and_reads_its_tokenizer(folder, tmp_path,
         ("fp32", "fp32 from Q4_K_M"),
     ):
         llamas.append(Llama.build(str(tmp_path), None, 128, 4, device="cpu", dtype=given))
-        assert f"cpu, {kind}, model_parallel_size=1" in capsys.readouterr().out
+        assert f"cpu, {kind}, " in capsys.readouterr().out
     as_it_is, _, exact = (
         llama.text_completion(PROMPTS, 0, max_gen_len=1, logprobs=True, echo=True)
         for llama in llamas
