@@ -348,7 +348,7 @@ def rows_with(ids: Any, **rows: Tensor) -> Callable[[dict[str, Tensor], Path], N
     """Return a damage: rows of tokens of the embedding or lm_head, and the ids of the tokens."""
 
     def damage(tensors: dict[str, Tensor], folder: Path) -> None:
-        titles = {"embed_tokens": EMBEDDING, "lm_head": HEAD}
+        titles = {"embed_tokens": EMBEDDING, "lm_head": HEAD, "query": QUERY}
         for name, values in rows.items():
             end = "token_adapter.trainable_tokens_delta"
             tensors[f"{PREFIX}{titles[name]}.{end}"] = values
@@ -390,6 +390,10 @@ DAMAGES = {
     "a gap after the vocabulary": (
         rows_with([511, 514], embed_tokens=torch.ones(2, 64)),
         "names token 514, and the base model has 512: the rows between are in neither",
+    ),
+    "a product and rows of tokens": (
+        rows_with({QUERY: [1]}, query=torch.ones(1, 64)),
+        "has a low-rank update and rows of tokens: merge it with",
     ),
     "an embedding without its lm_head": (
         rows_with([512, 513], embed_tokens=torch.ones(2, 64)),

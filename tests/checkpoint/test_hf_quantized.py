@@ -7,6 +7,7 @@ with those that the programs have written.
 
 import functools
 import hashlib
+import json
 import random
 import re
 from collections.abc import Sequence
@@ -757,6 +758,14 @@ def test_each_rank_holds_its_slices_of_what_the_files_stand_for(tmp_path, case):
         if case == "gptq dynamic":  # q with k and v: 4 and 2 bits, joined
             expected |= {"SixBitsWeight", "NibblesWeight"}
         assert kinds <= ({"BlockedWeight"} if case in IN_FLOATS else expected)
+
+
+def test_the_file_of_modelopt_stands_for_the_key_of_config_json(tmp_path):
+    state = write(tmp_path, "fp8 of a tensor")
+    change_json(tmp_path / "config.json", quantization_config=None)
+    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    expect_shards(loaded(find(tmp_path)), state, PARAMS)
 
 
 def test_a_quantized_folder_is_converted(tmp_path):

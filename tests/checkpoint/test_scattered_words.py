@@ -108,6 +108,17 @@ def test_ids_and_texts_are_those_of_tokenizers(ours, theirs):
         assert ours.decode(between) == text
 
 
+def test_a_token_that_another_file_adds_comes_after_all_words(folder, tmp_path):
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config |= {"bos_token": "<|begin_of_text|>"}
+    config |= {"eos_token": "<|eot_id|>", "extra_special_tokens": ["<|new|>"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    new_id = theirs.convert_tokens_to_ids("<|new|>")
+    assert Tokenizer(tmp_path / "tokenizer.json").special_tokens["<|new|>"] == new_id
+
+
 def test_random_ids_are_the_text_of_tokenizers(ours, theirs):
     rng = random.Random(2)
     for _ in range(200):
