@@ -37,6 +37,7 @@ from llama.model.args import ModelArgs
 from llama.storage import gguf
 from llama.storage.downloads import check_utf8, read_json, shown
 from llama.storage.hub import model_folder
+from llama.weights.choice import GGUF_ACTIVATIONS
 
 # Llama Guard is recognised by the name of its folder; or, in a file beside the weights, by the name
 # of the model that was saved or by the task in a chat template of Llama Guard 1 to 3.
@@ -181,8 +182,8 @@ class Checkpoint:
         """The value of `activations=` that the files ask for."""
         if self.packed is not None:
             return self.packed.get("activations") or None
-        if self.layout == "gguf":  # llama.cpp multiplies these formats by rounded rows alone
-            return "int8_lm_head" if self.is_quantized else None
+        if self.layout == "gguf":
+            return GGUF_ACTIVATIONS if self.is_quantized else None
         return hf_quantized.activations_of(self.quantization or {})
 
     @property

@@ -75,6 +75,8 @@ ROUNDED_ACTIVATIONS = {
         },
     ),
 }
+# How llama.cpp rounds for the block formats of GGUF, for which it has no other products.
+GGUF_ACTIVATIONS = "int8_lm_head"
 LM_HEAD = "output.weight"
 _Matrix = Tensor | Coded | CodedRows
 _CPU = torch.device("cpu")
@@ -267,17 +269,19 @@ def no_pieces(name: str, matrix: str, num_columns: int) -> FieldError:
     )
 
 
-def _no_integers(name: str) -> ValueError:
-    return ValueError(
-        f"activations={name!r} needs matrices whose elements are whole numbers, and this model has "
-        "none: give quantize='int8' or 'int4' too, or leave activations out"
+def _no_integers(name: str) -> FieldError:
+    return FieldError.of(
+        "activations",
+        f"={name!r} needs matrices whose elements are whole numbers, and this model has "
+        "none: give quantize='int8' or 'int4' too, or leave activations out",
     )
 
 
-def _no_e4m3(name: str) -> ValueError:
-    return ValueError(
-        f"activations={name!r} needs matrices in e4m3 with one scale per row, and this model has "
-        "none: give quantize='fp8' too, or leave activations out"
+def _no_e4m3(name: str) -> FieldError:
+    return FieldError.of(
+        "activations",
+        f"={name!r} needs matrices in e4m3 with one scale per row, and this model has "
+        "none: give quantize='fp8' too, or leave activations out",
     )
 
 
