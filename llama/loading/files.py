@@ -163,11 +163,6 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
     if args.pooling is not None:
         pooling = replace(checkpoint.pooling, kind=args.pooling)
         checkpoint = replace(checkpoint, pooling=pooling)
-    is_plain = quantize is None and not checkpoint.in_codes and checkpoint.packed is None
-    activations = choice.check_activations(args.activations, device, is_plain=is_plain)
-    is_asked = args.activations is not None
-    if not is_asked and (checkpoint.in_codes or checkpoint.packed is not None):
-        activations = choice.default_activations(checkpoint.activations, device)
     placement = replace(placement, column_step=column_step(checkpoint, device))
     files = Files(
         checkpoint,
@@ -175,11 +170,21 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
         quantize,
         placement,
         device,
-        activations=activations,
-        rounds_where_possible=not is_asked,
+        activations=_rounding(args.activations, quantize, checkpoint, device),
+        rounds_where_possible=args.activations is None,
     )
     counts = layer_counts(args.pipeline_layers, args.max_batch_size, files)
     return replace(files, placement=replace(placement, layer_counts=counts))
+
+
+def _rounding(
+    asked: str | None, quantize: str | None, checkpoint: Checkpoint, device: torch.device
+) -> str | None:
+    """Return how activations are rounded: as the user asks, else as files in codes ask."""
+    is_in_codes = checkpoint.in_codes or checkpoint.packed is not None
+    if asked is None and is_in_codes:
+        return choice.default_activations(checkpoint.activations, device)
+    return choice.check_activations(asked, device, is_plain=quantize is None and not is_in_codes)
 
 
 def check_stages(params: ModelArgs, stages: int) -> None:
