@@ -11,6 +11,7 @@ from helpers.gguf_files import MIXED, PARAMS, write_gguf
 from helpers.kernels import KERNELS_RUN, without_amx
 from helpers.launch import DEMO
 from llama import Llama
+from llama.cli import main
 from llama.kernels.cpu import native
 from llama.weights.choice import (
     check_activations,
@@ -117,6 +118,9 @@ def test_quantized_gguf_files_round_as_llama_cpp_does(tmp_path, capsys):
     with pytest.raises(ValueError, match="'int8_lm_head' needs an lm_head whose elements"):
         build(tmp_path / "head.gguf", activations="int8_lm_head")
     assert default_activations("int8_lm_head", torch.device("cuda")) is None
+    capsys.readouterr()
+    main(["doctor", str(tmp_path / "all.gguf"), "--device", "cpu"])
+    assert "int8_lm_head; --activations bf16 rounds none" in capsys.readouterr().out
 
 
 @needs_kernels
