@@ -320,7 +320,7 @@ def _checkpoint(
     yield from _tensors(checkpoint)
     loaded = replace(checkpoint, in_codes=stays_in_codes(checkpoint, device))
     if loaded.in_codes or loaded.packed is not None:
-        pass
+        yield from _activations(loaded, device)
     try:
         args.check_ranks(placement.size)
         check_stages(args, placement.stages)
