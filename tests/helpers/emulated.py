@@ -1,12 +1,12 @@
 """The CPU kernels of ARM, compiled by a cross compiler, and run on this machine by QEMU.
 
 `library` returns an object that stands for a loaded library: a call sends the tensors that it reads
-or writes to emulated.cpp, and stores what comes back in them. Addresses become tensors by a search
-among all tensors of this process, since weights pass addresses in tables of integers.
+or writes to emulated.cpp, and stores what comes back in them. Weights pass addresses in tables of
+integers, too: each comes from `Tensor.data_ptr`, which notes the memory that has it.
 """
 
+import bisect
 import functools
-import gc
 import shutil
 import struct
 import subprocess
@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from helpers.kernels import objects_folder
 from llama.kernels.cpu import build, native
@@ -33,6 +34,33 @@ _PROGRAM = Path(__file__).resolve().parent / "emulated.cpp"
 _LIBRARIES = Path("/usr/aarch64-linux-gnu")  # Debian's and Ubuntu's
 
 
+class Storages:
+    """The memory of tensors whose addresses were asked for; none of it is freed meanwhile."""
+
+    def __init__(self) -> None:
+        self.with_integers: set[int] = set()  # where those begin that may hold addresses
+        self._storages: dict[int, UntypedStorage] = {}  # by where they begin
+        self._begins: list[int] = []  # sorted
+
+    def note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        begin = storage.data_ptr()
+        if tensor.dtype is torch.int64:
+            self.with_integers.add(begin)
+        if begin and begin not in self._storages:
+            bisect.insort(self._begins, begin)
+            self._storages[begin] = storage
+
+    def find(self, address: int) -> tuple[int, UntypedStorage] | None:
+        """Return the beginning of the memory that has an address, and the memory."""
+        index = bisect.bisect(self._begins, address)
+        if not index:
+            return None
+        begin = self._begins[index - 1]
+        storage = self._storages[begin]
+        return (begin, storage) if address < begin + storage.nbytes() else None
+
+
 class EmulatedLibrary:
     """A library whose functions QEMU runs.
 
@@ -44,6 +72,7 @@ class EmulatedLibrary:
 
     def __init__(self, path: Path, cpu: str, program: Path) -> None:
         assert QEMU is not None
+        self.storages = Storages()
         self._name = str(path)
         command = [QEMU, "-cpu", cpu, "-L", str(_LIBRARIES), str(program), str(path)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -55,7 +84,7 @@ class EmulatedLibrary:
 
     def _call(self, name: str, *values: Any) -> int:
         kinds = [*native.SIGNATURES[name][1], *[int] * (len(values))][: len(values)]
-        memory = _Memory()
+        memory = _Memory(self.storages)
         integers: list[tuple[int, int]] = []
         floats: list[float] = []
         for value, kind in zip(values, kinds, strict=True):
@@ -97,21 +126,17 @@ class _Function:
 
 
 class _Buffer:
-    """The memory of one or more tensors, or a text, which has no address."""
+    """The memory of one or more tensors."""
 
-    def __init__(self, storage: Any = None, text: bytes = b"", holds_addresses: bool = False):
-        self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else None
-        if storage is not None:
-            self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
-        self.holds_addresses = holds_addresses
+    def __init__(self, storage: UntypedStorage, may_hold_addresses: bool = False) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self.may_hold_addresses = may_hold_addresses
 
     def content(self) -> bytes:
-        assert self.bytes is not None
         return self.bytes.numpy().tobytes()
 
     def store(self, content: bytes) -> None:
         """Store what the kernel left, unless it is what was there."""
-        assert self.bytes is not None
         if content != self.content():  # memory that may not be written is not
             self.bytes.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
@@ -119,47 +144,36 @@ class _Buffer:
 class _Memory:
     """The buffers of a call, found by the addresses of what they hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, storages: Storages) -> None:
         self.buffers: list[_Buffer] = []
         self.relocations: list[tuple[int, int, int, int]] = []
-        self._index: dict[int, int] = {}  # the buffer of a storage, by its address
-        gc.unfreeze()  # conftest.py freezes what it collected; frozen objects are not listed
-        # isinstance() would ask each object for its class, of which some do much.
-        tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
-        self._tensors = [x for x in tensors if _has_memory(x)]
+        self._storages = storages
+        self._index: dict[int, int] = {}  # the buffer of a storage, by where it begins
 
     def text(self, text: str) -> tuple[int, int]:
-        self.buffers.append(_Buffer(text=text.encode() + b"\0"))
+        content = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+        self.buffers.append(_Buffer(content.untyped_storage()))
         return len(self.buffers) - 1, 0
 
     def find(self, address: int) -> tuple[int, int] | None:
         """Return the buffer and the offset of an address; None where no tensor has it."""
-        for tensor in self._tensors if address else ():
-            storage = tensor.untyped_storage()
-            begin = storage.data_ptr()
-            if not begin <= address < begin + storage.nbytes():
-                continue
-            if begin not in self._index:
-                self._index[begin] = len(self.buffers)
-                self.buffers.append(_Buffer(storage))
-            index = self._index[begin]
-            self.buffers[index].holds_addresses |= tensor.dtype is torch.int64
-            return index, address - begin
-        return None
+        found = self._storages.find(address)
+        if found is None:
+            return None
+        begin, storage = found
+        if begin not in self._index:
+            self._index[begin] = len(self.buffers)
+            self.buffers.append(_Buffer(storage, begin in self._storages.with_integers))
+        return self._index[begin], address - begin
 
     def relocate(self) -> None:
         """Find the addresses that buffers of integers hold, and those in the buffers found so."""
         for index, buffer in enumerate(self.buffers):  # grows meanwhile
-            if not buffer.holds_addresses:
+            if not buffer.may_hold_addresses:
                 continue
-            assert buffer.bytes is not None
             for i, number in enumerate(buffer.bytes.view(torch.int64).tolist()):
                 if number > 2**32 and (found := self.find(number)):
                     self.relocations.append((index, 8 * i, *found))
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _read(pipe: Any, count: int) -> bytes:
@@ -180,6 +194,20 @@ def library(name: str) -> EmulatedLibrary:
         emulated = EmulatedLibrary(compiled(name), CPUS[name], program)
         assert emulated.constant_value("MAX_RANK") > 0  # the program has been loaded
     return emulated
+
+
+def use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let QEMU run the kernels, with an instruction set of ARM, until the patches are undone."""
+    body = library(name)
+    body.storages = Storages()
+    monkeypatch.setattr(native, "kernels", lambda: body)
+    data_ptr = Tensor.data_ptr
+
+    def noted(tensor: Tensor) -> int:
+        body.storages.note(tensor)
+        return data_ptr(tensor)
+
+    monkeypatch.setattr(Tensor, "data_ptr", noted)
 
 
 def compiled(name: str) -> Path:

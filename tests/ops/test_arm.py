@@ -20,7 +20,6 @@ from ops.test_rounded import (  # noqa: F401
 from test_fused import make_model, run, run_modules, same
 
 from helpers import emulated
-from llama.kernels.cpu import native
 from llama.weights.blocks import BlockedWeight
 from llama.weights.choice import packed
 
@@ -32,8 +31,7 @@ def kernels(request, monkeypatch) -> str:
     """Run a test with each instruction set of ARM; the value is its name."""
     if not emulated.CAN_EMULATE:
         pytest.skip("needs aarch64-linux-gnu-g++ and qemu-aarch64")
-    body = emulated.library(request.param)
-    monkeypatch.setattr(native, "kernels", lambda: body)
+    emulated.use(request.param, monkeypatch)
     return request.param
 
 
