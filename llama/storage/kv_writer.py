@@ -1,0 +1,184 @@
+"""Pages written to disk: to segments of this process, within the limits of the folder.
+
+In: pages as bytes, by the hashes of their content. Out: records, which a `KVFolder` finds. A
+process appends to a segment that it has locked, and never waits for a lock. No error is raised: a
+page that cannot be written is left out.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import time
+
+from llama.storage.kv_disk import (
+    DAY_S,
+    DESCRIPTION,
+    SEGMENT_BYTES,
+    locked,
+    make_private,
+    may_write,
+    note_written,
+    remove,
+    segments,
+    write_whole,
+)
+from llama.storage.kv_folder import KVFolder
+from llama.storage.kv_segments import HEADER_BYTES, SUFFIX, SegmentWriter
+
+log = logging.getLogger("llama")
+DAYS_UNUSED = 7  # after which a segment is removed
+_PAUSE_S = 60.0  # without writing, after an error
+_COUNTED_BYTES = 8 << 20  # written bytes that are counted at once
+
+
+class KVWriter:
+    """Writes the pages of one rank, in one thread.
+
+    Attributes:
+        written_bytes: The bytes that were written.
+    """
+
+    def __init__(
+        self, folder: KVFolder, max_bytes: int, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
+        """Remove segments that were not used for days.
+
+        Args:
+            folder: Finds what is written.
+            max_bytes: The limit of all segments, those of other models included.
+            segment_bytes: The size of a segment.
+        """
+        record_bytes = folder.part.record_bytes
+        self.written_bytes = 0
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._max_records = max(1, (segment_bytes - HEADER_BYTES) // record_bytes)
+        self._segment_bytes = HEADER_BYTES + self._max_records * record_bytes
+        self._segment: SegmentWriter | None = None
+        self._name = ""
+        self._uncounted = 0
+        self._write_at = 0.0  # no writing before this time
+        self._has_warned = False
+        oldest = time.time() - DAYS_UNUSED * DAY_S
+        for path, _, used in segments(folder.root):
+            if used < oldest:
+                remove(path)
+
+    def append(self, key: bytes, page: memoryview) -> bool:
+        """Write a page, unless a limit or an error forbids it; return whether it was written."""
+        if time.monotonic() < self._write_at:
+            return False
+        try:
+            segment = self._segment or self._next()
+            if segment is None:
+                return False
+            number = segment.append(key, page)
+            is_found = self._folder.add(number, key)
+            self._count(self._folder.part.record_bytes)
+        except OSError as error:
+            self._end_segment()
+            self._pause(str(error))
+            return False
+        if not is_found or segment.num_records >= self._max_records:
+            self._end_segment()
+        return is_found
+
+    def close(self) -> None:
+        """Close the segment; another process may go on with it."""
+        self._end_segment()
+        with contextlib.suppress(OSError):
+            self._flush_count()
+
+    def _next(self) -> SegmentWriter | None:
+        """Return a segment that has room, or a new one; None if the limits leave no room."""
+        folder = self._folder
+        make_private(folder.root)
+        folder.path.mkdir(mode=0o700, exist_ok=True)
+        description = folder.path / DESCRIPTION
+        if not description.exists():
+            write_whole(description, json.dumps(vars(folder.identity), indent=1).encode())
+        if not may_write(folder.root, self._max_bytes, self._segment_bytes):
+            self._pause("the disk is nearly full, or the day's bytes are written")
+            return None
+        folder.refresh()
+        if self._resume() or self._start():
+            return self._segment
+        self._pause("kv_cache_disk_bytes leaves no room")
+        return None
+
+    def _resume(self) -> bool:
+        """Go on with a segment that no process writes."""
+        for name in self._folder.unfilled(self._max_records):
+            try:
+                descriptor = locked(self._folder.path / name, os.O_RDWR)
+            except OSError:
+                continue
+            if descriptor is not None and self._take(name, descriptor) < self._max_records:
+                return True
+            self._end_segment()
+        return False
+
+    def _start(self) -> bool:
+        """Make a new segment, if there is room or others can be removed."""
+        if not self._make_room():
+            return False
+        name = f"{int(time.time())}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        descriptor = locked(self._folder.path / name, flags)
+        if descriptor is None:
+            return False
+        self._take(name, descriptor)
+        return True
+
+    def _take(self, name: str, descriptor: int) -> int:
+        """Write to a locked segment from now on, and return how many records it has."""
+        num_records = self._folder.own(name)
+        self._segment = SegmentWriter(descriptor, self._folder.description, num_records)
+        self._name = name
+        return num_records
+
+    def _end_segment(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+            self._folder.own("")
+
+    def _make_room(self) -> bool:
+        """Remove the segments unused for longest until a new one fits; return whether it does."""
+        folder = self._folder
+        found = sorted(segments(folder.root), key=lambda entry: entry[2])
+        excess = sum(size for _, size, _ in found) + self._segment_bytes - self._max_bytes
+        for path, size, _ in found:
+            if excess <= 0:
+                break
+            if remove(path):
+                excess -= size
+                if path.parent == folder.path:
+                    folder.drop(path.name)
+        return excess <= 0
+
+    def _count(self, num_bytes: int) -> None:
+        """Count written bytes; look at the limits and at the own file now and then."""
+        self.written_bytes += num_bytes
+        self._uncounted += num_bytes
+        if self._uncounted >= _COUNTED_BYTES:
+            self._flush_count()
+            is_there = (self._folder.path / self._name).exists()
+            if not is_there or not may_write(self._folder.root, self._max_bytes):
+                self._end_segment()
+
+    def _flush_count(self) -> None:
+        if self._uncounted:
+            note_written(self._folder.root, self._uncounted)
+            self._uncounted = 0
+
+    def _pause(self, reason: str) -> None:
+        """Write nothing for a minute; say why once."""
+        self._write_at = time.monotonic() + _PAUSE_S
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "llama: no KV pages are written to %s for a minute: %s", self._folder.root, reason
+            )
