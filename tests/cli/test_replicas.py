@@ -118,8 +118,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.dumps({"replica": self.server.name, "path": self.path}).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        with contextlib.suppress(BrokenPipeError):  # A health check reads the status alone.
+        # A health check reads the status alone, or no longer waits.
+        with contextlib.suppress(BrokenPipeError):
+            self.end_headers()
             self.wfile.write(body)
 
 
@@ -386,6 +387,26 @@ def test_a_stopped_replica_does_not_keep_its_clients(tmp_path, path):
         (other,) = (each for each in made.replicas if each is not stopped)
         assert {ask(made, "/v1/completions", {"prompt": str(i)}) for i in range(4)} == {other.name}
         stopped.is_stopped = False
+
+
+@needs_haproxy
+def test_a_stopped_replica_makes_the_others_no_less_healthy(tmp_path):
+    """/health and /ready are 200 also before it is found out, and 503 once none takes requests."""
+
+    def statuses() -> list[int]:
+        paths = ("/health", "/ready") * 4
+        return [made.client.get(made.url + path).status_code for path in paths]
+
+    with routing(tmp_path, 8, 6) as made:
+        try:
+            made.replicas[0].is_stopped = True
+            assert set(statuses()) == {200}
+            made.replicas[1].is_stopped = True
+            wait_until(lambda: set(statuses()) == {503})
+        finally:
+            for replica in made.replicas:
+                replica.is_stopped = False
+        wait_until(lambda: set(statuses()) == {200})
 
 
 @needs_haproxy

@@ -149,6 +149,8 @@ class Config:
             f"  maxconn {max(1, num_sockets // 2)}",
             f"  tune.bufsize {_BUFFER_BYTES}",
             f"  hard-stop-after {int(self.drain_s) + 10}s",
+            # A replica counts as one that takes requests until its first check.
+            "  max-spread-checks 1ms",
             f"  stats socket {_quoted(self.admin)} mode 600 level admin",
             "",
             "defaults",
@@ -182,6 +184,7 @@ class Config:
         per_address = f"{self.max_per_address} connections are open from one address, the limit"
         own_paths = [f"/{BACKEND}/{i}" for i in range(len(self.sockets))]
         own = f"each replica has this path: put {own_paths[0]} to {own_paths[-1]} before it"
+        takes_requests = f"{{ nbsrv({BACKEND}) gt 0 }}"
         return [
             "frontend clients",
             f"  bind fd@{self.listener} proto h1",
@@ -195,6 +198,11 @@ class Config:
             f" if {{ fe_conn gt {self.max_connections} }}",
             f"  http-request return {_refusal(503, per_address)}"
             f" if {{ sc0_conn_cur gt {self.max_per_address} }}",
+            # Answered by what the checks have found, because a stopped replica answers nothing.
+            f"  http-request return status 200 if {{ path /health }} {takes_requests}",
+            "  http-request return status 200 content-type application/json"
+            f" string '{json.dumps({'status': 'ready'})}' if {{ path /ready }} {takes_requests}",
+            f"  http-request return {_refusal(503, _MESSAGES[503])} if {{ path /health /ready }}",
             f"  http-request return {_refusal(404, own)} if {{ path {' '.join(_OWN_PATHS)} }}",
             *(
                 f"  use_backend replica-{i} if {{ path {own_path} }} or {{ path_beg {own_path}/ }}"
