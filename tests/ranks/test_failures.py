@@ -42,13 +42,10 @@ LIMIT = " (the limit is timeout_s)"
 # name: world, fault, rank, when, limit of a step in seconds, the message after "rank R on HOST"
 CASES = {
     "kill-load": (3, "SIGKILL", 2, "load", 60, KILLED),
-    "kill-prefill": (3, "SIGKILL", 1, "prefill", 60, KILLED),
     "kill-decode": (3, "SIGKILL", 0, "decode", 60, KILLED),
-    "kill-idle": (3, "SIGKILL", 2, "idle", 60, KILLED),
+    "kill-idle": (2, "SIGKILL", 1, "idle", 60, KILLED),
     "kill-idle-0": (2, "SIGKILL", 0, "idle", 60, KILLED),
-    "kill-decode-4": (4, "SIGKILL", 2, "decode", 60, KILLED),
     "exception-prefill": (2, "exception", 0, "prefill", 60, "failed in a step: IndexError: made "),
-    "exception-4": (4, "exception", 3, "decode", 60, "failed in a step: IndexError: made to fail"),
     "memory": (2, "memory", 1, "decode", 60, "failed in a step: MemoryError: made to fail"),
     "no-memory": (2, "no memory", 1, "decode", 60, ""),
     "exit": (2, "exit", 1, "decode", 60, "failed in a step: sys.exit(0)"),
@@ -56,6 +53,7 @@ CASES = {
     "left": (2, "exit", 1, "script", 60, "ended while the others were still working"),
     "stop": (2, "SIGSTOP", 1, "decode", 2, "is stopped (by SIGSTOP or a debugger)" + STALLED),
     "stop-4": (4, "SIGSTOP", 0, "prefill", 2, "is stopped (by SIGSTOP or a debugger)" + STALLED),
+    "stop-load": (3, "SIGSTOP", 1, "load", 60, "was stopped (by SIGSTOP or Ctrl-Z) for 3 s"),
     "stop-idle": (2, "SIGSTOP", 1, "idle", 60, "was stopped (by SIGSTOP or Ctrl-Z) for 3 s"),
     "sleep": (2, "sleep", 1, "decode", 2, "is in the step, but does not reach the collective that"),
     "elsewhere": (2, "sleep", 1, "script", 2, "is not in a step, but runs other code" + STALLED),
@@ -69,7 +67,7 @@ STAGED = {  # the same for two pipeline stages; rank 0 is the last one
     "stage-stop-idle": (2, "SIGSTOP", 0, "idle", 60, "was stopped (by SIGSTOP or Ctrl-Z) for 3 s"),
 }  # fmt: skip
 # The shares of the ranks of some cases; three ranks without shares hold unequal parts as well.
-SHARES = {"kill-load": [1, 2, 1], "kill-decode": [3, 1, 1], "kill-decode-4": [1, 1, 2, 1]}
+SHARES = {"kill-load": [1, 2, 1], "kill-decode": [3, 1, 1]}
 MEETINGS = {  # name: as above; the message of one of the ranks that wait for another
     "never": (3, "SIGKILL", 1, "never", 2, "of 3 did not arrive at 127.0.0.1:"),
     "never-0": (2, "SIGKILL", 0, "never", 2, ""),  # it would have made the store
@@ -199,7 +197,7 @@ def test_a_rank_that_fails_ends_the_job_with_one_message(name, run):
     assert f"rank {rank} on {HOST} {cause}" in said
     if name != "no-memory":  # a lack of memory may suppress the message
         assert said.count("Traceback") == (fault in ("exception", "memory") or name == "exit"), said
-    if name in ("stop-idle", "no-memory") or fault == "SIGKILL":
+    if name in ("stop-load", "stop-idle", "no-memory") or fault == "SIGKILL":
         assert ended.seconds < 5 + SLACK_S
     elif fault in ("SIGSTOP", "sleep"):
         assert said.count("--- rank ") == world - (fault == "SIGSTOP"), "a stack of each that can"
@@ -350,7 +348,7 @@ def test_one_of_the_other_machines_says_which_one_is_gone(run):
     The rank is killed in the middle of a step, so that its connections break: the others do not
     wait for the whole limit of silence.
     """
-    ended = run(job(*CASES["kill-prefill"], is_apart=True))
+    ended = run(job(3, "SIGKILL", 1, "prefill", 60, is_apart=True))
     assert ended.statuses == [1, -signal.SIGKILL, 1], ended.said
     assert ended.said.count("error: ") == 1
     assert "(rank 1) did not respond for 3 s: the machine, its" in ended.said
