@@ -33,6 +33,10 @@ DEVICES = {
     "gpu-h100": "NVIDIA H100",
 }
 _RESULT = re.compile(r"(\d{4}-\d\d-\d\d)-([a-z]+-[a-z0-9]+)")
+# The GPU and the versions in a result, as scripts/gpu_check.py and its sections write them.
+_GPU = re.compile(r"(NVIDIA [^,\n]+)")
+_TORCH = re.compile(r"\btorch +(\d[\d.]*)")
+_TRITON = re.compile(r"\b[Tt]riton +(\d[\d.]*)")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
@@ -81,6 +85,25 @@ def measured_devices() -> str:
     return "\n".join(lines)
 
 
+def versions_on_gpus() -> list[tuple[str, ...]]:
+    """Return the GPU, the torch and the Triton of each result, without repetitions."""
+    found = set()
+    for path in (REPO / "scripts" / "bench" / "results").glob("*-gpu-*.txt"):
+        text = path.read_text()
+        matches = [pattern.search(text) for pattern in (_GPU, _TORCH, _TRITON)]
+        named = tuple(match[1].strip() for match in matches if match is not None)
+        assert len(named) == len(matches), f"{path.name} does not name its GPU, torch and Triton"
+        found.add(named)
+    return sorted(found)
+
+
+def versions_table() -> str:
+    """Return a table in Markdown of `versions_on_gpus`."""
+    lines = ["| GPU | torch | Triton |", "|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in versions_on_gpus()]
+    return "\n".join(lines)
+
+
 def _command_section(name: str, command: Command) -> str:
     lines = [
         f"## llama {name}",
@@ -126,6 +149,7 @@ GENERATED = {
     "<!-- commands -->": command_reference,
     "<!-- build arguments -->": build_arguments,
     "<!-- measured devices -->": measured_devices,
+    "<!-- versions on GPUs -->": versions_table,
 }
 
 

@@ -145,6 +145,18 @@ def test_blocks_that_torch_keeps_are_free(monkeypatch):
     assert free_bytes(torch.device("cuda", 0)) == 140
 
 
+def test_ranks_that_share_a_gpu_divide_its_memory(cuda, monkeypatch):
+    """Four ranks on two GPUs have half of one each; without the variable a rank has all."""
+    cuda(2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_bytes(torch.device("cuda", 0)) == 100
+    monkeypatch.setenv("LLAMA_SHARE_GPU", "1")
+    assert free_bytes(torch.device("cuda", 0)) == 50
+
+
 @pytest.mark.parametrize(
     ("version", "path", "groups", "cores"),
     [
@@ -251,6 +263,10 @@ def test_torchrun_s_default_is_told_from_a_choice(tmp_path):
         (1, "cuda", {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"},
          "cuda:0"),
         (1, "cuda:0", {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"},
+         "cuda:0"),
+        # For tests ranks may share GPUs, also one that is named.
+        (2, None, {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3", "LLAMA_SHARE_GPU": "1"}, "cuda:1"),
+        (1, "cuda:0", {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3", "LLAMA_SHARE_GPU": "1"},
          "cuda:0"),
     ],
 )  # fmt: skip

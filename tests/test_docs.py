@@ -18,6 +18,7 @@ import docs_hooks
 from helpers.pages import DOCS, REPO, anchors, links
 from llama import Llama
 from llama.cli import COMMANDS
+from llama.cli.doctor import RAN_ON
 
 _NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
 
@@ -51,6 +52,22 @@ def test_each_command_and_flag_is_in_the_reference():
         for flag in command.defaults:
             assert f"`--{flag}" in section
             assert command.flags[flag].meaning.replace("|", "\\|") in section
+
+
+def test_the_versions_that_ran_on_a_gpu_are_those_of_the_results():
+    """Pages and `llama doctor` name them, and the pages say of pinned ones whether they ran."""
+    ran = docs_hooks.versions_on_gpus()
+    assert list(RAN_ON) == ran
+    assert f"| {' | '.join(ran[0])} |" in docs_hooks.versions_table().splitlines()
+    pins = (REPO / "constraints.txt").read_text()
+    pinned = tuple(re.search(rf"^{name}==(\S+)", pins, re.M)[1] for name in ("torch", "triton"))  # type: ignore[index]
+    for name in ("guides/gpu.md", "reference/tested.md"):
+        text = " ".join((DOCS / name).read_text().split())
+        for _, torch, triton in ran:
+            assert f"torch {torch} and Triton {triton}" in text, name
+        has_run = pinned in [row[1:] for row in ran]
+        not_run = f"torch {pinned[0]} and Triton {pinned[1]}, which no GPU has run"
+        assert (not_run in text) != has_run, name
 
 
 def test_each_argument_of_build_is_in_the_reference():

@@ -146,6 +146,19 @@ def test_gpus_other_than_nvidia_s_are_described(monkeypatch, device, hip, text):
     assert text in support and "no such GPU has run this project" in support
 
 
+@pytest.mark.parametrize(("version", "text"), [((2, 28, 9), "without CUDA graphs"), (None, "")])
+def test_the_versions_that_matter_on_a_gpu_are_reported(monkeypatch, version, text):
+    """The versions that have run are named, and what NCCL before 2.30.4 costs."""
+    monkeypatch.setattr("llama.common.device.free_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(doctor, "unsupported_reason", lambda device: None)
+    monkeypatch.setattr(doctor, "nccl_version", lambda: version)
+    found = {x.name: x.text for x in _device(torch.device("cuda"))}
+    assert "torch 2.11.0 and Triton 3.6.0 on NVIDIA H100" in found["versions"]
+    assert f"here is torch {torch.__version__}" in found["versions"]
+    assert ("nccl" in found) == bool(version) and text in found.get("nccl", "")
+
+
 def test_what_fits(make_checkpoint, monkeypatch):
     """The memory of one rank is reported, and a number of ranks that is more than the heads."""
     monkeypatch.setattr("llama.common.device.free_bytes", lambda _: 1 << 30)

@@ -6,6 +6,7 @@ The file has over 400 lines because each check is short and knows nothing of the
 """
 
 import argparse
+import contextlib
 import os
 import platform
 import shutil
@@ -30,8 +31,10 @@ from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.cli.plan.report import summary
 from llama.cli.ranks import global_rank
 from llama.common.checks import FieldError, whole_number
+from llama.common.device import nccl_version
 from llama.gpu.cases import Cases, Computed, Formats
 from llama.gpu.check import check_kernels, unsupported_reason
+from llama.gpu.selection import MIN_NCCL, version_text
 from llama.kernels.cpu import build, native
 from llama.loading.dialog_format import find_dialog_format
 from llama.loading.files import Files, check_stages, layer_counts, stays_in_codes
@@ -57,6 +60,9 @@ _MIN_SHM_GPUS = 512 * _MIB  # NCCL takes some MiB for each pair of GPUs of a mac
 _MPS = "PyTorch computes the operators; quantize, kv_cache_dtype and ranks are not supported"
 _ROCM = "the kernels compile for gfx90a, gfx942 and gfx1100, and the first build checks them"
 _NOT_RUN = "no such GPU has run this project yet"
+# What has run this project: the GPU, and the versions of torch and Triton. A test compares them
+# with the files of scripts/bench/results.
+RAN_ON = (("NVIDIA H100 80GB HBM3", "2.11.0", "3.6.0"),)
 _ARM = "; on ARM they have been compared with PyTorch in QEMU, and no such CPU has timed them"
 
 _T = TypeVar("_T")
@@ -195,6 +201,29 @@ def _device(device: torch.device) -> Iterator[Fact]:
         yield Fact("support", f"ROCm {torch.version.hip}: {_ROCM}; {_NOT_RUN}")
     if device.type == "cuda":
         yield _gpu_kernels(device)
+        yield _versions()
+        yield from _nccl()
+
+
+def _versions() -> Fact:
+    """Say with which versions this project has run on a GPU, and which ones are here."""
+    ran = "; ".join(f"torch {torch} and Triton {triton} on {gpu}" for gpu, torch, triton in RAN_ON)
+    here = f"torch {torch.__version__}"
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        here += f" and Triton {metadata.version('triton')}"
+    return Fact("versions", f"this project has run with {ran}; here is {here}")
+
+
+def _nccl() -> Iterator[Fact]:
+    version = nccl_version()
+    if version is not None:
+        text = version_text(version)
+        if version < MIN_NCCL:
+            text += (
+                "; a group of ranks that spans machines runs without CUDA graphs before "
+                f"{version_text(MIN_NCCL)}"
+            )
+        yield Fact("nccl", text)
 
 
 def _gpu_kernels(device: torch.device) -> Fact:

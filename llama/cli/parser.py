@@ -50,7 +50,7 @@ _OTHER_NAMES = {
 # Variables that are no flag of a command. Others that begin alike belong to other programs.
 _VARIABLES = (
     "LLAMA_API_KEY", "LLAMA_CPU_KERNELS", "LLAMA_DRAIN_S", "LLAMA_GPU_KERNELS",
-    "LLAMA_LOCAL_SERVERS",
+    "LLAMA_LOCAL_SERVERS", "LLAMA_SHARE_GPU",
 )  # fmt: skip
 _BY_POSITION = "_by_position"  # ends the name of the argument for a flag
 

@@ -106,12 +106,26 @@ def _is_nvidia_gpu(device: Path) -> bool:
         return False
 
 
+def shares_gpu() -> bool:
+    """Return whether ranks of this machine may share a GPU, for tests: LLAMA_SHARE_GPU=1."""
+    return os.environ.get("LLAMA_SHARE_GPU") == "1"
+
+
+def _ranks_on_gpu() -> int:
+    """Return how many ranks of this machine the GPU of this one has."""
+    if not shares_gpu():
+        return 1
+    return -(-torchrun_number("LOCAL_WORLD_SIZE") // torch.cuda.device_count())
+
+
 def _pick_gpu(device: torch.device) -> torch.device:
     """Return the GPU of this rank with its index; the ranks of a machine must not share a GPU."""
     if not torch.cuda.is_available():
         raise FieldError.of("device", f"='{device}', but torch finds no CUDA GPU: use device='cpu'")
     count = torch.cuda.device_count()
     rank = torchrun_number("LOCAL_RANK")
+    if shares_gpu():
+        return torch.device("cuda", rank % count if device.index is None else device.index)
     # Slurm, for example, shows each task one GPU of its own, which has the index 0 in every task.
     is_task = "CUDA_VISIBLE_DEVICES" in os.environ and "LLAMA_LAUNCHER" not in os.environ
     one_per_task = count == 1 and is_task
@@ -177,6 +191,15 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def nccl_version() -> tuple[int, ...] | None:
+    """Return the version of NCCL that torch calls, such as (2, 30, 7); None where it has none."""
+    try:
+        found: tuple[int, ...] = torch.cuda.nccl.version()[:3]
+    except AttributeError:  # a torch without CUDA
+        return None
+    return found
+
+
 def part_of_machine(shares: Sequence[int] = ()) -> Fraction:
     """Return the part of the cores and of the memory of its machine that this rank may use.
 
@@ -197,6 +220,7 @@ def free_bytes(device: torch.device, shares: Sequence[int] = ()) -> int:
 
     Memory that torch's allocator keeps counts as free. Host memory is divided among the ranks of
     the machine, and limited by control groups and by the address space of a process (ulimit -v).
+    The memory of a GPU that ranks share is divided, too.
 
     Args:
         device: The device.
@@ -204,11 +228,17 @@ def free_bytes(device: torch.device, shares: Sequence[int] = ()) -> int:
     """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
+        return free_gpu_bytes(device) + kept
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     free = min(_available_memory(), _cgroup_headroom())
     return min(int(free // _num_servers() * part_of_machine(shares)), _address_space_left())
+
+
+def free_gpu_bytes(device: torch.device) -> int:
+    """Return this process's part of the bytes of a GPU that its driver counts as free."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free // _ranks_on_gpu()
 
 
 def free_unused(device: torch.device) -> None:

@@ -84,7 +84,14 @@ class Decoded(NamedTuple):
 
 
 class Replayer(Protocol):
-    """Computes decode steps without running the operators one by one, with the same results."""
+    """Computes decode steps without running the operators one by one, with the same results.
+
+    Attributes:
+        is_over: Whether it records nothing any more: a step that `prepare` has returned runs
+            operator by operator, and no other may follow.
+    """
+
+    is_over: bool
 
     def prepare(self, sampled: list[Scheduled]) -> Any | None:
         """Return a step of single tokens, each of which is sampled, in the form that `run` takes.
@@ -92,9 +99,7 @@ class Replayer(Protocol):
         The result holds the sequences as they are now. None: such a step cannot be replayed.
         """
 
-    def run(
-        self, step: Any, x: Tensor | None = None, *, wants_logits: bool
-    ) -> Decoded | Tensor | None:
+    def run(self, step: Any, x: Tensor | None = None, *, wants_logits: bool) -> Decoded | Tensor:
         """Compute a prepared step.
 
         Args:
@@ -103,8 +108,7 @@ class Replayer(Protocol):
             wants_logits: Whether logits are computed, or ids only.
 
         Returns:
-            On the last stage what was decoded; on another one its hidden states, (R, E). None: the
-            replayer cannot go on, and all steps run operator by operator from now on.
+            On the last stage what was decoded; on another one its hidden states, (R, E).
         """
 
     def close(self) -> None:

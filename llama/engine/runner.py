@@ -11,7 +11,8 @@ takes the tokens that this one sampled from the device. A `Replayer` may compute
 tokens; all others run operator by operator.
 """
 
-import warnings
+import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ from llama.engine.step import Step, StepResults
 from llama.model.execution import Watched
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
-from llama.ops.kernels import NO_KERNELS, KernelError
 from llama.ops.sample import on_device_of
 
 _SCORED_ROWS = 256  # prompt rows that get logits at once: 256 x 128,256 float32 are 131 MB
@@ -106,34 +106,24 @@ class ModelRunner:
         Steps run in the order in which they are started.
         """
         with torch.inference_mode(), current(self.kv_cache.device):
-            try:
-                return RunningStep(self, step)
-            except KernelError as error:
-                self.give_up_kernels(error)
-                return RunningStep(self, step)
+            return RunningStep(self, step)
 
-    def give_up_kernels(self, error: Exception) -> None:
-        """Go on without the GPU's kernels, one of which has failed, and without a replayer."""
-        give_up_kernels(self.model, error)
-        self.stop_replaying()
+    def prepare_replay(
+        self, step: Step, sampled: list[Scheduled]
+    ) -> Callable[..., Decoded | Tensor] | None:
+        """Return what computes a step in the place of `hidden_states`, see `Replayer.run`.
 
-    def prepare_replay(self, step: Step, sampled: list[Scheduled]) -> object | None:
-        """Return a step as the replayer takes it; None where it runs operator by operator."""
+        The result takes the arguments of `Replayer.run` that follow the step. None: the step runs
+        operator by operator.
+        """
+        if self.replayer is not None and self.replayer.is_over:
+            self.stop_replaying()
         if self.replayer is None or len(sampled) != sum([item.count for item in step.items]):
             return None
         if any(hook.wanted_states or hook.changes_batch(step) for hook in self.hooks):
             return None
-        return self.replayer.prepare(sampled)
-
-    def replay(
-        self, prepared: object, x: Tensor | None = None, *, wants_logits: bool
-    ) -> Decoded | Tensor | None:
-        """Compute a step that `prepare_replay` returned, see `Replayer.run`."""
-        assert self.replayer is not None, "a prepared step, and nothing that replays it"
-        results = self.replayer.run(prepared, x, wants_logits=wants_logits)
-        if results is None:
-            self.stop_replaying()
-        return results
+        prepared = self.replayer.prepare(sampled)
+        return None if prepared is None else functools.partial(self.replayer.run, prepared)
 
     def stop_replaying(self) -> None:
         """Run all steps operator by operator from now on."""
@@ -198,17 +188,6 @@ class ModelRunner:
         free_unused(device)
 
 
-def give_up_kernels(model: Transformer, error: Exception) -> None:
-    """Let torch's operators replace the GPU's kernels of a model, one of which has failed.
-
-    On several ranks the error is raised instead: the others do not know of it.
-    """
-    if not model.parallel.is_alone:
-        raise error
-    warnings.warn(f"torch runs in place of the GPU's kernels: {error}", stacklevel=4)
-    model.use_kernels(NO_KERNELS)
-
-
 class RunningStep:
     """A step whose pass of the model has begun; `compute_rows` computes the results of its rows.
 
@@ -243,22 +222,15 @@ class RunningStep:
     def _run(self, sampled: list[Scheduled]) -> HiddenStates:
         """Begin the pass of the model."""
         runner = self._runner
-        prepared = runner.prepare_replay(self._step, sampled)
-        if prepared is not None:
-            decoded = runner.replay(prepared, wants_logits=self.wants_logits)
-            if decoded is not None:
-                return decoded
+        replay = runner.prepare_replay(self._step, sampled)
+        if replay is not None:
+            return replay(wants_logits=self.wants_logits)
         return runner.hidden_states(self._step, self._watched)
 
     def compute_rows(self) -> Reader[StepResults]:
         """Begin to compute the results of all rows; the function returned waits for them."""
         with torch.inference_mode(), current(self._runner.kv_cache.device):
-            try:
-                return self._compute_rows()
-            except KernelError as error:
-                self._runner.give_up_kernels(error)
-                # The pass can be made again: it reads nothing that it has written.
-                return RunningStep(self._runner, self._step)._compute_rows()
+            return self._compute_rows()
 
     def _compute_rows(self) -> Reader[StepResults]:
         for hook in self._runner.hooks:
@@ -335,9 +307,16 @@ class RunningStep:
             first += other.num_rows
         end = first + rows.num_rows
         layers = sorted(self._watched.of_rows)
-        states = torch.stack([self._rows_of(layer)[first:end] for layer in layers])
-        read = sampler.to_host(self._model.parallel.broadcast(states))
-        return lambda: dict(zip(layers, self._publish(read()), strict=True))
+        readers = []
+        for layer in layers:  # one after the other: together they would be a copy of all
+            state = self._model.parallel.broadcast(self._rows_of(layer)[first:end])
+            readers.append(sampler.to_host(state))
+
+        def read() -> CapturedStates:
+            states = torch.stack([read_state() for read_state in readers])
+            return dict(zip(layers, self._publish(states), strict=True))
+
+        return read
 
     def _rows_of(self, layer: int) -> Tensor:
         """Return a hidden state of the rows that have results, (R, E)."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from llama.engine.core import PAGE_SIZE
 from llama.kernels.cuda.launch import Sizes, Tile
-from llama.kernels.cuda.table import NAMES, ROUND_ROWS, table
+from llama.kernels.cuda.table import NAMES, ROUND_ROWS, SCALED, table
 from llama.model.plan import LayerPlan
 from llama.ops import scaled
 from llama.ops.attention import paged_attention
@@ -87,7 +87,7 @@ class Computed:
         # Products of float32 stay with torch: the kernels would round them to TF32.
         names = ("sample",) if self.dtype is torch.float32 else NAMES
         rounds = self.activations == "fp8" and "linear" in names
-        return (*names, ROUND_ROWS) if rounds else names
+        return (*names, SCALED, ROUND_ROWS) if rounds else names
 
     @property
     def vocab_rows(self) -> int:
@@ -260,9 +260,6 @@ class Cases:
             if isinstance(weight, GroupedWeight) and weight.blocks() is not None:
                 op = partial(_made_plain, weight, self.dtype)
                 yield Case(f"{shape[0]} x {shape[1]} of kind {weight.kind} made plain", op, ())
-        if self.computed.activations == "fp8":
-            for shape in shapes:
-                yield from self._product_in_e4m3(*shape)
 
     def _products(self, weight: Weight, outputs: list[int]) -> Iterator[Case]:
         """Yield the products with a weight that has the first rows of those with `outputs` rows."""
@@ -290,14 +287,19 @@ class Cases:
                 op = partial(_multiply, weight, tile, out_dtype)
                 yield Case(name, op, (x,), tile=tile, serves=tuple(serves))
 
-    def _product_in_e4m3(self, n: int, k: int) -> Iterator[Case]:
-        """Yield a product of rows that are rounded to e4m3."""
-        weight = self._weight("fp8", n, k)
-        if weight.round_to_e4m3():
-            m = MAX_EXACT_ROWS + 44
-            op = partial(_multiply, weight, None, self.dtype)
-            x = self.normal(m, k)
-            yield Case(f"{m} rows in e4m3 times {n} x {k}", op, (x,), tolerance=_E4M3_TOLERANCE)
+    def scaled(self) -> Iterator[Case]:
+        """Yield products of rows that are rounded to e4m3 with each shape of weight."""
+        shapes = {
+            (n if self.every else min(n, _FEW_ROWS + n % 16), k)
+            for n, k in self.computed.weight_shapes
+        }
+        for n, k in sorted(shapes):
+            weight = self._weight("fp8", n, k)
+            if weight.round_to_e4m3():
+                m = MAX_EXACT_ROWS + 44
+                op = partial(_multiply, weight, None, self.dtype)
+                x = self.normal(m, k)
+                yield Case(f"{m} rows in e4m3 times {n} x {k}", op, (x,), tolerance=_E4M3_TOLERANCE)
 
     def round_rows(self) -> Iterator[Case]:
         """Yield rows of each width that are rounded to e4m3, among them a row of zeros."""

@@ -9,9 +9,10 @@ others off.
 import os
 import warnings
 
+from llama.common.device import nccl_version
 from llama.gpu.cases import Cases, Computed
 from llama.gpu.check import Checked, check_kernels, unsupported_reason
-from llama.kernels.cuda.table import GRAPH, NAMES, ROUND_ROWS, table
+from llama.kernels.cuda.table import GRAPH, NAMES, ROUND_ROWS, SCALED, table
 from llama.model.transformer import Transformer
 from llama.ops.kernels import Kernels
 from llama.options.graphs.recorder import CudaRecorder, Recorder
@@ -19,11 +20,14 @@ from llama.options.graphs.trial import try_collectives
 from llama.ranks.parallel import Parallel
 
 VARIABLE = "LLAMA_GPU_KERNELS"
-_ALL = (*NAMES, ROUND_ROWS, GRAPH)
+ONE_SHOT = "one_shot"  # sums between the GPUs of a machine, see `llama.ranks.one_shot`
+_ALL = (*NAMES, SCALED, ROUND_ROWS, GRAPH, ONE_SHOT)
+# Before it, captured sums between machines hang in the first requests (vLLM's issue 52504).
+MIN_NCCL = (2, 30, 4)
 
 
 def allowed_kernels() -> frozenset[str]:
-    """Return the kernels that the user allows, and `GRAPH` if graphs are allowed.
+    """Return the kernels that the user allows, and `GRAPH` and `ONE_SHOT` if these are allowed.
 
     Raises:
         ValueError: LLAMA_GPU_KERNELS has a name that is not known.
@@ -62,13 +66,32 @@ def kernels_for(computed: Computed, parallel: Parallel, allowed: frozenset[str])
     passed = {name for name, reason in reasons.items() if reason is None}
     in_use = [name for name in computed.names if parallel.all_reduce_min(int(name in passed))]
     if GRAPH in allowed:
-        is_captured = parallel.size == 1 or parallel.is_on_nccl
-        reasons[GRAPH] = None if is_captured else "the ranks are not on nccl"
-        if parallel.all_reduce_min(int(is_captured)):
+        reasons[GRAPH] = _graph_problem(parallel)
+        if parallel.all_reduce_min(int(reasons[GRAPH] is None)):
             in_use.append(GRAPH)
     if parallel.global_rank == 0:
         _warn_of_dropped({name: reasons[name] for name in reasons if name not in in_use})
-    return table(in_use, {computed.dtype}, checked.tiles)
+    return table(in_use, {computed.dtype}, checked.tiles).dropping_failed()
+
+
+def _graph_problem(parallel: Parallel) -> str | None:
+    """Return why sums of this rank's group cannot be part of a graph; None where they may be."""
+    if parallel.size == 1:
+        return None
+    if not parallel.is_on_nccl:
+        return "the ranks are not on nccl"
+    version = nccl_version()
+    if parallel.spans_machines and version is not None and version < MIN_NCCL:
+        return (
+            f"sums between machines hang in graphs before NCCL {version_text(MIN_NCCL)}, and this "
+            f"is {version_text(version)}"
+        )
+    return None
+
+
+def version_text(version: tuple[int, ...]) -> str:
+    """Return a version as people write it."""
+    return ".".join(map(str, version))
 
 
 def _warn_of_dropped(reasons: dict[str, str | None]) -> None:
@@ -103,5 +126,5 @@ def describe(model: Transformer) -> str:
     """Return the kernels that a model on a GPU runs, for the line that a build prints."""
     if model.norm.weight.device.type != "cuda":
         return ""
-    names = [name for name in (*NAMES, ROUND_ROWS) if name in model.kernels.names]
+    names = [name for name in (*NAMES, SCALED, ROUND_ROWS) if name in model.kernels.names]
     return f", kernels {'+'.join(names)}" if names else ", torch's kernels"

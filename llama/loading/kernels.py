@@ -1,7 +1,8 @@
 """The choice of the kernels that a model may run on its device.
 
 In: the files of a model and what its rank holds. Out: the same files with their kernels, and with
-plain weights where no kernel multiplies by quantized ones.
+plain weights where no kernel multiplies by quantized ones, or exact activations where none
+multiplies rounded ones.
 """
 
 import warnings
@@ -10,6 +11,7 @@ from dataclasses import replace
 from llama.common.device import dtype_name
 from llama.gpu import selection
 from llama.gpu.cases import Computed
+from llama.kernels.cuda.table import SCALED
 from llama.kernels.host import host_kernels
 from llama.loading.files import Files
 from llama.model.plan import LayerPlan
@@ -26,7 +28,7 @@ def choose_kernels(
     """Return the files with the kernels that their model may run on its device.
 
     On a GPU, weights become plain where no kernel multiplies by quantized ones: PyTorch would
-    dequantize them in each step.
+    dequantize them in each step. Activations are not rounded where no kernel multiplies them.
     """
     if files.device.type != "cuda":
         is_cpu = files.device.type == "cpu"
@@ -44,7 +46,7 @@ def choose_kernels(
     files = replace(files, kernels=kernels)
     is_plain = files.quantize is None and not files.checkpoint.in_codes
     if is_plain or "linear" in kernels.names:
-        return files
+        return _with_activations(files, parallel)
     if parallel.global_rank == 0:
         warnings.warn(
             f"the weights are held in {dtype_name(files.dtype)}: products of quantized ones "
@@ -53,3 +55,16 @@ def choose_kernels(
         )
     checkpoint = replace(files.checkpoint, in_codes=False)
     return replace(files, quantize=None, activations=None, checkpoint=checkpoint)
+
+
+def _with_activations(files: Files, parallel: Parallel) -> Files:
+    """Return the files without activations in e4m3 where their product is not in use."""
+    if files.activations != "fp8" or SCALED in files.kernels.names:
+        return files
+    if parallel.global_rank == 0:
+        warnings.warn(
+            f"activations stay in {dtype_name(files.dtype)}: those in fp8 need the GPU's kernel "
+            f"{SCALED}, which is not in use",
+            stacklevel=4,
+        )
+    return replace(files, activations=None)

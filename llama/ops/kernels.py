@@ -4,8 +4,13 @@ In: the functions that `llama.kernels` has for a machine. Out: for an operator, 
 kernel, or None where its PyTorch body must compute. A model holds its table and hands it to each
 operator. What a kernel is written in, and how it is compiled, must not be known here. This file
 imports nothing of torch, since the package's face registers the default table with it.
+
+A kernel that fails while a model runs is dropped, and PyTorch computes the operator in its place
+within the same step (`Kernels.dropping_failed`). So a rank of several goes on with the sums that
+the others wait for, whether or not the kernel works for them, and no step has to run again.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +19,33 @@ Kernel = Callable[..., Any]
 
 
 class KernelError(RuntimeError):
-    """A kernel that cannot be compiled or launched: PyTorch's operators can go on in its place."""
+    """A kernel that cannot be compiled or launched: PyTorch's operators can go on in its place.
+
+    No input of the operator has changed, so that PyTorch computes it from the same ones.
+    """
+
+
+class _Droppable:
+    """A kernel that is dropped at its first failure, with a warning."""
+
+    def __init__(self, name: str, kernel: Kernel) -> None:
+        self._name = name
+        self._kernel: Kernel | None = kernel
+
+    @property
+    def is_dropped(self) -> bool:
+        return self._kernel is None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._kernel is None:
+            return None
+        try:
+            return self._kernel(*args)
+        except KernelError as error:
+            self._kernel = None
+            text = f"torch runs in place of the GPU's kernel for {self._name}: {error}"
+            warnings.warn(text, stacklevel=3)
+            return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +65,17 @@ class Kernels:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Kernels":
         """Return the table itself, which copies of a model share."""
         return self
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a kernel for an operator, and it has not been dropped."""
+        function = self.functions.get(name)
+        is_dropped = isinstance(function, _Droppable) and function.is_dropped
+        return function is not None and not is_dropped
+
+    def dropping_failed(self) -> "Kernels":
+        """Return a table of the same kernels, each of which is dropped where it fails."""
+        functions = {name: _Droppable(name, kernel) for name, kernel in self.functions.items()}
+        return Kernels(functions, self.names)
 
     def run(self, name: str, *args: Any) -> Any:
         """Return the result of an operator's kernel; None where there is none for the arguments."""

@@ -238,7 +238,7 @@ class _Pass:
             if states:
                 x = torch.cat([x, *(states[layer] for layer in sorted(states))])
         else:
-            outputs = self._runner.replay(self._decode, self._received(), wants_logits=False)
+            outputs = self._decode(self._received(), wants_logits=False)
             assert isinstance(outputs, Tensor), "an earlier stage decodes nothing"
             x = outputs[: self._num_tokens].clone()
         self.messages.send_hidden(x)
@@ -247,7 +247,7 @@ class _Pass:
         """Return the results of the last stage: those of a graph, or normalised states (R, E)."""
         x = self._received()
         if self._decode is not None:
-            return self._runner.replay(self._decode, x, wants_logits=wants_logits)
+            return self._decode(x, wants_logits=wants_logits)
         return self._runner.model.normalize(self._run_layers(x), self._batch, self.watched)
 
     def _received(self) -> Tensor | None:

@@ -39,6 +39,7 @@ class ModelParallel(Parallel):
     Attributes:
         group: the model-parallel group, on the device's backend.
         control: all ranks of this copy of the model on gloo, for agreement in host memory.
+        group_control: the ranks of `group` on gloo.
         world: all ranks, on gloo.
         shared: the shared memory of the group, if its ranks are on one machine.
         message_ring: the shared memory of all ranks of this copy, if they are on one machine. It is
@@ -51,6 +52,7 @@ class ModelParallel(Parallel):
 
     group: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
+    group_control: dist.ProcessGroup | None = None
     world: dist.ProcessGroup | None = None
     shared: SharedMemory | None = None
     message_ring: SharedMemory | None = None
@@ -125,6 +127,15 @@ class ModelParallel(Parallel):
             else:
                 dist.broadcast(x, src=self.first_of_group, group=self.group)
         return x
+
+    def all_hold(self, condition: bool) -> bool:
+        """Agree within the group, by gloo."""
+        if self.size == 1:
+            return condition
+        x = torch.tensor([int(condition)])
+        with self._inside:
+            dist.all_reduce(x, dist.ReduceOp.MIN, group=self.group_control)
+        return bool(x)
 
     def all_reduce_min(self, value: int) -> int:
         """Return the smallest `value` of all ranks, by gloo."""

@@ -24,6 +24,7 @@ from fairscale.nn.model_parallel import initialize as fs_init
 from torch._C._distributed_c10d import HashStore
 
 from llama.common.checks import FieldError
+from llama.common.device import shares_gpu
 from llama.kernels.cpu import native
 from llama.ranks import torch_private
 from llama.ranks.collectives import ModelParallel, exchange
@@ -49,6 +50,8 @@ def connect(
     timeout_s: float,
     pipeline_parallel_size: int = 1,
     silence_s: float = SILENCE_S,
+    *,
+    allows_one_shot: bool = True,
 ) -> Parallel:
     """Join the process groups that torchrun's variables describe, or make groups of one process.
 
@@ -61,6 +64,7 @@ def connect(
         timeout_s: The limit of each wait for another rank, in seconds.
         pipeline_parallel_size: Pipeline stages that divide the layers.
         silence_s: The silence after which the ranks of another machine are given up, in seconds.
+        allows_one_shot: Whether GPUs of a machine may sum by one-shot kernels, see `OneShot`.
 
     Raises:
         ValueError: The sizes do not divide the number of processes, or differ between ranks.
@@ -80,7 +84,7 @@ def connect(
         # operators of symmetric memory. Meta's `build` sets it too, and scripts rely on that.
         torch.cuda.set_device(device)
     with loopback_if_alone():
-        return _join(sizes, device, timeout_s, silence_s)
+        return _join(sizes, device, timeout_s, silence_s, allows_one_shot=allows_one_shot)
 
 
 def _join_alone() -> None:
@@ -131,14 +135,19 @@ def _new_group(ranks: Sequence[int], limit: timedelta) -> dist.ProcessGroup:
 
 
 def _join(
-    sizes: GroupSizes, device: torch.device, timeout_s: float, silence_s: float
+    sizes: GroupSizes,
+    device: torch.device,
+    timeout_s: float,
+    silence_s: float,
+    *,
+    allows_one_shot: bool = True,
 ) -> ModelParallel:
     """Meet the other ranks, and make the groups; raise a RankError if either fails."""
     watch = Watch.of_process() or meet_all(sizes, timeout_s, silence_s, _gpu_id(device))
     watch.rendezvous.silence_s = silence_s
     try:
         with watch.waiting("the making of the groups", timeout_s):
-            return _make_groups(watch, sizes, device, timeout_s)
+            return _make_groups(watch, sizes, device, timeout_s, allows_one_shot=allows_one_shot)
     except RankError:
         raise
     except RuntimeError as error:
@@ -156,9 +165,10 @@ def _join(
 def _gpu_id(device: torch.device) -> str:
     """Return what identifies this rank's GPU on its machine; empty where ranks may share one.
 
-    nccl refuses that. Groups that a program has made itself may be on gloo.
+    nccl refuses that, unless it is asked not to. Groups that a program has made itself may be on
+    gloo.
     """
-    if device.type != "cuda" or dist.is_initialized():
+    if device.type != "cuda" or dist.is_initialized() or shares_gpu():
         return ""
     properties = torch.cuda.get_device_properties(device)
     return str(getattr(properties, "uuid", ""))  # torch before 2.4 has none
@@ -180,7 +190,12 @@ class _Lease:
 
 
 def _make_groups(
-    watch: Watch, sizes: GroupSizes, device: torch.device, timeout_s: float
+    watch: Watch,
+    sizes: GroupSizes,
+    device: torch.device,
+    timeout_s: float,
+    *,
+    allows_one_shot: bool,
 ) -> ModelParallel:
     """Make the groups of several ranks: fairscale's, and gloo's for agreement."""
     limit = timedelta(seconds=timeout_s + LATER_S)
@@ -207,7 +222,7 @@ def _make_groups(
     shared = _share_memory(watch, group_control, limit)
     is_one_machine = _is_one_machine(group_control, sizes.group)
     if is_one_machine and gpu and dist.get_backend(group) == "nccl":
-        one_shot = OneShot.join(group, group_control, device)
+        one_shot = OneShot.join(group, group_control, device, is_allowed=allows_one_shot)
     message_ring = shared
     link = None
     if sizes.stages > 1:
@@ -226,8 +241,10 @@ def _make_groups(
         data_rank=rank // sizes.copy,
         data_size=sizes.world // sizes.copy,
         timeout_s=timeout_s,
+        spans_machines=sizes.group > 1 and not is_one_machine,
         group=group,
         control=control,
+        group_control=group_control,
         world=world,
         shared=shared,
         message_ring=message_ring,

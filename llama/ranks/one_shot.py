@@ -51,16 +51,27 @@ class OneShot:
 
     @classmethod
     def join(
-        cls, group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device
+        cls,
+        group: dist.ProcessGroup,
+        control: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        is_allowed: bool = True,
     ) -> "OneShot | None":
         """Return this rank's end, or None on every rank. All ranks of the group must call it.
 
         The steps that may fail on one rank alone come first, and the ranks agree on the result
         before they map each other's memory, where each rank waits for all.
+
+        Args:
+            group: The group on the device's backend.
+            control: The same ranks on gloo.
+            device: The GPU of this rank.
+            is_allowed: Whether this rank may have it.
         """
         prepared = None
         with contextlib.suppress(Exception):  # errors of torch, the driver or the machine
-            if _reaches_peers(device):
+            if is_allowed and _reaches_peers(device):
                 prepared = torch_private.symmetric_buffer(MAX_SWITCH_BYTES, device)
         if not _agree(control, prepared is not None) or prepared is None:
             return None

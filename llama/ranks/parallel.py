@@ -79,6 +79,7 @@ class Parallel:
         data_size: the number of copies of the model.
         timeout_s: maximum time to wait for another rank.
         link: the connection to the other pipeline stages; None without a pipeline.
+        spans_machines: whether the ranks of the group are on several machines.
     """
 
     placement: Placement = WHOLE
@@ -86,6 +87,7 @@ class Parallel:
     data_size: int = 1
     timeout_s: float = 600.0
     link: Link | None = None
+    spans_machines: bool = False
 
     # Every step asks for these, so each is computed once: no field of this class changes.
     @functools.cached_property
@@ -179,6 +181,10 @@ class Parallel:
         if self.size > 1:
             raise RankError(f"rank {self.rank} of {self.size} has no groups: it is an estimate")
         return x
+
+    def all_hold(self, condition: bool) -> bool:
+        """Return whether a condition holds on all ranks of the group; all of them call it."""
+        return condition
 
     def all_reduce_min(self, value: int) -> int:
         """Return the smallest `value` of all ranks of the world."""

@@ -89,12 +89,16 @@ def symmetric_buffer(
         the buffer, and a function that maps it on all ranks of a group. The function returns a sum
         in one kernel launch, and a sum by the switch between the GPUs (None without a switch).
 
+    x is copied into the buffer by a kernel of its own, whose end orders its writes before the sum.
+    In torch's kernel that does both (one_shot_all_reduce_copy_out), threads that have copied are
+    not waited for before the peers are told to read.
+
     Raises:
         ImportError, AttributeError: torch lacks the names; before any rank waits for another.
     """
     symmetric = importlib.import_module("torch.distributed._symmetric_memory")
     rendezvous = symmetric.rendezvous
-    one_shot = torch.ops.symm_mem.one_shot_all_reduce_copy_out
+    one_shot = torch.ops.symm_mem.one_shot_all_reduce_out
     multimem = torch.ops.symm_mem.multimem_all_reduce_
 
     def join(group: dist.ProcessGroup) -> tuple[Sum, Sum | None]:
@@ -102,7 +106,7 @@ def symmetric_buffer(
         name = group.group_name
 
         def small(own: Tensor, x: Tensor) -> None:
-            one_shot(own, x, "sum", name, x)
+            one_shot(own.copy_(x), "sum", name, x)
 
         def large(own: Tensor, x: Tensor) -> None:
             x.copy_(multimem(own.copy_(x), "sum", name))

@@ -35,14 +35,15 @@ def test_groups_know_their_gpu():
 
 
 def test_the_sums_of_symmetric_memory_are_operators_of_torch():
-    assert torch.ops.symm_mem.one_shot_all_reduce_copy_out is not None
+    assert torch.ops.symm_mem.one_shot_all_reduce_out is not None
     assert torch.ops.symm_mem.multimem_all_reduce_ is not None
 
 
 @pytest.mark.parametrize("multicast", [0, 4096])
-def test_a_switch_adds_up_what_lies_in_the_symmetric_memory(monkeypatch, multicast):
+def test_sums_are_of_what_lies_in_the_symmetric_memory(monkeypatch, multicast):
+    """The values are copied into it first, by an operator of its own."""
     fake: Any = SimpleNamespace(
-        one_shot_all_reduce_copy_out=lambda own, x, how, name, out: out.mul_(3),
+        one_shot_all_reduce_out=lambda own, how, name, out: out.copy_(own * 3),
         multimem_all_reduce_=lambda own, how, name: own.mul_(2),
         empty=torch.empty,
         rendezvous=lambda buffer, group: SimpleNamespace(multicast_ptr=multicast),
@@ -52,7 +53,8 @@ def test_a_switch_adds_up_what_lies_in_the_symmetric_memory(monkeypatch, multica
     buffer, join = torch_private.symmetric_buffer(64, torch.device("cpu"))
     group: Any = SimpleNamespace(group_name="0")
     small, large = join(group)
-    x, own = torch.ones(4), buffer.view(torch.float32)[:4]
+    x = torch.ones(4)
+    own = buffer.view(torch.float32)[:4].fill_(7)
     small(own, x)
     assert x.tolist() == [3.0] * 4 and (large is not None) == bool(multicast)
     if large is not None:

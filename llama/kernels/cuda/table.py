@@ -24,7 +24,10 @@ from llama.ops.linear import linear
 from llama.ops.sample import SamplingRow, on_device_of, pack_params
 
 NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "sample")
-ROUND_ROWS = "round_rows"  # listed beside NAMES where activations are rounded to e4m3
+# Listed beside NAMES where activations are rounded to e4m3. The first one is PyTorch's product of
+# e4m3, which some GPUs or versions refuse.
+SCALED = "scaled"
+ROUND_ROWS = "round_rows"
 GRAPH = "graph"  # listed beside the kernels where decode steps may be CUDA graphs
 MAX_VOCAB = 2**19  # the limit of sample.py, whose blocks are at most 128 per row
 _CHUNK_ELEMENTS = 1 << 27  # elements made plain per chunk: each matrix of the 8B's layers at once
@@ -39,14 +42,14 @@ def table(
     """Return the table of some kernels.
 
     Args:
-        names: Some of NAMES, ROUND_ROWS, and GRAPH where decode steps may be CUDA graphs.
+        names: Some of NAMES, SCALED, ROUND_ROWS, and GRAPH where decode steps may be CUDA graphs.
         dtypes: The dtypes of a model's tensors that they take. float32 is for tests: a GPU would
             round products to TF32. Sampling takes float32 logits whatever the model's dtype is.
         tiles: The tile for M rows times a weight (N, K). M is a power of 2 up to 256, to which the
             rows are filled up. Where there is no tile, PyTorch's library multiplies.
     """
     chosen = frozenset(names)
-    if unknown := chosen - {*NAMES, ROUND_ROWS, GRAPH}:
+    if unknown := chosen - {*NAMES, SCALED, ROUND_ROWS, GRAPH}:
         raise ValueError(f"unknown kernels {sorted(unknown)}: there are {', '.join(NAMES)}")
     launchers = _Launchers(frozenset(dtypes), tiles, rounds=ROUND_ROWS in chosen)
     functions_of: dict[str, list[Callable[..., object]]] = {
@@ -54,8 +57,9 @@ def table(
         "add_norm": [launchers.add_norm, launchers.rms_norm],
         "rope_and_store": [launchers.rope_and_store],
         "silu_mul": [launchers.silu_mul],
-        "linear": [launchers.linear, launchers.grouped_linear, launchers.scaled_linear],
+        "linear": [launchers.linear, launchers.grouped_linear],
         "sample": [launchers.choose_ids, launchers.top_tokens],
+        SCALED: [launchers.scaled_linear],
         ROUND_ROWS: [launchers.round_rows],
         GRAPH: [],
     }

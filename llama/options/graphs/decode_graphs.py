@@ -89,8 +89,9 @@ class DecodeGraphs:
             self._outputs = (model.norm.weight.new_zeros(max_rows, model.params.dim),)
         # The widths of tables, in pages. With the attention kernel there is one.
         self._widths = [self._max_pages]
-        if "attention" not in model.kernels.names:
+        if not model.parallel.all_hold(model.kernels.has("paged_attention")):
             self._widths = _table_widths(self._max_pages)
+        self.is_over = False
         self._graphs: dict[Shape, tuple[Outputs, Callable[[], None]]] = {}
         self._path: object = None  # the model's execution path when the graphs were recorded
 
@@ -128,24 +129,21 @@ class DecodeGraphs:
 
     def run(
         self, step: DecodeStep, x: Tensor | None = None, *, wants_logits: bool
-    ) -> Decoded | Tensor | None:
+    ) -> Decoded | Tensor:
         """Run one step, see `Replayer.run`.
 
-        A step that cannot be recorded, for want of memory say, is the end of graphs.
-
-        Raises:
-            CaptureError: The shape cannot be recorded, on one of several ranks: the others do not
-                know it.
+        A step that cannot be recorded, for want of memory say, is the end of graphs on all ranks of
+        the group. The step runs operator by operator, as do those that are prepared already.
         """
         shape = self._fill(step, x, wants_logits)
-        if shape not in self._graphs:
+        if not self.is_over and shape not in self._graphs:
             try:
                 self._graphs[shape] = self._record(*shape)
             except CaptureError as error:
-                if not self._model.parallel.is_alone:
-                    raise
                 warn_of_no_graphs(error)
-                return None
+                self.close()
+        if self.is_over:
+            return self._results(self._step(*shape))
         outputs, replay = self._graphs[shape]
         replay()
         return self._results(outputs)
@@ -199,7 +197,7 @@ class DecodeGraphs:
         """Record all shapes.
 
         Raises:
-            CaptureError: A shape cannot be recorded.
+            CaptureError: A shape cannot be recorded, on this rank or on another one of the group.
         """
         for shape in self.shapes():
             self._graphs[shape] = self._record(*shape)
@@ -207,6 +205,12 @@ class DecodeGraphs:
     def _record(
         self, rows: int, width: int, wants_logits: bool
     ) -> tuple[Outputs, Callable[[], None]]:
+        """Record one shape. All ranks of the group do so at once, and agree on whether all could.
+
+        Raises:
+            CaptureError: A rank cannot capture the step, which it has run once: PyTorch or the
+                driver refused, or there is no memory for a graph. It is raised on all ranks.
+        """
         if not self._graphs:
             self._path = self._model.execution_path()
 
@@ -221,11 +225,17 @@ class DecodeGraphs:
         inputs = [*self._inputs.tensors, self._kv_cache, self._last_ids, *self._outputs]
         if self._arrived is not None:
             inputs.append(self._arrived)
+        recorded = None
+        reason = "another rank could not"
         try:
-            return self._recorder.record(step, inputs)
+            recorded = self._recorder.record(step, inputs)
         except Exception as e:
-            # PyTorch or the driver refused, or a kernel does not fit.
-            raise CaptureError(f"a step of {rows} rows was not captured: {e}") from e
+            if not isinstance(e, CaptureError) and self._model.parallel.size > 1:
+                raise  # the step itself broke off, and other ranks may wait for this one's sums
+            reason = str(e)
+        if not self._model.parallel.all_hold(recorded is not None) or recorded is None:
+            raise CaptureError(f"a step of {rows} rows was not captured: {reason}")
+        return recorded
 
     def _step(self, rows: int, width: int, wants_logits: bool) -> Outputs:
         """Compute one step of a fixed shape, which is what a graph captures.
@@ -252,6 +262,7 @@ class DecodeGraphs:
 
     def close(self) -> None:
         """Free all graphs."""
+        self.is_over = True
         self._graphs.clear()
         self._recorder.close()
 

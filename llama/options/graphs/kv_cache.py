@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from llama.common.device import current, peak_bytes
-from llama.engine.runner import LastIds, give_up_kernels
+from llama.engine.runner import LastIds
 from llama.model.transformer import Transformer
-from llama.ops.kernels import KernelError
 from llama.options.graphs.decode_graphs import DecodeGraphs, warn_of_no_graphs
 from llama.options.graphs.recorder import CaptureError, Recorder
 from llama.options.graphs.trial import replay_problem
@@ -27,12 +26,14 @@ class Allocated:
             `num_pages`: the unused rows of graphs write there.
         num_pages: The pages that sequences may use.
         last_ids: The tokens of the latest step, which graphs read.
+        reserve: The bytes that a step needs.
         graphs: The recorded decode steps, if there are any.
     """
 
     kv_cache: Tensor
     num_pages: int
     last_ids: LastIds
+    reserve: int = 0
     graphs: DecodeGraphs | None = None
 
 
@@ -45,6 +46,7 @@ def allocate(
     reserve: int = 0,
     recorded_rows: int | None = None,
     step_tokens: int = 0,
+    captured_bytes: int = 0,
 ) -> Allocated:
     """Allocate the KV cache of a model, and record its graphs.
 
@@ -58,29 +60,20 @@ def allocate(
         recorded_rows: The rows up to which graphs are recorded now, see `DecodeGraphs`.
         step_tokens: The maximum number of tokens of a step. A GPU runs one such step first, whose
             memory is reserved as well; 0: none.
+        captured_bytes: The bytes of the hidden states that a step may capture on a GPU.
     """
     device = model.norm.weight.device
     with model.parallel.step(), current(device):
         if device.type == "cuda" and step_tokens:
-            reserve = max(reserve, _measure_step(model, step_tokens, page_size))
+            run = largest_step(model, step_tokens, page_size)
+            reserve = max(reserve, peak_bytes(device, run)) + captured_bytes
         last_ids = LastIds.of(model)
         if recorder is None:
             kv_cache = model.new_kv_cache(num_pages, page_size)
-            return Allocated(kv_cache, num_pages, last_ids)
+            return Allocated(kv_cache, num_pages, last_ids, reserve)
         return _allocate_with_graphs(
             model, num_pages, page_size, recorder, reserve, recorded_rows, last_ids
         )
-
-
-def _measure_step(model: Transformer, num_tokens: int, page_size: int) -> int:
-    """Return the memory that a step of so many tokens takes, see `largest_step`."""
-    device = model.norm.weight.device
-    run = largest_step(model, num_tokens, page_size)
-    try:
-        return peak_bytes(device, run)
-    except KernelError as error:
-        give_up_kernels(model, error)
-        return peak_bytes(device, run)
 
 
 def _allocate_with_graphs(
@@ -99,11 +92,11 @@ def _allocate_with_graphs(
     parallel = model.parallel
     small = model.new_kv_cache(2, page_size)
     graph_bytes = 0
+    problem: CaptureError | None = None
     try:
         graph_bytes = DecodeGraphs(model, small, recorder, last_ids, recorded_rows).num_bytes()
-    except CaptureError:
-        if parallel.size > 1:
-            raise  # the other ranks may wait for this one's part of a sum
+    except CaptureError as error:
+        problem = error
     cache_bytes = recorder.free_bytes() - graph_bytes - reserve
     fitting = 2 * cache_bytes // small.nbytes - 1
     min_pages = -(-model.params.max_seq_len // page_size)
@@ -111,17 +104,15 @@ def _allocate_with_graphs(
     num_pages = min(num_pages, fitting)
     kv_cache = model.new_kv_cache(num_pages + 1, page_size)
     graphs = DecodeGraphs(model, kv_cache, recorder, last_ids, recorded_rows)
-    problem: CaptureError | None = None
-    try:
-        graphs.record_all()
-    except CaptureError as error:
-        if parallel.size > 1:
-            raise
-        problem = error
-    else:
-        problem = replay_problem(graphs, model, kv_cache, last_ids)
+    if problem is None:
+        try:
+            graphs.record_all()
+        except CaptureError as error:
+            problem = error
+        else:
+            problem = replay_problem(graphs, model, kv_cache, last_ids)
     if not parallel.all_reduce_min(int(problem is None)):  # all stages alike
         warn_of_no_graphs(problem or CaptureError("another rank cannot record them"))
         graphs.close()
-        return Allocated(kv_cache, num_pages, last_ids)
-    return Allocated(kv_cache, num_pages, last_ids, graphs)
+        return Allocated(kv_cache, num_pages, last_ids, reserve)
+    return Allocated(kv_cache, num_pages, last_ids, reserve, graphs)

@@ -13,6 +13,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from llama.common.device import free_gpu_bytes
+
 _POOLED_STREAMS = 32  # streams of a GPU that torch hands out in turn
 
 Outputs = tuple[Tensor, ...]
@@ -76,7 +78,11 @@ class CudaRecorder:
     def record(
         self, function: Callable[[], Outputs], inputs: Seq[Tensor]
     ) -> tuple[Outputs, Callable[[], None]]:
-        """Capture `function` in a graph, after running it once on the stream of the graphs."""
+        """Capture `function` in a graph, after running it once on the stream of the graphs.
+
+        Raises:
+            CaptureError: It has run, and cannot be captured.
+        """
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
@@ -84,11 +90,14 @@ class CudaRecorder:
             with torch.cuda.stream(self._stream):
                 function()  # workspaces and modules are made at first use, which is not captured
             self._stream.synchronize()
-            # nccl's watchdog calls CUDA from its own thread, which must not end the capture.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                outputs = function()
+            try:
+                # nccl's watchdog calls CUDA from its own thread, which must not end the capture.
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ):
+                    outputs = function()
+            except Exception as error:
+                raise CaptureError(str(error)) from error
         finally:
             # A capture that fails leaves its stream current, where later steps would run unordered.
             torch.cuda.set_stream(before)
@@ -102,7 +111,7 @@ class CudaRecorder:
         free, although torch counts it as kept.
         """
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self._device)[0]
+        return free_gpu_bytes(self._device)
 
     def close(self) -> None:
         """Free the graphs, before the process groups whose collectives they hold."""

@@ -67,7 +67,6 @@ def replay_problem(
         _clear(used_pages, slots, zeros)
         unused_page.fill_(7.0)  # nobody may read it
         replayed = graphs.run(step, x, wants_logits=wants_logits)
-        assert replayed is not None, "a step was not recorded"
         try:
             _expect_same(num_rows, replayed, eager)
             _expect_close("keys and values", read_cache(used_pages), eager_cache)
