@@ -2,6 +2,7 @@
 
     python scripts/gpu_check.py --minutes 9.5 --out DIR
     python scripts/gpu_check.py --out DIR --only tests    # pytest -m gpu, in a run of its own
+    python scripts/gpu_check.py --out DIR --only ranks --nccl libnccl.so.2.xz    # see below
     python scripts/gpu_check.py --out DIR --only probes   # see bench/gpu_probes.py
     python scripts/gpu_check.py --dry --out DIR           # on the CPU, with the demo shape
 
@@ -19,6 +20,10 @@ named below of a common image. Here, for the Python that is there, then there, w
         pydantic pydantic-core annotated-types typing-inspection regex tiktoken safetensors tqdm
     python3 -m pip install -q --no-index --no-deps --target site wheels/*.whl
     PYTHONPATH=site:. python3 scripts/gpu_check.py --out DIR --only facts,checks,decode,profile
+
+The section `ranks` (bench/gpu_ranks.py) starts several ranks, which share the GPUs that are there.
+NCCL takes that from 2.30 on (`llama doctor` names the version). For a torch with an older one,
+such as 2.11, bench/slim_nccl.py writes a library of 39 MB, which `--nccl` preloads.
 """
 
 import argparse
@@ -49,11 +54,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--dry", action="store_true", help="on the CPU, with the demo shape")
     parser.add_argument("--only", default="", help="names of sections, with commas between them")
+    parser.add_argument("--nccl", type=Path, help="NCCL's library for the section ranks, or its xz")
     parser.add_argument("--section", default="", help=argparse.SUPPRESS)  # in a child
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    from bench import gpu_probes, gpu_sections
+    from bench import gpu_probes, gpu_ranks, gpu_sections
 
+    if args.nccl is not None:
+        os.environ[gpu_ranks.LIBRARY] = str(args.nccl.resolve(strict=True))
     if args.section:
         end_with_parent()
         return max(_run_here(name, args.out, dry=args.dry) for name in args.section.split(","))

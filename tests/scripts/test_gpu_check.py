@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import shutil
+import struct
 import subprocess
 import sys
 import weakref
@@ -18,7 +19,7 @@ pytest.importorskip("triton", reason="its kernels need Triton")
 
 import gpu_check
 
-from bench import gpu_probes, gpu_sections
+from bench import gpu_probes, gpu_ranks, gpu_sections, slim_nccl
 from bench.gpu_run import BARS, H200, MODES, Section, read_results
 from bench.gpu_sections import LIMITS, LIMITS_ALONE, kernel_times
 from helpers.launch import REPO, environment, run_program
@@ -37,8 +38,10 @@ def dry_run(tmp_path_factory) -> tuple[list[str], Path, subprocess.CompletedProc
         native.make_private(cache)
         shutil.copy(library._name, cache)
     command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--dry", "--minutes", "9"]
-    command += ["--out", str(out), "--only", ",".join([*LIMITS, "tests", "formats", "probes"])]
-    return command, out, run_program(command, timeout=400)
+    sections = [*LIMITS, "ranks", "tests", "formats", "probes"]
+    command += ["--out", str(out), "--only", ",".join(sections)]
+    env = environment(**{gpu_ranks.ASKED: "1 x 2"})  # the others start 10 processes
+    return command, out, run_program(command, env=env, timeout=400)
 
 
 @pytest.mark.slow
@@ -67,6 +70,9 @@ def test_all_sections_run_dry_and_only_once(dry_run, monkeypatch, capsys):
     assert {checked[name] for name in gpu_probes.LIMITS} == {
         "ok", "needs a GPU", "needs a GPU and CUDA's compute-sanitizer",
     }  # fmt: skip
+    for way in ("eager", "graphs", "graphs, unequal shares"):
+        assert checked[f"1 x 2 random fp32, {way}"] == "same ids"
+    assert 0 < checked["killed in a captured sum"] < gpu_ranks._KILLED_S
     assert checked["tests: errors"] == checked["tests: failures"] == 0 < checked["tests: skipped"]
     assert {x.name for x in out.iterdir()} == {"results.jsonl", "summary.txt", "log.txt", "cache"}
     monkeypatch.setattr(sys, "argv", command[1:])
@@ -157,6 +163,26 @@ def test_a_profile_counts_the_device_alone_and_tells_products_apart():
         ("product_kernel", "448x1x1", 9.0, 1),
         ("Memcpy HtoD", "", 1.0, 1),
     ]
+
+
+def test_slim_nccl_keeps_the_code_of_one_architecture_where_it_is():
+    """All else is zeros: code of other GPUs, and PTX; the magic number may also occur by chance."""
+
+    def entry(kind: int, arch: int, code: bytes) -> bytes:
+        fields = (kind, 0, 64, len(code), 0, 0, 0, 0, arch)
+        return struct.pack("<HHIQIIHHI", *fields).ljust(64, b"\7") + code
+
+    def library(*codes: bytes) -> bytearray:
+        entries = [entry(*key, code) for key, code in zip(kinds, codes, strict=True)]
+        size = sum(map(len, entries))
+        magic = struct.pack("<I", 0xBA55ED50)
+        header = magic + struct.pack("<HHQ", 1, 16, size)
+        return bytearray(b"elf" + magic + bytes(20) + header + b"".join(entries) + b"end")
+
+    kinds = ((2, 80), (2, 90), (1, 90))
+    data = library(b"a" * 24, b"b" * 40, b"c" * 8)
+    assert slim_nccl.slim(data, 90) == {(2, 80): 24, (2, 90): 40, (1, 90): 8}
+    assert data == library(bytes(24), b"b" * 40, bytes(8))
 
 
 def test_one_section_that_fails_is_not_all(tmp_path, monkeypatch):
