@@ -26,6 +26,7 @@ from llama.options.stages import FailedFormats, Pipeline, StageRunner, StageStep
 # fewer, reading the weights would take longer than the products.
 _MIN_PROMPT_TOKENS_CPU = 32
 _MIN_PROMPT_TOKENS = 512
+_CAPTURED_BYTES = 256 << 20  # the hidden states that requests capture in one step on a GPU
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
     num_pages = options.num_pages or params.max_batch_size * -(-params.max_seq_len // page_size)
     budget = options.token_budget or step_tokens(params, params.max_batch_size, placement.stages)
 
+    max_captured = _max_captured(model)
+    captured_bytes = 0
+    if max_captured is not None:  # the rows of other sequences are kept with those of a capture
+        num_states = min(max_captured, budget) + params.max_batch_size
+        captured_bytes = num_states * _state_bytes(model)
+
     def allocated(each: Transformer) -> Allocated:
         return allocate(
             each,
@@ -59,18 +66,20 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
             # Steps that verify drafts have more rows than sequences.
             recorded_rows=max(params.max_batch_size, 64) if options.speculate else None,
             step_tokens=budget,
+            captured_bytes=captured_bytes,
         )
 
     hooks: list[StepHook] = []
     draft_runner = None
     if options.draft_model is not None:
         draft_runner = _runner(options.draft_model, allocated(options.draft_model), [])
-    runner = _runner(model, allocated(model), hooks, options.async_scheduling)
-    scheduler = _scheduler(model, runner.num_pages, page_size, budget)
+    memory = allocated(model)
+    runner = _runner(model, memory, hooks, options.async_scheduling)
+    scheduler = _scheduler(model, runner.num_pages, page_size, budget, max_captured)
     spin = SpinController.for_this_process()
     if spin is not None:
         hooks.append(ShortSpins(spin))
-    adapters = AdapterStore(model, scheduler)
+    adapters = AdapterStore(model, scheduler, memory.reserve)
     hooks.append(adapters)
     stepper: Stepper | None = None
     if isinstance(runner, StageRunner):
@@ -84,7 +93,26 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
     return Assembled(core, adapters)
 
 
-def _scheduler(model: Transformer, num_pages: int, page_size: int, token_budget: int) -> Scheduler:
+def _state_bytes(model: Transformer) -> int:
+    """Return the bytes of all hidden states of a token."""
+    weight = model.norm.weight
+    return (model.params.n_layers + 2) * model.params.dim * weight.itemsize
+
+
+def _max_captured(model: Transformer) -> int | None:
+    """Return how many tokens of a step may have their states captured; None without a limit."""
+    if model.norm.weight.device.type != "cuda":
+        return None
+    return max(1, _CAPTURED_BYTES // _state_bytes(model))
+
+
+def _scheduler(
+    model: Transformer,
+    num_pages: int,
+    page_size: int,
+    token_budget: int,
+    max_captured: int | None,
+) -> Scheduler:
     """Return the scheduler of a model whose KV cache has so many pages."""
     is_on_cpu = model.norm.weight.is_cpu
     return Scheduler(
@@ -94,6 +122,7 @@ def _scheduler(model: Transformer, num_pages: int, page_size: int, token_budget:
         num_stages=model.parallel.placement.stages,
         min_prompt_tokens=_MIN_PROMPT_TOKENS_CPU if is_on_cpu else _MIN_PROMPT_TOKENS,
         has_whole_prompts=not model.params.is_causal,
+        max_captured=max_captured,
     )
 
 

@@ -312,6 +312,16 @@ class BuildArgs:
             group=RANKS,
         ),
     ] = None
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Range(1, 2**24),
+        Flag(
+            "N",
+            "Maximum number of tokens that one step computes",
+            "2048, and 8192 on GPUs of 80 GB, over the number of pipeline stages",
+            group=_MEMORY,
+        ),
+    ] = None
     kv_cache_memory_bytes: Annotated[
         int | None,
         Range(1, 2**60),

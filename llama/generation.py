@@ -102,6 +102,7 @@ class Llama:
         lora: str | os.PathLike[str] | Seq[str | os.PathLike[str]] | None = None,
         shares: str | Seq[int] | None = None,
         ffn_shares: str | Seq[int] | None = None,
+        max_num_batched_tokens: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         kv_cache_dtype: str | None = None,
         reasoning_parser: str = "auto",
@@ -180,6 +181,11 @@ class Llama:
                 feed-forward columns, so that the KV cache has more tokens. Default: equal shares.
             ffn_shares: the same for the feed-forward columns alone, in whole numbers. Default: as
                 `shares`, or with shares="memory" what that measures.
+            max_num_batched_tokens: the maximum number of tokens that one step computes, at least
+                max_batch_size. More read prompts faster, above all with quantized weights on a GPU;
+                answers beside them wait longer for their next token, and the KV cache gets less
+                memory. Default: 2,048, and 8,192 on GPUs of 80 GB and more if that leaves nine
+                tenths of the KV cache, over the number of pipeline stages.
             kv_cache_memory_bytes: the size of the KV cache on each rank. Default: the memory that
                 the weights leave, but no more than max_batch_size x max_seq_len tokens need.
             kv_cache_dtype: "int8" stores the KV cache in int8, on CPU or CUDA, with one scale per
@@ -280,8 +286,11 @@ class Llama:
         options = replace(
             options or EngineOptions(),
             recorder_for=(lambda _: None) if why_silent else recorder_for,  # Graphs generate.
-            reserve=step_bytes(args, model.plan, model.norm.weight.dtype, args.max_batch_size),
         )
+        reserve = step_bytes(
+            args, model.plan, model.norm.weight.dtype, args.max_batch_size, options.token_budget
+        )
+        options = replace(options, reserve=reserve)
         assembled = assemble(model, options)
         self.llm_engine = LLMEngine(
             assembled.core, assembled.adapters, tokenizer, args.max_seq_len, seed, why_silent

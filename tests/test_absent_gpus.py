@@ -21,12 +21,14 @@ from helpers.checkpoints import write_byte_tokenizer
 from helpers.tape import Again
 from helpers.weights import hf_model
 from llama import Llama, Transformer
-from llama.assembly import assemble
+from llama.assembly import _state_bytes, assemble
 from llama.checkpoint.find import find
+from llama.engine.sequence import SequenceState
 from llama.kernels.cpu import native
 from llama.loading.files import Files
 from llama.loading.memory import estimate_memory
 from llama.loading.sizes import Memory
+from llama.options import largest_step
 from llama.options.engine_options import EngineOptions
 from llama.ranks.placement import Placement
 
@@ -180,12 +182,23 @@ def test_a_build_runs_the_largest_step_first(checkpoint_dir, monkeypatch):
         return run(model, x, *rest)
 
     monkeypatch.setattr(Transformer, "run_layers", run_layers)
+    sampled: list[SequenceState] = []
+    sample = largest_step.sample
+
+    def sample_all(logits: Tensor, sequences: list[SequenceState], *rest: Any) -> Any:
+        sampled.extend(sequences)
+        return sample(logits, sequences, *rest)
+
+    monkeypatch.setattr(largest_step, "sample", sample_all)
     page = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, slots, elements, bytes
     num_pages = {}
     with absent_gpu((9, 0)):
         model = build(str(checkpoint_dir[0]), "cuda").model
         assert steps == [4 * 128]  # all that four sequences of 128 tokens can be
-        for peak in (0, (1 << 30) - 40 * page):  # of which 16 are for logits
+        assert len(sampled) == 4 and all(seq.spec.has_penalties for seq in sampled)
+        captured = (64 + 4) * _state_bytes(model)
+        # Beside the captured states, 16 of 40 pages are for logits.
+        for peak in (0, (1 << 30) - 40 * page - captured):
             monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _, peak=peak: peak)
             core = assemble(
                 model,

@@ -13,6 +13,8 @@ import torch
 
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
+from llama import loading
+from llama.build_args import BuildArgs
 from llama.checkpoint import memory
 from llama.checkpoint.find import find
 from llama.checkpoint.packing import pack_model
@@ -105,11 +107,30 @@ def test_what_fails_is_dropped_with_one_warning(gpu):
 def test_the_kernel_that_rounds_is_checked_where_it_is_used(gpu, activations):
     """Rounding to e4m3 is checked for `activations="fp8"` alone; PyTorch rounds where it fails."""
     asked = gpu({"round_rows": "3 of 9 ids differ"})
-    allowed = ALL | {"round_rows"}
+    allowed = ALL | {"round_rows", "scaled"}
+    rounds = activations == "fp8"
     with warnings.catch_warnings(record=True) as warned:
         found = kernels_of(Rank(), allowed=allowed, activations=activations).names
-    assert found == ALL and len(warned) == (activations == "fp8")
-    assert ("round_rows" in asked[0][1]) == (activations == "fp8")
+    assert found == (ALL | {"scaled"} if rounds else ALL)
+    assert len(warned) == rounds
+    assert ({"round_rows", "scaled"} <= {*asked[0][1]}) == rounds
+
+
+@pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
+def test_a_gpu_that_refuses_products_in_e4m3_keeps_its_quantized_weights(gpu):
+    """Activations are then not rounded, which a warning says.
+
+    A past fault: the product was part of `linear`, so that all quantized weights became bf16.
+    """
+    gpu({"scaled": "RuntimeError: row-wise scaling is not supported"})
+    files = Files(find(DEMO), torch.bfloat16, "fp8", Placement(), GPU, activations="fp8")
+    with (
+        pytest.warns(UserWarning, match="scaled: RuntimeError: row-wise scaling"),
+        pytest.warns(UserWarning, match="activations stay in bf16: those in fp8 need"),
+    ):
+        found = choose_kernels(files, Parallel(), ALL | {"scaled", "round_rows"})
+    assert found == replace(files, activations=None, kernels=found.kernels)
+    assert found.quantize == "fp8" and "linear" in found.kernels.names
 
 
 def test_ranks_use_the_same_kernels(gpu):
@@ -216,7 +237,7 @@ def test_the_variable_turns_kernels_off(gpu, monkeypatch):
     assert [names for _, names in asked] == [("attention", "sample")]
     assert describe(model_with([])) == ", torch's kernels"
     for text, names in {
-        "": ALL | {"graph", "round_rows"},
+        "": ALL | {"graph", "scaled", "round_rows", "one_shot"},
         "none": set(),
         "linear, sample": {"linear", "sample"},
     }.items():
@@ -289,6 +310,43 @@ def test_graphs_of_ranks_need_sums_that_can_be_captured(gpu, monkeypatch, is_on_
     else:
         with pytest.warns(UserWarning, match=sums or "graph: the ranks are not on nccl"):
             assert recorder(monkeypatch, rank) is None
+
+
+@pytest.mark.parametrize(
+    ("spans_machines", "version", "is_captured"),
+    [(True, (2, 30, 3), False), (True, (2, 30, 4), True), (False, (2, 28, 9), True)],
+)
+def test_sums_between_machines_are_captured_by_a_newer_nccl(
+    gpu, monkeypatch, spans_machines, version, is_captured
+):
+    """Before NCCL 2.30.4 graphs of a group that spans machines hang, so that there are none."""
+    gpu({})
+    monkeypatch.setattr(Rank, "is_on_nccl", True, raising=False)
+    monkeypatch.setattr(selection, "nccl_version", lambda: version)
+    rank = Rank()
+    object.__setattr__(rank, "placement", Placement(size=2))
+    object.__setattr__(rank, "spans_machines", spans_machines)
+    with warnings.catch_warnings(record=True) as warned:
+        names = use(rank, allowed=ALL | {"graph"})
+    assert ("graph" in names) == is_captured
+    assert [str(x.message).partition("graph: ")[2] for x in warned] == [
+        "sums between machines hang in graphs before NCCL 2.30.4, and this is 2.30.3"
+    ] * (not is_captured)
+
+
+@pytest.mark.parametrize(
+    ("text", "allows"),
+    [("", True), ("none", False), ("attention,one_shot", True), ("nosuch", False)],
+)
+def test_the_variable_turns_one_shot_sums_off(monkeypatch, text, allows):
+    """A wrong name is not reported here: `load_model` reports it on all ranks."""
+    seen = []
+    monkeypatch.setenv(VARIABLE, text)
+    monkeypatch.setattr(
+        loading, "connect", lambda *_, allows_one_shot: seen.append(allows_one_shot)
+    )
+    loading._connect(BuildArgs(str(DEMO)), GPU)
+    assert seen == [allows]
 
 
 class Pair(Parallel):

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from functools import partial
 from typing import Any, NamedTuple, get_type_hints
 
 import pytest
@@ -10,15 +11,19 @@ import torch
 from helpers.checkpoints import write_meta
 from helpers.flags import read
 from helpers.kernels import KERNELS_RUN
+from helpers.launch import DEMO
 from llama import Llama
 from llama.build_args import BuildArgs
 from llama.checkpoint.find import find
 from llama.checkpoint.write.convert import convert
 from llama.cli.flags import BUILD_FLAGS, FLAGS, UsageError
 from llama.cli.parser import Command
+from llama.loading.files import Files
+from llama.loading.memory import _token_budget
 from llama.loading.sizes import Memory, choose_sizes, step_bytes
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
+from llama.ranks.placement import Placement
 
 GIB = 2**30
 LLAMA_8B = 131072  # bytes per token: 2 x 32 layers x 8 kv heads x 128 x 2 bytes
@@ -94,6 +99,38 @@ def test_the_reserve_is_what_a_step_holds():
     logits = 256 * 128256 * 4
     found = step_bytes(args, LayerPlan.of(args), torch.bfloat16, 256)
     assert gate_and_up + 2 * logits < found < 2 * (gate_and_up + 3 * logits)
+
+
+@pytest.mark.parametrize(
+    ("gib", "used", "stages", "budget"),
+    [(79, 16, 1, 8192), (79, 16, 4, 2048), (79, 76, 1, 2048), (40, 16, 1, 2048)],
+)
+def test_large_gpus_compute_more_tokens_in_a_step(monkeypatch, gib, used, stages, budget):
+    """Steps of 8,192 tokens are the default on GPUs of 80 GB where the KV cache hardly shrinks."""
+    files = Files(find(DEMO), torch.bfloat16, None, Placement(stages=stages), torch.device("cuda"))
+    free = (gib - used) << 30
+
+    def needs(tokens: int) -> Memory:
+        return Memory(free, 0, (2 << 30) + tokens * (1 << 17), 1 << 17)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, gib << 30))
+    assert _token_budget(BuildArgs(str(DEMO)), files, 64, needs) == budget
+    assert _token_budget(BuildArgs(str(DEMO), max_num_batched_tokens=99), files, 64, needs) == 99
+
+
+def test_the_tokens_of_a_step_are_an_argument(checkpoint_dir):
+    """They bound a step, and must be enough for a token of each sequence."""
+    folder = str(checkpoint_dir[0])
+    build: Any = partial(Llama.build, folder, None, 128, 4, device="cpu", dtype="fp32")
+    llama = build(max_num_batched_tokens=10)
+    assert llama.engine.scheduler.token_budget == 10
+    assert build().engine.scheduler.token_budget == 2048
+    prompt = [256, *range(40)]
+    before = llama.engine.stats.steps
+    llama.generate([prompt], 1, 0.0)
+    assert llama.engine.stats.steps - before == 5  # 41 tokens
+    with pytest.raises(ValueError, match="max_num_batched_tokens=3 is less than max_batch_size=4"):
+        build(max_num_batched_tokens=3)
 
 
 def test_build_says_what_fits(checkpoint_dir, capsys):

@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from llama.checkpoint.lora import unmerged
 from llama.checkpoint.write.convert import convert, pack
 from llama.kernels.cpu import native
 from llama.ops.adapters import AdapterWeights
+from llama.options import adapters as adapters_module
+from llama.options.adapters import AdapterStore
 from llama.requests.adapters import AdapterInUseError
 from llama.sampling_params import SamplingParams
 
@@ -404,6 +407,23 @@ def test_a_bad_folder_is_refused_by_name_and_the_engine_goes_on(base, folders, m
     assert llama.llm_engine.adapter_store.nbytes == num_bytes
     assert answers(llama, MIXED, PROMPTS) == expected
     llama.close()
+
+
+@pytest.mark.parametrize("free", [999, 1000])
+def test_an_adapter_leaves_a_gpu_the_memory_of_a_step(monkeypatch, free):
+    """One that takes memory that a step needs is refused; the step would end the job."""
+    loaded: Any = object()
+    weight = SimpleNamespace(device=torch.device("cuda", 0))
+    model: Any = SimpleNamespace(norm=SimpleNamespace(weight=weight))
+    monkeypatch.setattr(adapters_module, "load", lambda path, model: loaded)
+    monkeypatch.setattr(adapters_module, "free_bytes", lambda device: free << 20)
+    scheduler: Any = None
+    store = AdapterStore(model, scheduler, reserve=1000 << 20)
+    if free >= 1000:
+        assert store.read("folder") is loaded
+    else:
+        with pytest.raises(ValueError, match="999 MiB of the GPU would be free, where a step need"):
+            store.read("folder")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

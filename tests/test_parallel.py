@@ -179,6 +179,10 @@ def two_ranks(sharded, reranker, adapter_roots, tmp_path_factory) -> dict[str, l
             {"do": "rounded", "folder": wide, "prompts": PROMPTS},
             {"do": "gathered_unequal", "folder": kv4},
             {"do": "rounded", "folder": kv4, "prompts": PROMPTS},
+            *(
+                {"do": "faults", "folder": kv4, "prompts": PROMPTS, "when": when}
+                for when in ("measured", "recorded", "in a step")
+            ),
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -526,9 +530,9 @@ def test_a_one_shot_sum_is_tried_before_it_is_used(two_ranks):
     for it inside torch ends the job soon.
     """
     sums = [[2 * i + 1 for i in row] for row in ([0, 1, 2, 3], [4, 5, 6, 7])]
-    # Without a switch, unavailable twice, with a switch, and with one that is wrong or missing.
+    # Without a switch, unavailable thrice, with a switch, and with one that is wrong or missing.
     alone = [MAX_BYTES, MAX_BYTES]
-    joined = [alone, [0, 0], [0, 0], [4 << 20, 8 << 10], alone, alone]
+    joined = [alone, *[[0, 0]] * 3, [4 << 20, 8 << 10], alone, alone]
     wanted = [
         [True, False, False],
         sums,
@@ -542,6 +546,27 @@ def test_a_one_shot_sum_is_tried_before_it_is_used(two_ranks):
         "the GPUs of this machine could not map each other's memory within 0.5 s, which some ranks "
         "did and others not (this one failed with OSError: no permission): "
     )
+
+
+def test_a_kernel_or_graph_that_fails_on_one_rank_is_dropped_and_the_job_goes_on(
+    sharded, two_ranks
+):
+    """The kernel is dropped where it failed, within the step; graphs on both ranks, at build or
+    in a step. The answers are those of one process.
+    """
+    wanted = alone(sharded["kv4"], max_gen_len=8, temperature=0.0)[0]
+    for rank, results in enumerate(two_ranks["samples"]):
+        for when, result in zip(("measured", "recorded", "in a step"), results[-3:], strict=True):
+            found, has_kernel, has_graphs, said = result["result"]
+            assert found == wanted
+            assert has_kernel == (rank == 0)
+            assert has_graphs == [when == "in a step", False]
+            reason = "no memory for a graph" if rank else "another rank could not"
+            expected = ["steps run without graphs from now on: a step of "]
+            expected += ["torch runs in place of the GPU's kernel for silu_mul: no shared"] * rank
+            assert len(said) == len(expected)
+            assert all(text.startswith(start) for text, start in zip(said, expected, strict=True))
+            assert reason in said[0]
 
 
 def test_every_launch_of_a_rank_is_on_its_own_gpu(tmp_path):

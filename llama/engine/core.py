@@ -27,11 +27,20 @@ PAGE_SIZE = 16  # slots; a shared prefix is reused in multiples of this many tok
 TOKEN_BUDGET = 2048  # tokens per step: bounds its memory, and the wait between two tokens
 
 
-def step_tokens(params: ModelArgs, batch_size: int, stages: int = 1) -> int:
-    """Return the maximum number of tokens of a step; a bidirectional model has whole prompts."""
+def step_tokens(
+    params: ModelArgs, batch_size: int, stages: int = 1, budget: int | None = None
+) -> int:
+    """Return the maximum number of tokens of a step; a bidirectional model has whole prompts.
+
+    Args:
+        params: The model's sizes.
+        batch_size: The sequences that run at once.
+        stages: The stages of a pipeline.
+        budget: The tokens of all stages together; None: TOKEN_BUDGET.
+    """
     longest = 0 if params.is_causal else params.max_seq_len
     # A prompt of as many tokens as a step may have would keep one stage busy, and no other.
-    return max(TOKEN_BUDGET // stages, batch_size, longest)
+    return max((budget or TOKEN_BUDGET) // stages, batch_size, longest)
 
 
 @dataclass

@@ -37,7 +37,8 @@ class Scheduler:
     another without waiting; a step has at least `min_prompt_tokens` of prompts, if there are any.
 
     With `has_whole_prompts` all tokens of a sequence are computed in one step, and none is taken
-    from the prefix cache, as bidirectional attention needs it.
+    from the prefix cache, as bidirectional attention needs it. At most `max_captured` tokens of a
+    step have all their hidden states captured, which take memory; None: any number.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Scheduler:
         num_stages: int = 1,
         min_prompt_tokens: int = 32,
         has_whole_prompts: bool = False,
+        max_captured: int | None = None,
     ) -> None:
         assert token_budget >= max_batch_size, "a step may have a token of each sequence"
         self.pool = pool
@@ -57,6 +59,7 @@ class Scheduler:
         self.num_stages = num_stages
         self.min_prompt_tokens = min_prompt_tokens
         self.has_whole_prompts = has_whole_prompts
+        self.max_captured = max_captured
         self.waiting = WaitingQueue()
         self.running: list[SequenceState] = []
         self.num_preemptions = 0
@@ -85,6 +88,7 @@ class Scheduler:
             seq = self.running[row]
             is_ready = seq not in left_out and not seq.ends_with_pending
             count = min(seq.num_new, budget) if is_ready else 0
+            count = min(count, self._most_tokens(seq, chosen))
             if count > 1:
                 shares = shares or self._prompt_shares(budget, row, left_out)
                 count = min(count, shares.left_of(seq.spec.sender))
@@ -103,10 +107,11 @@ class Scheduler:
             first = self.waiting.peek(resting, shares.used_up)
             if first is None or (self.has_whole_prompts and len(first.tokens) > budget):
                 break
-            if not self._admit(first):
+            most = self._most_tokens(first, chosen)
+            if not most or not self._admit(first):
                 break
             left = shares.left_of(first.spec.sender)
-            count = min(first.num_new, budget if self.has_whole_prompts else left)
+            count = min(first.num_new, budget if self.has_whole_prompts else left, most)
             num_loaded = self._load(first, count)
             chosen.append(self._schedule(first, count - num_loaded))
             shares.take(first.spec.sender, count)
@@ -115,6 +120,16 @@ class Scheduler:
         if self.has_adapters:  # the rows of an adapter lie together
             chosen.sort(key=lambda item: (item.count > 1, item.sequence.spec.adapter))
         return Step.of(chosen)
+
+    def _most_tokens(self, seq: SequenceState, chosen: list[Scheduled]) -> int:
+        """Return how many tokens of a sequence a step may have, by the states that it captures."""
+        capture = seq.spec.capture
+        if self.max_captured is None or capture is None or capture.last_only:
+            return self.token_budget
+        if self.has_whole_prompts:
+            return self.token_budget
+        used = [item.count for item in chosen if item.sequence.spec.capture is not None]
+        return max(0, self.max_captured - sum(used))
 
     def _left_out(self) -> frozenset[SequenceState]:
         """Return the running sequences that have no token in the next step of a pipeline.

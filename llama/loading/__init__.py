@@ -7,6 +7,7 @@ engine, or one clear error on every rank before any weight is read. Nothing here
 the ranks compare what they have.
 """
 
+import contextlib
 import zlib
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from llama.build_args import BuildArgs
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.common.checks import number
-from llama.common.device import free_unused, pick_device
+from llama.common.device import free_unused, pick_device, shares_gpu
 from llama.gpu import selection
 from llama.kernels.cpu import native
 from llama.loading.dialog_format import find_dialog_format
@@ -87,7 +88,12 @@ def load_model(args: BuildArgs) -> Loaded:
         ]
         head = load_head(files.checkpoint)
     draft_model = draft[0] if draft else None
-    options = EngineOptions.of(args, num_pages=sizes.num_pages, draft_model=draft_model)
+    options = EngineOptions.of(
+        args,
+        num_pages=sizes.num_pages,
+        token_budget=sizes.token_budget,
+        draft_model=draft_model,
+    )
     return Loaded(model, tokenizer, models[0], dialog_format, options, head)
 
 
@@ -95,12 +101,17 @@ def _connect(args: BuildArgs, device: torch.device) -> Parallel:
     """Meet the other ranks; the limits of this wait are checked before it begins."""
     number("timeout_s", args.timeout_s, 0, 10**6, above=True)
     number("silence_s", args.silence_s, 1, 10**6)
+    allowed = frozenset[str]()
+    with contextlib.suppress(ValueError):  # a wrong name in the variable: load_model raises it
+        allowed = selection.allowed_kernels()
     return connect(
         args.model_parallel_size,
         device,
         args.timeout_s,
         args.pipeline_parallel_size,
         args.silence_s,
+        # Symmetric memory refuses ranks on one GPU.
+        allows_one_shot=selection.ONE_SHOT in allowed and not shares_gpu(),
     )
 
 

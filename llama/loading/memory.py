@@ -4,12 +4,14 @@ In: the files of the models and the memory that is free. Out: `RunSizes`, the sa
 an error that says what would fit. Nothing is allocated here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from llama.build_args import BuildArgs, read_counts
 from llama.checkpoint import memory, packed
+from llama.common.checks import FieldError
 from llama.common.device import free_bytes
-from llama.engine.core import PAGE_SIZE
+from llama.engine.core import PAGE_SIZE, step_tokens
 from llama.loading.files import Files
 from llama.loading.shares import ColumnSpace, fill_columns, tightest_memory
 from llama.loading.sizes import (
@@ -18,6 +20,7 @@ from llama.loading.sizes import (
     Memory,
     choose_sizes,
     default_batch_size,
+    default_budget,
     max_cache_tokens,
     pages_for,
     step_bytes,
@@ -25,6 +28,8 @@ from llama.loading.sizes import (
 from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ranks.parallel import Parallel
+
+_KV_CACHE_LEFT = 0.9
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,13 @@ class RunSizes:
         max_seq_len: The maximum number of tokens of a sequence.
         max_batch_size: The number of sequences that run at once.
         num_pages: The pages of the KV cache.
+        token_budget: The maximum number of tokens in a step.
     """
 
     max_seq_len: int
     max_batch_size: int
     num_pages: int
+    token_budget: int
 
 
 def fit_memory(
@@ -58,16 +65,62 @@ def fit_memory(
     """
     device = models[0].device
     batch_size = args.max_batch_size or default_batch_size(device)
+
+    def needs(budget: int) -> Memory:
+        return Memory.of_all(
+            [
+                estimate_memory(each, free, batch_size, kv_format, token_budget=budget)
+                for each in models
+            ]
+        )
+
     with parallel.agree("the memory of the ranks", world=True):
         free = free_bytes(device, models[0].placement.shares)
-        needs = [estimate_memory(each, free, batch_size, kv_format) for each in models]
-    tightest = tightest_memory(Memory.of_all(needs), parallel, args.kv_cache_memory_bytes)
+        budget = _token_budget(args, models[0], batch_size, needs)
+    budget = parallel.all_reduce_min(budget)
+    tightest = tightest_memory(needs(budget), parallel, args.kv_cache_memory_bytes)
     longest = min(each.checkpoint.params.longest_context for each in models)
     with parallel.agree("the memory of the ranks", world=True):
         seq_len, num_pages = choose_sizes(
             tightest, args.max_seq_len, batch_size, args.kv_cache_memory_bytes, longest
         )
-    return RunSizes(seq_len, batch_size, num_pages)
+    return RunSizes(seq_len, batch_size, num_pages, budget)
+
+
+def _token_budget(
+    args: BuildArgs, files: Files, batch_size: int, needs: Callable[[int], Memory]
+) -> int:
+    """Return the maximum number of tokens in a step.
+
+    The larger default of a large GPU must leave most of the KV cache that the smaller one leaves.
+
+    Args:
+        args: The arguments of the build.
+        files: The files of the model.
+        batch_size: The sequences that run at once.
+        needs: Returns what this rank needs with so many tokens in a step.
+
+    Raises:
+        FieldError: A step could not have a token of each sequence, or the whole prompt of a
+            bidirectional model.
+    """
+    params = files.checkpoint.params
+    given = args.max_num_batched_tokens
+    if given is None:
+        stages = files.placement.stages
+        usual = step_tokens(params, batch_size, stages)
+        large = step_tokens(params, batch_size, stages, default_budget(files.device))
+        if large > usual and needs(large).kv_bytes < _KV_CACHE_LEFT * needs(usual).kv_bytes:
+            return usual
+        return large
+    least = {"max_batch_size": batch_size}
+    if not params.is_causal:
+        least["max_seq_len"] = args.max_seq_len or params.longest_context
+    for name, value in least.items():
+        if given < value:
+            text = f"={given} is less than {name}={value}: give at least that, or a smaller {name}"
+            raise FieldError.of("max_num_batched_tokens", text)
+    return given
 
 
 def with_ffn_shares(
@@ -137,7 +190,12 @@ def _measured_ffn_shares(
 
 
 def estimate_memory(
-    files: Files, free: int, batch_size: int, kv_format: KVFormat = AS_COMPUTED
+    files: Files,
+    free: int,
+    batch_size: int,
+    kv_format: KVFormat = AS_COMPUTED,
+    *,
+    token_budget: int | None = None,
 ) -> Memory:
     """Return what a rank needs of `free` bytes. Where weights stay in codes, some are read."""
     checkpoint = files.checkpoint
@@ -148,7 +206,7 @@ def estimate_memory(
         weight_bytes = memory.bytes_of(
             checkpoint, files.placement, files.dtype, files.quantize, files.device
         )
-    reserve = step_bytes(checkpoint.params, plan, files.dtype, batch_size)
+    reserve = step_bytes(checkpoint.params, plan, files.dtype, batch_size, token_budget)
     if files.device.type == "cuda":
         reserve += CUDA_RESERVE
     per_token = plan.kv_bytes_per_token(files.dtype)

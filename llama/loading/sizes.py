@@ -16,6 +16,8 @@ from llama.model.plan import LayerPlan
 
 MEMORY_FRACTION = 0.9  # the share of free memory that is used; the allocator's slack is the rest
 USUAL_SEQ_LEN = 8192  # the KV cache is sized for sequences of this length if the user gives none
+LARGE_GPU = 75 << 30  # bytes of memory from which a GPU counts as one of 80 GB
+LARGE_TOKEN_BUDGET = 8192  # tokens per step there: all rows read the weights once
 CUDA_RESERVE = 3 << 29  # bytes: modules of cuBLAS, buffers of nccl, graphs
 _MIN_SEQ_LEN = 256  # below this, max_seq_len is not reduced further; it is a multiple of this
 _SCORED_ROWS = 256  # rows of logits that a step can hold, whatever the batch size
@@ -119,12 +121,32 @@ def default_batch_size(device: torch.device) -> int:
     return 256 if device.type == "cuda" else 32
 
 
-def step_bytes(params: ModelArgs, plan: LayerPlan, dtype: torch.dtype, batch_size: int) -> int:
+def default_budget(device: torch.device) -> int | None:
+    """Return the tokens of a step if the user gives none; None: as `step_tokens` has them."""
+    if device.type != "cuda" or torch.cuda.mem_get_info(device)[1] < LARGE_GPU:
+        return None
+    return LARGE_TOKEN_BUDGET
+
+
+def step_bytes(
+    params: ModelArgs,
+    plan: LayerPlan,
+    dtype: torch.dtype,
+    batch_size: int,
+    tokens: int | None = None,
+) -> int:
     """Return what the largest step needs on one rank beside weights and KV cache.
 
     This is what the layers hold of each token, and the logits of sequences or scored rows.
+
+    Args:
+        params: The model's sizes.
+        plan: The layers of the rank.
+        dtype: The dtype of the model.
+        batch_size: The sequences that run at once.
+        tokens: The maximum number of tokens of a step; None: the default of a small device.
     """
-    tokens = step_tokens(params, batch_size)
+    tokens = tokens or step_tokens(params, batch_size)
     layer_bytes = tokens * plan.elements_per_token() * dtype.itemsize
     rows = max(batch_size, _SCORED_ROWS)
     return layer_bytes + _LOGITS_COPIES * _LOGITS_BYTES * rows * params.vocab_size

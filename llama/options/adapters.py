@@ -8,6 +8,7 @@ names its adapter by the hash in `SequenceSpec.adapter`.
 import threading
 
 from llama.checkpoint.lora.unmerged import LoadedAdapter, load
+from llama.common.device import free_bytes
 from llama.engine.hooks import StepHook
 from llama.engine.rows import Scheduled
 from llama.engine.scheduler import Scheduler
@@ -24,8 +25,16 @@ class AdapterStore(StepHook):
     as the step refers to it.
     """
 
-    def __init__(self, model: Transformer, scheduler: Scheduler) -> None:
+    def __init__(self, model: Transformer, scheduler: Scheduler, reserve: int = 0) -> None:
+        """Start without adapters.
+
+        Args:
+            model: The model.
+            scheduler: The scheduler of its sequences.
+            reserve: The bytes of a GPU that a step needs, which adapters leave free.
+        """
         self._model = model
+        self._reserve = reserve
         self._scheduler = scheduler
         self._adapters: dict[bytes, LoadedAdapter] = {}
         self._lock = threading.Lock()
@@ -48,7 +57,15 @@ class AdapterStore(StepHook):
             OSError: A file is missing or cannot be read.
             ValueError: The adapter cannot be used; the message says why.
         """
-        return load(path, self._model)
+        adapter = load(path, self._model)
+        device = self._model.norm.weight.device
+        if device.type == "cuda" and (free := free_bytes(device)) < self._reserve:
+            raise ValueError(
+                f"with this adapter {free >> 20} MiB of the GPU would be free, where a step needs "
+                f"{self._reserve >> 20} MiB: drop another one, or build with a smaller KV cache "
+                "(kv_cache_memory_bytes)"
+            )
+        return adapter
 
     def add(self, adapter: LoadedAdapter) -> None:
         """Let sequences choose an adapter from now on; an equal one is kept as it is."""

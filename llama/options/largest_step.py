@@ -3,6 +3,8 @@
 In: a model. Out: a function that runs the step. It takes as much memory as any step of prompts, and
 loads the modules of torch's libraries, for which the first request would wait. Requests must not be
 known here.
+
+Its rows ask for all that takes memory in sampling: penalties, a bias, filters and scores.
 """
 
 import itertools
@@ -10,9 +12,23 @@ from collections.abc import Callable
 
 import torch
 
+from llama.engine.processors import LogitsProcessors
+from llama.engine.request import SequenceSpec
+from llama.engine.sampler import sample
+from llama.engine.sequence import SequenceState
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
-from llama.ops.sample import choose_ids
+
+_SAMPLED = SequenceSpec(
+    (0,),
+    2,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    logit_bias=((0, 1.0),),
+    logprobs=1,
+)
 
 
 def largest_step(model: Transformer, num_tokens: int, page_size: int) -> Callable[[], None]:
@@ -47,6 +63,7 @@ def largest_step(model: Transformer, num_tokens: int, page_size: int) -> Callabl
         if not share.has_lm_head:
             return
         logits = model.logits(hidden)
-        choose_ids(logits, [None] * len(logits), (), (), model.kernels)
+        sequences = [SequenceState(_SAMPLED) for _ in logits]
+        sample(logits, sequences, None, model.kernels, LogitsProcessors())
 
     return run

@@ -517,6 +517,7 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
     args = AsyncEngineArgs.from_cli_args(parser.parse_args([
         "--model", "m", "--max-model-len", "64", "--dtype", "bfloat16", "--seed", "3",
         "--tensor-parallel-size", "2", "--max-num-seqs", "5", "--tokenizer", str(DEMO),
+        "--max-num-batched-tokens", "99",
         "--enforce-eager", "--no-enable-prefix-caching", "--swap-space", "4", "--load-format",
         "auto", "--pipeline-parallel-size", "2", "--no-enable-prompt-embeds",
     ]))  # fmt: skip
@@ -539,6 +540,7 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
     first = {
         "ckpt_dir": "m", "tokenizer_path": tokenizer, "max_seq_len": 64, "max_batch_size": 5,
         "model_parallel_size": 2, "pipeline_parallel_size": 2, "seed": 3, "dtype": "bfloat16",
+        "max_num_batched_tokens": 99,
     }  # fmt: skip
     second = {
         "ckpt_dir": "m", "tokenizer_path": None, "model_parallel_size": 1, "seed": 0,

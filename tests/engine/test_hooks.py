@@ -1,6 +1,7 @@
 """What an option gets of each step through `StepHook`, and that the core calls it in order."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +100,42 @@ def test_a_hook_sees_the_hidden_states_from_which_tokens_are_sampled(model, grap
         core.step()
     assert seq.tokens and len(hook.calls) == 4 * len(hook.states)  # it is not called any more
     core.close()
+
+
+def test_a_step_captures_the_states_of_so_many_tokens(model, monkeypatch):
+    """Prompts whose states are captured get fewer tokens in a step, and the same states.
+
+    Those that want the last token alone, and other prompts, are not limited.
+    """
+    found = []
+    for limit in (None, 4):
+        core = assemble(model, EngineOptions(num_pages=20, token_budget=14)).core
+        core.scheduler.max_captured = limit
+        live = [state_of(range(i, i + 9), 9, i, capture=Capture((0, 2))) for i in range(3)]
+        live.append(state_of(range(9), 9, 3, capture=Capture((1,), last_only=True)))
+        live.append(state_of(range(9), 12, 4, temperature=0.0))
+        for seq in live:
+            core.add(seq)
+        schedule = core.scheduler.schedule
+        steps: list[Step] = []
+
+        def noted(*given: Any, schedule: Any = schedule, steps: list[Step] = steps) -> Step:
+            steps.append(schedule(*given))
+            return steps[-1]
+
+        monkeypatch.setattr(core.scheduler, "schedule", noted)
+        while core.has_unfinished():
+            core.step()
+        counts = [
+            sum(item.count for item in step.items if item.sequence in live[:3]) for step in steps
+        ]
+        assert max(counts) == (limit or 14) and sum(counts) == 27
+        found.append([*(torch.cat(seq.captured[2]) for seq in live[:3]), live[4].tokens])
+        core.close()
+    (*wanted, tokens), (*limited, same) = found
+    assert tokens == same
+    for a, b in zip(wanted, limited, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
 def test_a_hook_sees_the_states_of_all_tokens(model):

@@ -16,7 +16,8 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +36,11 @@ from helpers.tape import Again
 from helpers.waiting import wait_until
 from llama import AsyncLLMEngine, Llama
 from llama.compat import hosts, vllm
+from llama.ops.kernels import KernelError, Kernels
+from llama.ops.swiglu import silu_mul
 from llama.options.engine_options import EngineOptions
+from llama.options.graphs.decode_graphs import DecodeGraphs
+from llama.options.graphs.recorder import CaptureError, Outputs
 from llama.options.speculation.hook import speculate
 from llama.ranks import one_shot as one_shot_module
 from llama.ranks import torch_private
@@ -319,6 +324,7 @@ def one_shot_sums(folder: str) -> list:
         join_one_shot(group, control, (small, large), way)
         for small, large, way in (
             (reduce, None, ""), (reduce, None, "prepare"), (reduce, None, "meet"),
+            (reduce, None, "forbid"),
             (reduce, switch, ""), (reduce, [None, switch][RANK], ""), (reduce, wrong, ""),
         )
     ]  # fmt: skip
@@ -342,7 +348,7 @@ def one_shot_sums(folder: str) -> list:
 def join_one_shot(group: Any, control: Any, sums: tuple, fails: str) -> list[int]:
     """Return the maximal bytes of a sum, and of one without the switch; 0 where it is unavailable.
 
-    On rank 1 no memory can be allocated, or no rank can map another's.
+    On rank 1 no memory can be allocated or it is forbidden, or no rank can map another's.
     """
 
     def meet(group: Any) -> tuple:
@@ -368,7 +374,8 @@ def join_one_shot(group: Any, control: Any, sums: tuple, fails: str) -> list[int
         mock.patch.object(torch_private, "symmetric_buffer", buffer),
         mock.patch.object(one_shot_module, "_reaches_peers", lambda device: True),
     ):
-        found = OneShot.join(group, control, torch.device("cpu"))
+        is_allowed = fails != "forbid" or RANK == 0
+        found = OneShot.join(group, control, torch.device("cpu"), is_allowed=is_allowed)
         return [0, 0] if found is None else [found.max_bytes, found._one_shot_bytes]
 
 
@@ -509,6 +516,63 @@ def staged(
     planes = llama.engine.runner.kv_cache.shape[0]
     llama.close()
     return [answers, where, list(llama.model.plan.share.layers), planes, groups, counts]
+
+
+class FailingOnce(Again):
+    """A recorder that cannot capture one step on rank 1, once it has run there."""
+
+    left = 0  # the steps that it captures before that; 0: all
+
+    def record(
+        self, function: Callable[[], Outputs], inputs: Iterable[Tensor]
+    ) -> tuple[Outputs, Callable[[], None]]:
+        recorded = super().record(function, inputs)
+        self.left -= 1
+        if self.left == 0 and RANK == 1:
+            raise CaptureError("no memory for a graph")
+        return recorded
+
+
+def faults(folder: str, prompts: list, when: str) -> list:
+    """Answer while a kernel and a graph fail on rank 1 alone.
+
+    Args:
+        folder: the model.
+        prompts: the prompts.
+        when: when the graph fails, "measured" or "recorded" at build, or "in a step".
+
+    Returns:
+        the answers, whether the kernel is in use, whether there were graphs after the build and
+        after the answers, and what was warned of.
+    """
+    recorder = FailingOnce()
+    recorder.left = {"measured": 1, "recorded": 4}.get(when, 0)
+    calls = 0
+
+    def failing(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if RANK == 1 and calls == 4:
+            raise KernelError("no shared memory")
+        return silu_mul(x)
+
+    kernels = Kernels({"silu_mul": failing}).dropping_failed()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with mock.patch("llama.generation.recorder_for", lambda model: recorder):
+            llama = Llama.build(
+                folder, None, 128, 4, dtype="fp32", device="cpu", mute_ranks=False, verbose=False
+            )
+        graphs = llama.engine.runner.replayer
+        llama.model.use_kernels(kernels)
+        if isinstance(graphs, DecodeGraphs):
+            graphs._graphs.clear()  # so that steps are recorded when they are needed
+            recorder.left = 1
+        found = llama.generate(prompts, 8, 0.0)[0]
+    said = sorted({str(warning.message) for warning in warned})
+    has_graphs = [graphs is not None, llama.engine.runner.replayer is not None]
+    llama.close()
+    return [found, kernels.has("silu_mul"), has_graphs, said]
 
 
 def left_in_flight(folder: str, stages: int) -> list:

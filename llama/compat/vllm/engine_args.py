@@ -38,7 +38,6 @@ _NO_EFFECT = frozenset(
         "max_cpu_loras",
         "max_lora_rank",
         "max_loras",
-        "max_num_batched_tokens",
         "max_parallel_loading_workers",
         "max_seq_len_to_capture",
         "num_scheduler_steps",
@@ -158,6 +157,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"
     distributed_timeout_seconds: float | None = None
