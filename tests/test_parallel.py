@@ -17,7 +17,9 @@ from helpers.adapters import PREFIX, write_adapter
 from helpers.checkpoints import ffn_dim, write_byte_tokenizer, write_meta
 from helpers.embedders import write_model
 from helpers.fixtures import PARAMS as TINY
-from helpers.kernels import HAS_KERNELS, without_amx
+from helpers.gguf_files import PARAMS as GGUF_PARAMS
+from helpers.gguf_files import write_gguf
+from helpers.kernels import HAS_KERNELS, KERNELS_RUN, without_amx
 from helpers.launch import PROGRAMS, REPO, environment, run_program, torchrun, torchrun_groups
 from helpers.prompts import prompts_of
 from helpers.weights import flip_a_bit
@@ -125,7 +127,19 @@ def write_tiny_adapter(folder: Path, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(sharded, reranker, adapter_roots, tmp_path_factory) -> dict[str, list[list[dict]]]:
+def gguf_file(tmp_path_factory) -> Path:
+    """A model in Q4_0."""
+    folder = tmp_path_factory.mktemp("gguf")
+    write_byte_tokenizer(folder)
+    path: Path = folder / "model.gguf"
+    write_gguf(path, GGUF_PARAMS, "Q4_0", tokenizer=folder / "tokenizer.model")
+    return path
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    sharded, reranker, adapter_roots, gguf_file, tmp_path_factory
+) -> dict[str, list[list[dict]]]:
     """The results of two ranks for the jobs of all tests that need no launch of their own."""
     kv2, kv4, wide = (str(sharded[name]) for name in ("kv2", "kv4", "wide"))
     damaged = tmp_path_factory.mktemp("damaged") / "model"
@@ -144,6 +158,7 @@ def two_ranks(sharded, reranker, adapter_roots, tmp_path_factory) -> dict[str, l
             {"do": "other_torch", "folder": kv2},
             {"do": "generate", "folder": kv2, "prompts": PROMPTS, **GREEDY},
         ],
+        "processors": [{"do": "one_amx", "folder": str(gguf_file)}],
         "requests": [
             {"do": "place", "folder": kv4},
             {"do": "listening", "folder": kv4},
@@ -358,6 +373,17 @@ def test_what_differs_between_ranks_is_an_error_on_each(sharded, two_ranks):
         assert after["result"][0] == alone(sharded["kv2"], **GREEDY)[0]
     kinds = sorted(results[5]["error"].split(":")[0] for results in two_ranks["differ"])
     assert kinds == ["RankError", "ValueError"], "one rank alone read the damaged bytes"
+
+
+@pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
+def test_no_rank_rounds_by_default_where_one_has_amx(two_ranks):
+    """A default is no error where the CPUs of the ranks differ; what is asked for can be one."""
+    for rank, (job,) in enumerate(two_ranks["processors"]):
+        with_amx, without, error = job["result"]
+        assert (with_amx, without) == (False, True)
+        kind = ("RankError: rank 1 failed: FieldError", "FieldError")[rank]
+        pattern = "activations='int8_lm_head' is slower than bf16 on this CPU, which has AMX: leave"
+        assert error.startswith(f"{kind}: {pattern}")
 
 
 def test_requests_streams_and_beams_on_two_ranks(sharded, two_ranks):

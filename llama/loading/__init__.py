@@ -73,7 +73,7 @@ def load_model(args: BuildArgs) -> Loaded:
             for model_files in models:
                 must_match += model_files.checkpoint.samples()
     shares = resolve_shares(args.shares, parallel, device)
-    models = [each.with_shares(shares) for each in models]
+    models = [each.with_shares(shares).round_alike(parallel) for each in models]
     models = with_ffn_shares(args, models, parallel, kv_format)
     models = [choose_kernels(each, parallel, allowed, kv_format) for each in models]
     sizes = fit_memory(args, models, parallel, kv_format)

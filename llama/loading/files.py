@@ -26,6 +26,7 @@ from llama.model.shares import RankShare, distinct_ranks
 from llama.model.stage_layers import stage_layers
 from llama.ops.kernels import NO_KERNELS, Kernels
 from llama.ops.rounded import PIECE
+from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights import choice
 from llama.weights.groups import QuantKey
@@ -103,11 +104,19 @@ class Files:
             ("torch", torch.__version__),
             ("dtype", self.dtype),
             ("quantize", quantize),
-            ("rounding of activations", self.activations),
         ]
         for name, value in vars(checkpoint.params).items():
             compared.append((f"{name} of the checkpoint", value))
         return compared
+
+    def round_alike(self, parallel: Parallel) -> "Files":
+        """Return the same files, which round activations by default only if every rank does.
+
+        Where one rank's CPU has AMX, none rounds. What the user asks for is the same on every rank.
+        All ranks call this.
+        """
+        rounds = parallel.gather_integers([self.activations is not None])
+        return self if all(value for (value,) in rounds) else replace(self, activations=None)
 
     def formats(self) -> tuple[str | QuantKey | None, ...]:
         """Return the formats that the matrices will have."""

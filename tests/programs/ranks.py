@@ -50,6 +50,7 @@ from llama.ranks.parallel import RankError
 from llama.ranks.shared_memory import _FIELD
 from llama.ranks.stage_link import StageLink
 from llama.sampling_params import SamplingParams
+from llama.weights import choice
 
 RANK = int(os.environ["RANK"])
 loaded: dict[str, Llama] = {}
@@ -211,6 +212,28 @@ def build_merged(folder: str, lora: list[str | None], prompt: list[int]) -> list
 def verified(folder: str) -> None:
     """Build with a damaged weight, which only the rank that checks it finds."""
     Llama.build(folder, None, 64, 1, dtype="fp32", device="cpu", verify=True)
+
+
+def one_amx(folder: str) -> list[Any]:
+    """Build where only rank 1 has AMX, then where none has it.
+
+    Return whether lm_head rounds its inputs by default, and the error where it is asked to.
+    """
+
+    def build_with(*ranks: int, **options: Any) -> Llama:
+        with (
+            mock.patch.object(choice, "_has_amx", lambda: RANK in ranks),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            return Llama.build(folder, None, 64, 1, device="cpu", mute_ranks=False, **options)
+
+    models = [build_with(*ranks).model for ranks in ((1,), ())]
+    found: list[Any] = [bool(model.output.weight.activations) for model in models]
+    try:
+        build_with(1, activations="int8_lm_head")
+    except Exception as e:
+        found.append(f"{type(e).__name__}: {e}")
+    return found
 
 
 def listening(folder: str) -> list[str]:
