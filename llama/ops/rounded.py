@@ -38,7 +38,7 @@ from torch import Tensor
 PIECE = 32  # columns whose products are summed as integers
 MAX_CODE = 127
 BLOCK = 32  # neighbouring outputs that are computed again together
-TOP_BLOCKS = 8  # blocks of a row that are computed again
+TOP_BLOCKS = 16  # blocks of a row that are computed again
 _MIN_MAGNITUDE = 2.0**-100  # the quotient 127 / max|x| of smaller magnitudes may be infinite
 
 
