@@ -81,6 +81,26 @@ inline Ints add_pairs(Shorts pairs) {
 #endif
 }
 
+#if defined(__x86_64__)
+// Loads 2 * LANES int8 as 16 bits.
+inline Shorts load_widened(const char* from) {
+#if defined(__AVX512F__)
+  return (Shorts)_mm512_cvtepi8_epi16(load<__m256i>(from));
+#else
+  return (Shorts)_mm256_cvtepi8_epi16(load<__m128i>(from));
+#endif
+}
+
+// Multiplies 16 bits and adds neighbouring products.
+inline Ints multiply_pairs(Shorts weights, Ints x) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_madd_epi16((__m512i)weights, (__m512i)x);
+#else
+  return (Ints)_mm256_madd_epi16((__m256i)weights, (__m256i)x);
+#endif
+}
+#endif
+
 // Adds the dot products of a step. Sums of 16 bits hold four quads of 4 bits (4 * 2 * 15 * 127),
 // two of 6 bits (2 * 2 * 63 * 127 = 32,004), or one of whole bytes.
 template <int BITS>
