@@ -119,6 +119,9 @@ async def _prepare_prompts(http: Exchange, request: ApiRequest) -> list[EngineRe
             await asyncio.sleep(0)  # Hundreds of prompts would delay the events of other requests.
         return prepared
 
+    # Each prompt has a limit of its own, and is encoded with the same bad words. A single one must
+    # not be at fault where the event loop had no processor meanwhile.
+    limit_s = PREPARE_S if num_prompts > 1 else None
     with serving.workers.in_time(request.fields.prompt):
-        async with asyncio.timeout(PREPARE_S):  # Each prompt is encoded with the same bad words.
+        async with asyncio.timeout(limit_s):
             return await unless_client_leaves(prepare(), http.receive)

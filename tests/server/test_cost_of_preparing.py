@@ -18,7 +18,7 @@ import transformers
 from helpers.embedders import pooling_files, write_model
 from helpers.services import service_of
 from llama import Llama
-from llama.server import workers
+from llama.server import routes, workers
 from llama.server.app import make_app
 from llama.tokenizer import Tokenizer
 
@@ -131,6 +131,16 @@ def test_bad_words_are_counted_with_each_prompt(demo, encoded):
     service.close()
     assert status == 200 and encoded.num_texts >= 4 * 2 * len(words)
     assert encoded.num_bytes.get(threading.get_ident(), 0) <= MAX_IN_LOOP
+
+
+@pytest.mark.parametrize(("prompt", "status"), [("x", 200), (["x"], 200), (["x", "x"], 400)])
+def test_a_busy_event_loop_is_not_the_fault_of_a_short_prompt(demo, monkeypatch, prompt, status):
+    """The limit for all prompts has passed once the loop runs again."""
+    monkeypatch.setattr(routes, "PREPARE_S", 0.0)
+    service, app = _app_for(demo)
+    found = asyncio.run(_post(app, "/v1/completions", {"prompt": prompt, "max_tokens": 1}))
+    service.close()
+    assert found == status
 
 
 @pytest.mark.parametrize(("path", "body"), [BODIES[2], BODIES[4], BODIES[5], BODIES[8]])
