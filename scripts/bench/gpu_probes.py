@@ -6,6 +6,7 @@ runs on the CPU, except for those that need two processes on a GPU or a tool of 
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -31,7 +32,7 @@ from llama.requests.llm_engine import LLMEngine
 
 LIMITS = {  # seconds of each probe
     "probe_nan": 60, "probe_builds": 60, "probe_thread": 45, "probe_capture": 45,
-    "probe_small_gpu": 120, "probe_first_request": 60, "probe_symmetric_memory": 60,
+    "probe_small_gpu": 120, "probe_first_request": 60, "probe_symmetric_memory": 120,
     "probe_memcheck": 150,
 }  # fmt: skip
 _SMALL = {  # a model for which the kernels run, as its heads have 64 elements
@@ -41,6 +42,8 @@ _SMALL = {  # a model for which the kernels run, as its heads have 64 elements
 _NUM_BUILDS = 40  # torch hands out 32 streams in turn
 _PROMPTS = [[5, 6, 7], [9, 8], [*range(20, 60)]]
 _NAN_TOKEN = 77
+_SUM_BYTES = (8 << 10, 64 << 10, 256 << 10)  # sizes of sums, each of which is repeated
+_NUM_SUMS = 33_000
 _SMALL_GPU_BYTES = 24 * 10**9
 _MEMCHECKED = """
 from llama import Llama
@@ -152,7 +155,10 @@ def probe_first_request(at: Section) -> None:
 
 
 def probe_symmetric_memory(at: Section) -> None:
-    """Run the one-shot sum in two processes on one GPU, in place, eager and in a graph."""
+    """Run the one-shot sum in two processes, in place, eager and in a graph, and very often.
+
+    They are on two GPUs, or share one.
+    """
     if at.dry:
         at.say(at.name, "needs a GPU")
         return
@@ -223,12 +229,31 @@ def _run_program(command: list[str], env: dict[str, str], limit_s: float) -> Non
     subprocess.run(command, env=env, cwd=root, timeout=limit_s, check=True)
 
 
+def num_wrong_sums(sum_up: Callable[[Tensor], Any], x: Tensor, rank: int, count: int) -> int:
+    """Return how many elements of sums over two ranks are wrong, which the device compares.
+
+    Args:
+        sum_up: Replaces x by the sum over the ranks.
+        x: Memory for the values.
+        rank: This rank, whose values are one larger than those of the one before.
+        count: The number of sums, whose values change each time.
+    """
+    wrong = torch.zeros((), dtype=torch.int64, device=x.device)
+    offsets = torch.arange(x.numel(), device=x.device) % 13
+    for i in range(count):
+        values = (offsets + i) % 13  # whole numbers that bf16 has
+        x.copy_(values + rank)
+        sum_up(x)
+        wrong += (x != 2 * values + 1).sum()
+    return int(wrong)
+
+
 def symmetric_rank() -> None:
-    """Sum on one of two ranks that share GPU 0; an AssertionError where a sum is wrong."""
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
+    """Sum on one of two ranks; an AssertionError where a sum is wrong."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
     buffer, join = torch_private.symmetric_buffer(1 << 20, device)
     group = dist.distributed_c10d.GroupMember.WORLD
     assert group is not None
@@ -249,6 +274,11 @@ def symmetric_rank() -> None:
     replay()
     assert bool((x == 5).all()), x
     recorder.close()
+    for num_bytes in _SUM_BYTES:
+        x = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device)
+        own = buffer.view(x.dtype)[: x.numel()]
+        wrong = num_wrong_sums(functools.partial(one_shot, own), x, rank, _NUM_SUMS)
+        assert not wrong, f"{wrong} elements of sums of {num_bytes} bytes are wrong"
     dist.destroy_process_group()
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from bench.gpu_run import Again, Section
 from bench.shapes import write_checkpoint
 from llama import Llama
-from llama.common.device import nccl_version
+from llama.common.device import nccl_version, shares_gpu
 from llama.gpu import selection
 from llama.options.graphs.recorder import Outputs, Recorder
 
@@ -140,7 +140,9 @@ def run(job: Job) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     else:
         command = [sys.executable, "-c", _LAUNCH, str(num_ranks), *command]
     paths = [str(_REPO / "scripts"), str(_REPO), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | _SHARED | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    if torch.cuda.device_count() < num_ranks:
+        env |= _SHARED
     if LIBRARY in env:
         env["LD_PRELOAD"] = _unpacked(Path(env[LIBRARY]), Path(job.out))
     done = subprocess.run(
@@ -209,7 +211,8 @@ class _Rank:
 
     def work(self) -> None:
         """Answer with each model in each way, and write what was found."""
-        if not self.job.dry and (nccl_version() or _MIN_NCCL) < _MIN_NCCL and self.num_ranks > 1:
+        has_old_nccl = (nccl_version() or _MIN_NCCL) < _MIN_NCCL
+        if shares_gpu() and not self.job.dry and self.num_ranks > 1 and has_old_nccl:
             dist.init_process_group("gloo")
         found = {}
         for name, folder in self.job.models.items():

@@ -165,6 +165,21 @@ def test_a_profile_counts_the_device_alone_and_tells_products_apart():
     ]
 
 
+@pytest.mark.parametrize("fault", [0, 1])
+def test_wrong_elements_of_sums_are_counted(fault):
+    """Each of 40 sums has other values; a peer whose values are those before is found."""
+    count = 0
+
+    def sum_up(x: torch.Tensor) -> None:
+        nonlocal count
+        peer = (torch.arange(64) + count - fault) % 13 + 1
+        x.add_(peer)
+        count += 1
+
+    x = torch.empty(64, dtype=torch.bfloat16)
+    assert gpu_probes.num_wrong_sums(sum_up, x, 0, 40) == 64 * 40 * fault
+
+
 def test_slim_nccl_keeps_the_code_of_one_architecture_where_it_is():
     """All else is zeros: code of other GPUs, and PTX; the magic number may also occur by chance."""
 
