@@ -1,11 +1,9 @@
 from llama.checkpoint.find import find
 from llama.checkpoint.generation_config import sampling_defaults
 from llama.checkpoint.lora.config import CONFIG_FILE
-from llama.checkpoint.table import part_of
 from llama.checkpoint.verify import verify
 from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.generation import Llama
-from llama.model.args import ModelArgs
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.errors import NotMetError
 from llama.ranks.launch import LAUNCHER, launch
@@ -18,12 +16,17 @@ from llama.requests.answer import Answer
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.beam_search import Beam, beam_search
 from llama.requests.detokenizer import Detokenizer
+from llama.requests.engine_side import EngineSide
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.mask_budget import MaskBudget
 from llama.requests.pooling import EmbeddingOptions
 from llama.requests.prepare import ContextLengthError
-from llama.requests.request import CompletionOutput, Request, RequestOutput, Usage, derived_seed
+from llama.requests.remote_port import RefusedError
+from llama.requests.request import CompletionOutput, Request, RequestOutput, Usage
 from llama.requests.scoring import ClassificationHead, ranked
+from llama.requests.seeds import derived_seed
+from llama.requests.served import ModelCard, ServedModel
+from llama.requests.text_side import TextSide
 from llama.weights.choice import QUANTIZED
 
 __all__ = [
@@ -41,16 +44,20 @@ __all__ = [
     "ContextLengthError",
     "Detokenizer",
     "EmbeddingOptions",
+    "EngineSide",
     "LLMEngine",
     "Llama",
     "MaskBudget",
-    "ModelArgs",
+    "ModelCard",
     "ModelParallel",
     "NotMetError",
     "Parallel",
     "RankError",
+    "RefusedError",
     "Request",
     "RequestOutput",
+    "ServedModel",
+    "TextSide",
     "Usage",
     "Watch",
     "address_space_limit",
@@ -61,7 +68,6 @@ __all__ = [
     "find",
     "launch",
     "pack",
-    "part_of",
     "ranked",
     "reshard",
     "sampling_defaults",

@@ -305,7 +305,7 @@ class Llama:
         )
         known_head = None
         if head is not None:
-            known_head = ClassificationHead(head, pooling.head or HeadSettings())
+            known_head = ClassificationHead(head.float().numpy(), pooling.head or HeadSettings())
         self.classifier = Classifier(self.pooler, dialog_format, known_head)
 
     def __repr__(self) -> str:

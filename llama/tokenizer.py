@@ -8,6 +8,7 @@ tensors.
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Literal, TypedDict, get_args
@@ -47,6 +48,32 @@ MAX_ENCODE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
 
 
+@dataclass(frozen=True)
+class TokenizerSource:
+    """The arguments that a tokenizer was made with, which another process can be sent.
+
+    Attributes:
+        path: the path of its file.
+        llama_3_0: see `Tokenizer`, as all others.
+        vocab_size: the rows of the model.
+        config_folder: the folder of configuration files.
+    """
+
+    path: str
+    llama_3_0: bool = False
+    vocab_size: int | None = None
+    config_folder: str | None = None
+
+    def make(self) -> "Tokenizer":
+        """Return the tokenizer."""
+        return Tokenizer(
+            self.path,
+            llama_3_0=self.llama_3_0,
+            vocab_size=self.vocab_size,
+            config_folder=None if self.config_folder is None else Path(self.config_folder),
+        )
+
+
 class Tokenizer:
     """Byte-pair encoding with Llama 3's pattern, and the special tokens of one model.
 
@@ -62,6 +89,7 @@ class Tokenizer:
             `tokenizer.json` are read before them.
 
     Attributes:
+        source: what it was made of.
         n_words: the number of ids.
         ranks: the ids of ordinary text by their bytes, in any places. Of two neighbours, those are
             merged first whose sum has the lowest id.
@@ -101,6 +129,12 @@ class Tokenizer:
                 model_path, llama_3_0=llama_3_0, vocab_size=vocab_size, config_folder=config_folder
             )
         names = vocabulary.special_tokens
+        self.source = TokenizerSource(
+            str(Path(model_path)),
+            llama_3_0,
+            vocab_size,
+            None if config_folder is None else str(config_folder),
+        )
         self.added_tokens = vocabulary.added
         self.special_tokens = names
         self.hidden_ids = vocabulary.hidden_ids

@@ -38,7 +38,7 @@ from llama.common.device import free_bytes, pick_dtype
 from llama.loading import Loaded
 from llama.model.layers import Linear
 from llama.ops.kv_cache import pick_kv_format
-from llama.requests.request import derived_seed
+from llama.requests.seeds import derived_seed
 from llama.sampling_params import SamplingParams
 from llama.weights.bytes import BytesWeight
 from llama.weights.choice import check_quantize

@@ -42,9 +42,11 @@ from llama.options.engine_options import EngineOptions
 from llama.options.speculation.draft_model import ModelDrafter, SequenceDraft
 from llama.options.speculation.drafter import Drafter, DraftState
 from llama.options.speculation.hook import DRAFTERS, DrafterKind, speculate
-from llama.options.speculation.lookup import Lookup, Speculator, Text
+from llama.options.speculation.lookup import Speculator
+from llama.options.speculation.texts import Lookup, Text
 from llama.ranks.parallel import Parallel
-from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
+from llama.server.engine_metrics import EngineMetrics
+from llama.server.metrics import ActiveRequest, Metrics
 from llama.weights.blocks import BlockedWeight
 
 needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")

@@ -117,8 +117,8 @@ class FastChatWorker:
 
         @router.post("/model_details")
         async def details() -> Response:
-            params = service.default.loaded().model.params
-            return JsonResponse({"context_length": params.max_seq_len})
+            card = service.default.loaded().card
+            return JsonResponse({"context_length": card.max_seq_len})
 
         return router
 
@@ -240,7 +240,7 @@ def _request(serving: Serving, params: dict[str, Any]) -> HostRequest:
         params,
         None,
         llama.tokenizer,
-        llama.llm_engine.max_seq_len,
+        llama.card.max_seq_len,
         has_raw_echo=True,
         encode=lambda prompt: prompt_ids(prompt, dialog_format),
     )

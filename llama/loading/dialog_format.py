@@ -4,14 +4,15 @@ In: a checkpoint, its tokenizer and what the user asked for. Out: the `DialogFor
 prompts and reads answers, with the marks of the model's reasoning.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from llama.checkpoint.chat_templates import DEFAULT, find_chat_templates, read_template
 from llama.checkpoint.find import Checkpoint
 from llama.common.checks import path_like
 from llama.prompts.call_format import check_call_parser
-from llama.prompts.dialog_format import DialogFormat, MetaFormat, MissingFormat
-from llama.prompts.reasoning import find_marks
+from llama.prompts.dialog_format import DialogFormat
+from llama.prompts.format_source import FormatSource
 from llama.prompts.tools import tool_format_of
 from llama.storage.downloads import shown
 from llama.tokenizer import Tokenizer
@@ -40,35 +41,25 @@ def find_dialog_format(
         OSError: The file of the template cannot be read.
         ValueError: A chat template cannot be used.
     """
-    dialog_format = _chosen_format(checkpoint, tokenizer, chat_template, tool_call_parser)
-    template = dialog_format.jinja_template()
-    dialog_format.reasoning = find_marks(tokenizer, template, reasoning_parser)
-    return dialog_format
-
-
-def _chosen_format(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, chat_template: str | None, tool_call_parser: str
-) -> DialogFormat:
-    """Return Meta's format, that of a template, or the one of a model without a template."""
-    check_call_parser(tool_call_parser)
     rope_factor = checkpoint.params.rope_factor
-    tool_format = tool_format_of(rope_factor, is_guard=checkpoint.is_guard)
-    meta = MetaFormat(tokenizer, tool_format)
+    source = FormatSource(
+        tool_format_of(rope_factor, is_guard=checkpoint.is_guard),
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
+    )
+    check_call_parser(tool_call_parser)
     if chat_template == _META_TEMPLATE:
-        return meta
+        return source.make(tokenizer)
     if chat_template is not None:
         templates = {DEFAULT: _given_template(chat_template)}
     else:
         templates = find_chat_templates(checkpoint)
     # Further templates alone, such as the one for tools, leave chats without a template.
     if DEFAULT in templates:
-        # Jinja takes a fiftieth of the time that a command needs to start; Meta's files need none.
-        from llama.prompts.template_format import choose_format
-
-        return choose_format(templates, meta, tool_call_parser)
+        return replace(source, templates=templates).make(tokenizer)
     # Meta's own files hold no templates, and those of its layout that a conversion wrote do.
     is_base = checkpoint.source_layout in ("hf", "gguf") and not checkpoint.is_guard
-    return MissingFormat(tokenizer) if is_base else meta
+    return replace(source, is_missing=is_base).make(tokenizer)
 
 
 def _given_template(chat_template: str) -> str:

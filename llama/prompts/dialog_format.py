@@ -68,11 +68,13 @@ class DialogFormat(ABC):
         stop_strings: texts that end the answer of a chat, where the end of a turn is no token.
         reasoning: the marks of the reasoning that answers begin with; None for a model without it.
         is_confined: whether `encode` waits for another process, which may take seconds.
+        source: the `FormatSource` that it was made of; None if it was made by itself.
     """
 
     stop_strings: tuple[str, ...] = ()
     is_confined: ClassVar[bool] = False
     reasoning: ReasoningMarks | None = None
+    source: object = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Make the format of a model with this tokenizer."""

@@ -6,11 +6,11 @@ requests that use an adapter.
 """
 
 import threading
+from collections.abc import Callable
 
 from llama.checkpoint.lora.unmerged import LoadedAdapter
 from llama.requests.adapters import AdapterInfo, AdapterInUseError, AdapterNames
 from llama.requests.rank_calls import RankCalls
-from llama.requests.registry import RequestRegistry
 from llama.requests.threads import StepThreads
 
 
@@ -20,7 +20,7 @@ class AdapterLoader:
     def __init__(
         self,
         names: AdapterNames,
-        requests: RequestRegistry,
+        num_users: Callable[[bytes], int],
         ranks: RankCalls,
         threads: StepThreads,
     ) -> None:
@@ -28,12 +28,12 @@ class AdapterLoader:
 
         Args:
             names: The adapters that are loaded, by name.
-            requests: The requests, which may be using them.
+            num_users: Returns how many sequences use the adapter of a hash, under the lock.
             ranks: The calls of all ranks.
             threads: The threads that run steps, and their lock.
         """
         self._names = names
-        self._requests = requests
+        self._num_users = num_users
         self._ranks = ranks
         self._threads = threads
         self._lock = threads.lock
@@ -87,7 +87,7 @@ class AdapterLoader:
         with self._lock:
             if self._names.is_shared(info):
                 return
-            num_users = self._requests.num_users(info.digest)
+            num_users = self._num_users(info.digest)
             if num_users:
                 raise AdapterInUseError(
                     f"the adapter {info.name!r} is in use by {num_users} unfinished sequences: "

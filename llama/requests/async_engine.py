@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from llama.requests.llm_engine import LLMEngine
+from llama.requests.book import RequestBook
 from llama.requests.loop_calls import LoopCalls
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
@@ -24,13 +24,8 @@ class AsyncLLMEngine:
     """An asyncio interface to a `Llama` or its `LLMEngine`, which others may use as well."""
 
     def __init__(self, llama: Any) -> None:
-        self.engine: LLMEngine = getattr(llama, "llm_engine", llama)
-        if not self.engine.parallel.is_alone and not self.engine.is_led:
-            # Ranks must see the same requests in the same order; each event loop has its own.
-            raise ValueError(
-                f"with {self.engine.parallel.num_ranks} ranks of one model, rank 0 must lead: "
-                "call llama.lead(work) on every rank, and make the AsyncLLMEngine in `work`"
-            )
+        self.engine: RequestBook = getattr(llama, "llm_engine", llama)
+        self.engine.port.check_shared()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llama-engine")
         self._open: set[Request] = set()
         self._calls: dict[asyncio.AbstractEventLoop, LoopCalls] = {}
@@ -125,7 +120,7 @@ class AsyncLLMEngine:
         them in memory.
         """
         try:
-            self.engine.wait_until(lambda: all(x.finished for x in tuple(unfinished)))
+            self.engine.port.wait_until(lambda: all(x.finished for x in tuple(unfinished)))
         except BaseException as error:
             self.failure = self.failure or error
             raise

@@ -15,59 +15,56 @@ This module knows nothing of HTTP, chat templates, or how the core schedules and
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 from llama.engine.core import EngineCore
 from llama.options.adapters import AdapterStore
-from llama.requests.adapter_loading import AdapterLoader
-from llama.requests.adapters import AdapterInfo, AdapterNames
-from llama.requests.grammar import GrammarCompiler
-from llama.requests.interrupts import DeferredInterrupt
-from llama.requests.mask_budget import MaskBudget
-from llama.requests.prepare import Preparer
+from llama.requests.adapters import AdapterInfo
+from llama.requests.book import RequestBook
+from llama.requests.formats import FormatCompiler
+from llama.requests.local_port import LocalPort
 from llama.requests.rank_calls import RankCalls
-from llama.requests.registry import RequestRegistry
-from llama.requests.request import Request, RequestOutput, derived_seed
-from llama.requests.threads import StepThreads
+from llama.requests.request import Request, RequestOutput
+from llama.requests.seeds import derived_seed
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
 
-@dataclass(eq=False)
-class LLMEngine:
-    """The requests of one model, which an `EngineCore` computes."""
+class LLMEngine(RequestBook):
+    """The requests of one model, which an `EngineCore` of this process computes.
 
-    core: EngineCore
-    adapter_store: AdapterStore
-    tokenizer: Tokenizer
-    max_seq_len: int  # largest number of tokens of a sequence, prompt and answer together
-    seed: int  # seed that the seeds of requests without one are derived from
-    why_silent: str = ""  # why the model cannot generate; empty if it can
-    mask_budget: MaskBudget | None = None  # set where rank 0 alone takes requests
+    Attributes:
+        core: The core.
+        adapter_store: The adapters that its sequences can choose.
+        parallel: The group of ranks that share the model.
+        grammars: The grammars of structured output.
+        seed: The seed that the seeds of requests without one are derived from.
+    """
 
-    def __post_init__(self) -> None:
-        self.parallel = self.core.runner.model.parallel
-        self.grammars = GrammarCompiler(self.tokenizer)
-        self.adapters = AdapterNames()
-        preparer = Preparer(
-            self.tokenizer, self.max_seq_len, self.grammars, self.adapters, self.why_silent
-        )
-        self.prepare = preparer.prepare
-        self.check_generates = preparer.check_generates
-        self._ranks = RankCalls(
-            self.core, self.adapter_store, self.parallel, self.has_unfinished_requests
-        )
+    port: LocalPort
+
+    def __init__(
+        self,
+        core: EngineCore,
+        adapter_store: AdapterStore,
+        tokenizer: Tokenizer,
+        max_seq_len: int,
+        seed: int,
+        why_silent: str = "",
+    ) -> None:
+        """Begin without requests; see `RequestBook`."""
+        self.core = core
+        self.adapter_store = adapter_store
+        self.parallel = core.runner.model.parallel
+        self.seed = seed
+        self._ranks = RankCalls(core, adapter_store, self.parallel, self.has_unfinished_requests)
         self.agree = self._ranks.agree
-        self._threads = StepThreads(self._step, self._settle)
-        self._lock = self._threads.lock  # protects the registry; released while the model runs
-        self._registry = RequestRegistry(self.adapters)
-        self._adapter_loader = AdapterLoader(
-            self.adapters, self._registry, self._ranks, self._threads
-        )
-        self._is_closed = False
+        constraints = FormatCompiler(tokenizer)
+        self.grammars = constraints.grammars
+        port = LocalPort(core, self._ranks, seed)
+        super().__init__(port, tokenizer, constraints, max_seq_len, why_silent)
 
     def add_request(
         self,
@@ -106,12 +103,7 @@ class LLMEngine:
         """
         compared = self._compare(requests)
         self._registry.listen(compared)
-        try:
-            self._queue(compared)
-        except BaseException:  # an id in use or an interrupt: no request may stay queued
-            self.discard(compared)
-            raise
-        return compared
+        return super().submit(compared)
 
     def run(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """Return the last output of each request, in their order; an exception aborts them all."""
@@ -135,7 +127,7 @@ class LLMEngine:
         A request with best_of > n has only its last output. If the model fails, its exception is
         raised and the requests that it was computing end.
         """
-        threads = self._threads
+        threads = self.port.threads
         registry = self._registry
         first_step = threads.num_steps
 
@@ -158,35 +150,7 @@ class LLMEngine:
 
         `is_ready` is called under the engine's lock: it must be fast and must not call the engine.
         """
-        self._threads.wait_until(is_ready)
-
-    def take_output(self, request: Request) -> RequestOutput:
-        """Return the current output of a request; a finished request is removed."""
-        with self._lock:
-            self._registry.due.pop(request, None)
-            if request.finished:
-                self._registry.forget(request)
-            return request.take_output()
-
-    def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request, free its pages and return its last output.
-
-        Returns:
-            None if there is no unfinished request with this id.
-        """
-        request = self.find(request_id)
-        if request is None:
-            return None
-        self.abort(request)
-        return self.take_output(request)
-
-    def abort(self, request: Request) -> None:
-        """End a request between two steps; unfinished answers get finish_reason "abort"."""
-        with DeferredInterrupt(), self._lock:
-            self._registry.end(request)
-            if not self._threads.is_stepping:
-                self._apply_removed()
-            self._threads.wake_ready()
+        self.port.wait_until(is_ready)
 
     def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         """Load a LoRA adapter, which requests can choose by its name from now on.
@@ -205,7 +169,7 @@ class LLMEngine:
                 Nothing has been loaded.
             AdapterInUseError: Requests are using the adapter that would be replaced.
         """
-        return self._adapter_loader.load(name, path, replace=replace)
+        return self.port.loader.load(name, path, replace=replace)
 
     def drop_adapter(self, name: str) -> None:
         """Free an adapter; where another name has the same content, forget the name only.
@@ -216,7 +180,7 @@ class LLMEngine:
             ValueError: No adapter has this name.
             AdapterInUseError: Requests are using it.
         """
-        self._adapter_loader.drop(name)
+        self.port.loader.drop(name)
 
     def lead(self, work: Callable[[], _T]) -> _T | None:
         """Call `work` on rank 0 while the other ranks repeat its steps.
@@ -244,37 +208,6 @@ class LLMEngine:
     def is_led(self) -> bool:
         """Return whether rank 0 takes all requests and the other ranks follow."""
         return self._ranks.is_led
-
-    def find(self, request_id: str) -> Request | None:
-        """Return the unfinished request with this id, or None."""
-        return self._registry.find(request_id)
-
-    def has_unfinished_requests(self) -> bool:
-        """Return whether a request is unfinished or its last output has not been taken."""
-        return bool(self._registry.requests)
-
-    @property
-    def num_unfinished_requests(self) -> int:
-        """Return the number of requests whose last output has not been taken."""
-        return len(self._registry.requests)
-
-    def close(self) -> None:
-        """Abort all requests; submitting another one raises a RuntimeError."""
-        self._is_closed = True
-        with DeferredInterrupt(), self._lock:
-            for request in list(self._registry.requests):
-                self.abort(request)
-
-    def discard_all(self) -> None:
-        """Abort and remove all requests."""
-        self.discard(list(self._registry.requests))
-
-    def discard(self, requests: Iterable[Request]) -> None:
-        """Abort the unfinished requests, and remove all of them."""
-        with DeferredInterrupt(), self._lock:
-            for request in requests:
-                self.abort(request)
-                self._registry.forget(request)
 
     @contextlib.contextmanager
     def _discarding(self, requests: list[Request]) -> Iterator[None]:
@@ -307,70 +240,12 @@ class LLMEngine:
         not change.
         """
         with self._ranks.one_caller(), self.agree("the prompts or parameters") as must_match:
-            if self._is_closed:
-                raise RuntimeError("this engine is closed: build another one")
+            self._check_open()
             compared = list(requests)
             must_match += [request.fingerprint() for request in compared]
         if any(request.seed is None for request in compared):
-            seed = derived_seed(self.seed, self._ranks.take_number(), of="call")
+            seed = self.port.next_seed()
             for index, request in enumerate(compared):
                 if request.seed is None:
                     request.set_seed(derived_seed(seed, index))
         return compared
-
-    def _queue(self, requests: list[Request]) -> None:
-        """Add the requests to the engine; their sequences enter the core at the next step."""
-        with DeferredInterrupt(), self._lock:
-            self._registry.queue(requests)
-            if self.mask_budget is not None:
-                self.mask_budget.watch(requests)
-
-    def _step(self) -> None:
-        """Run the model once for all requests; the lock is released while it runs."""
-        registry = self._registry
-        try:
-            with self._lock:
-                added = registry.take_added()
-                removed = registry.take_removed()
-                resting = self.mask_budget.resting(registry.sequences) if self.mask_budget else []
-            changed = self._ranks.step(added, removed, resting)
-            with self._lock:
-                for seq in changed:
-                    registry.read(seq)
-        except BaseException as error:
-            with self._lock:
-                self._fail(error)
-            raise
-
-    def _settle(self) -> None:
-        """Do what was asked for while the step was running."""
-        self._apply_removed()
-        self._adapter_loader.apply_dropped()
-
-    def _apply_removed(self) -> None:
-        """Free the pages of removed sequences.
-
-        While rank 0 leads, nothing is done here: the next step frees them on every rank.
-        """
-        if not self.is_led:
-            for seq in self._registry.take_removed():
-                self.core.finish(seq, "abort")
-
-    def _fail(self, error: BaseException) -> None:
-        """End the requests of a failed step with its exception.
-
-        Requests whose sequences have not started yet stay queued, except while rank 0 leads: then
-        no step can follow, and all requests end.
-        """
-        if self.is_led:
-            self.core.clear("error")
-            self._registry.take_removed()
-        else:
-            self.core.break_off("error")
-        if not isinstance(error, Exception):  # SystemExit, for example, must not end other threads
-            error = RuntimeError(f"the step was ended by {type(error).__name__}: {error}")
-        for request, sequences in self._registry.take_failed(self.core.scheduler.live()):
-            for seq in sequences:
-                self.core.finish(seq, "error")
-            request.exception = error
-            request.end("error")

@@ -16,7 +16,7 @@ import numpy as np
 from llama.engine.request import Constraint
 from llama.engine.sequence import SequenceState
 from llama.engine.waiting import WaitingQueue
-from llama.requests.request import Request
+from llama.requests.port import Group
 
 _SLOW_S = 0.005  # time from which on a mask is slow; ordinary ones take 0.05 to 0.3 ms
 _STEP_S = 0.05  # time of slow masks in a step, beyond which no other one begins
@@ -139,12 +139,11 @@ class MaskBudget:
         self._costs: dict[SequenceState, _Cost] = {}
         self._turns = WaitingQueue()
 
-    def watch(self, requests: Iterable[Request]) -> None:
+    def watch(self, groups: Iterable[Group]) -> None:
         """Count the time of the constraints of requests from now on."""
-        for request in requests:
+        for group in groups:
             cost = _Cost()
-            for answer in request.answers:
-                seq = answer.sequence
+            for seq in group.sequences:
                 if seq.constraint is not None:
                     seq.constraint = TimedConstraint(seq.constraint, cost, self._clock)
                     self._costs[seq] = cost

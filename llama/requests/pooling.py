@@ -8,11 +8,9 @@ used is a TypeError or a ValueError that names it, before any work.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from llama.checkpoint.pooling import PoolingKind, PoolingSettings, TokenTemplate
 from llama.common.checks import FieldError, FieldTypeError, brief, index_of, whole_number
@@ -21,6 +19,9 @@ from llama.requests.prepare import not_ids
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NO_ANSWER = SamplingParams(max_tokens=0)
 NORM = "norm"  # the name of the normalised states, from which logits are computed
@@ -273,8 +274,10 @@ class Pooler:
             )
         return number % (self.n_layers + 1)
 
-    def states(self, output: RequestOutput, layers: Sequence[Any]) -> dict[Any, Tensor]:
+    def states(self, output: RequestOutput, layers: Sequence[Any]) -> "dict[Any, Tensor]":
         """Return the hidden states of an output, (T, E) for each layer as the caller named it."""
+        import torch  # The processes that make embeddings for a server have none.
+
         parts = output.captured
         return {layer: torch.cat(parts[self.number_of(layer)]) for layer in layers}
 

@@ -21,14 +21,14 @@ from llama.engine.sequence import SequenceState
 from llama.requests.adapters import AdapterNames
 from llama.requests.answer import Answer
 from llama.requests.detokenizer import Detokenizer, StopStrings
-from llama.requests.grammar import GrammarCompiler
+from llama.requests.formats import AnswerFormat, ConstraintMaker
 from llama.requests.reasoning_text import (
     ReasoningReader,
     reads_reasoning,
     reasoning_is_open,
 )
-from llama.requests.request import Request, derived_seed
-from llama.requests.thinking import ReasoningConstraint
+from llama.requests.request import Request
+from llama.requests.seeds import derived_seed
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
@@ -62,7 +62,7 @@ class Preparer:
 
     tokenizer: Tokenizer
     max_seq_len: int  # largest number of tokens of a sequence, prompt and answer together
-    grammars: GrammarCompiler
+    constraints: ConstraintMaker
     adapters: AdapterNames
     why_silent: str = ""  # why the model cannot generate; empty if it can
 
@@ -177,16 +177,12 @@ class Preparer:
             root: The root of the prefix hashes.
             is_open: Whether the prompt ends with the start mark of the reasoning.
         """
-        response_format = params.structured_output
-        assert not isinstance(response_format, Mapping)  # SamplingParams converts mappings
-        content = None
-        if response_format is not None:
-            content = self.grammars.matcher(response_format, root)
-        if not params.constrains_reasoning:
-            return content
-        rule = params.reasoning
-        assert rule is not None
-        return ReasoningConstraint(rule, self.tokenizer.stop_tokens, content, is_open=is_open)
+        output = params.structured_output
+        assert not isinstance(output, Mapping)  # SamplingParams converts mappings
+        rule = params.reasoning if params.constrains_reasoning else None
+        if output is None and rule is None:
+            return None
+        return self.constraints.constraint(AnswerFormat(output, rule, is_open), root)
 
     def _spec(
         self, ids: list[int], params: SamplingParams, max_len: int, root: bytes

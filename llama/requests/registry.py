@@ -1,19 +1,19 @@
 """The requests that an engine has accepted, and the request of each of their sequences.
 
-In: checked requests, and sequences that have new tokens. Out: the sequences to add to and remove
-from the core at its next step, and requests whose output can be taken.
+In: checked requests, and sequences that have new tokens. Out: sequences for a port, which computes
+them, and requests whose output can be taken.
 
-The lock of the engine protects all of this: every method is called with it. Nothing here knows
+The lock of the port protects all of this: every method is called with it. Nothing here knows
 threads, ranks or the core.
 """
 
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
-from llama.common.checks import FieldError, brief
+from llama.common.checks import brief
 from llama.engine.sequence import SequenceState
-from llama.requests.adapters import AdapterNames
 from llama.requests.answer import Answer
+from llama.requests.port import Port
 from llama.requests.request import Request
 
 
@@ -25,26 +25,18 @@ class RequestRegistry:
         due: The requests that `LLMEngine.step` reports next.
     """
 
-    def __init__(self, adapters: AdapterNames) -> None:
+    def __init__(self, port: Port) -> None:
         """Make an empty registry.
 
         Args:
-            adapters: The adapters that requests can choose.
+            port: Where the sequences are computed.
         """
         self.requests: dict[Request, None] = {}
         self.due: dict[Request, None] = {}
-        self._adapters = adapters
+        self._port = port
         self._names: dict[str, Request] = {}
-        # The request and the answer of each sequence that is queued or in the core.
+        # The request and the answer of each sequence that the port has.
         self._owner: dict[SequenceState, tuple[Request, Answer]] = {}
-        self._added: dict[SequenceState, None] = {}  # sequences to add at the next step
-        self._removed: list[SequenceState] = []  # sequences to remove at the next step
-        self._num_calls = 0  # calls that have queued requests
-
-    @property
-    def sequences(self) -> Collection[SequenceState]:
-        """All sequences that are queued or in the core."""
-        return self._owner.keys()
 
     def find(self, request_id: str) -> Request | None:
         """Return the unfinished request with this id, or None."""
@@ -69,18 +61,12 @@ class RequestRegistry:
                     f"request_id={brief(name)} is in use by a request not yet finished: choose "
                     "another id"
                 )
-        for request in requests:
-            digest = request.answers[0].sequence.spec.adapter
-            if digest and not self._adapters.has_digest(digest):
-                raise FieldError("adapter", "the adapter of a request has been dropped")
+        self._port.add([request.group() for request in requests], self)
         self._names |= {request.request_id: request for request in requests if request.request_id}
         self.requests |= dict.fromkeys(requests)
-        self._num_calls += 1
         for request in requests:
-            request.set_call(self._num_calls)
             for answer in request.answers:
                 self._owner[answer.sequence] = request, answer
-                self._added[answer.sequence] = None
 
     def forget(self, request: Request) -> None:
         """Remove a request that has ended."""
@@ -93,62 +79,28 @@ class RequestRegistry:
         """End a request; unfinished answers get finish_reason "abort"."""
         if not request.finished:
             request.end("abort")
-        for answer in request.answers:
-            self._release(answer.sequence)
+        self._release([answer.sequence for answer in request.answers])
 
-    def read(self, seq: SequenceState) -> None:
-        """Decode the new tokens of a sequence and announce the output of its request."""
-        if seq not in self._owner:  # aborted during the step
-            return
-        request, answer = self._owner[seq]
-        answer.read()
-        if answer.finish_reason is not None:
-            self._release(seq)
-        request.note_output()
+    def moved(self, sequences: list[SequenceState]) -> None:
+        """Decode the new tokens of sequences, and announce the outputs of their requests."""
+        for seq in sequences:
+            if seq not in self._owner:  # aborted during the step
+                continue
+            request, answer = self._owner[seq]
+            answer.read()
+            if answer.finish_reason is not None:
+                self._release([seq])
+            request.note_output()
 
-    def _release(self, seq: SequenceState) -> None:
-        """Remove a sequence from the core as soon as no step is running."""
-        if self._owner.pop(seq, None) is None:
-            return
-        if seq in self._added:
-            del self._added[seq]
-        else:
-            self._removed.append(seq)
+    def failed(self, error: Exception, sequences: list[SequenceState]) -> None:
+        """End the requests of sequences that a failed step was computing with its exception."""
+        for request in dict.fromkeys(self._owner[seq][0] for seq in sequences):
+            self._release([answer.sequence for answer in request.answers])
+            request.exception = error
+            request.end("error")
 
-    def take_added(self) -> list[SequenceState]:
-        """Return the sequences that were queued since the last step."""
-        added = list(self._added)
-        self._added = {}
-        return added
-
-    def take_removed(self) -> list[SequenceState]:
-        """Return the sequences that the core has and no request needs any more."""
-        removed = self._removed
-        self._removed = []
-        return removed
-
-    def num_users(self, digest: bytes) -> int:
-        """Return how many unfinished sequences have the adapter with this hash."""
-        return sum(seq.spec.adapter == digest for seq in self._owner)
-
-    def take_failed(
-        self, live: Iterable[SequenceState]
-    ) -> list[tuple[Request, list[SequenceState]]]:
-        """Remove the sequences of the requests that a failed step was computing.
-
-        Args:
-            live: The sequences that the core still has, as they have not started.
-
-        Returns:
-            The requests, each with its sequences among `live` and those that were queued since.
-        """
-        waiting = {*live, *self._added}
-        failed = {request: None for seq, (request, _) in self._owner.items() if seq not in waiting}
-        for request in failed:
-            for answer in request.answers:
-                self._owner.pop(answer.sequence, None)
-                self._added.pop(answer.sequence, None)
-        return [
-            (request, [x.sequence for x in request.answers if x.sequence in waiting])
-            for request in failed
-        ]
+    def _release(self, sequences: list[SequenceState]) -> None:
+        """Let the port remove sequences that no request needs any more."""
+        for seq in sequences:
+            self._owner.pop(seq, None)
+        self._port.remove(sequences)

@@ -5,14 +5,15 @@ output records only the lengths of the answers, and builds a text or a list when
 its cost does not grow with the answer. This module does not know how requests are scheduled.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llama.engine.sequence import FinishReason
+from llama.options.speculation.texts import count_predicted
 from llama.requests.answer import Answer
+from llama.requests.port import Group, set_seeds
 from llama.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -214,9 +215,6 @@ class RequestOutput:
 
     def num_predicted(self) -> tuple[int, int]:
         """Return how many tokens of the request's prediction its answers had, and how many not."""
-        # Imported here because the module imports torch, which clients of a server do not need.
-        from llama.options.speculation.lookup import count_predicted
-
         prediction = self._first.spec.prediction
         return count_predicted(prediction, (answer.token_ids for answer in self.outputs))
 
@@ -316,14 +314,11 @@ class Request:
     def set_seed(self, seed: int) -> None:
         """Set the seed of the first answer, and of the others the seeds derived from it."""
         self.seed = seed
-        for number, answer in enumerate(self.answers):
-            seq = answer.sequence
-            seq.spec = replace(seq.spec, seed=derived_seed(seed, number))
+        set_seeds(self.group().sequences, seed)
 
-    def set_call(self, call: int) -> None:
-        """Set the number of the call that queues the request; scheduling is fair across calls."""
-        for answer in self.answers:
-            answer.sequence.spec = replace(answer.sequence.spec, call=call)
+    def group(self) -> Group:
+        """Return the sequences of the request, for a port."""
+        return Group([answer.sequence for answer in self.answers], self.seed)
 
     def set_sender(self, sender: bytes) -> None:
         """Set whoever sent the request; scheduling is fair across senders."""
@@ -350,22 +345,6 @@ class Request:
         self.has_output = False
         output: RequestOutput = self.make_output(self)
         return output
-
-
-def derived_seed(seed: int, number: int, *, of: str = "place") -> int:
-    """Return `seed` itself for number 0, else 63 bits of a SHA-256 hash of seed and number.
-
-    Args:
-        seed: The seed that others are derived from.
-        number: The index of a prompt in its call or of an answer in its request, or the number of a
-            call without a seed.
-        of: "place" for an index, "call" for a call. The texts are hashed: another text would
-            change the answers of every seed.
-    """
-    if number == 0:
-        return seed
-    digest = hashlib.sha256(f"{seed} {of} {number}".encode()).digest()
-    return int.from_bytes(digest[:8]) >> 1
 
 
 def _dicts(

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from llama.checkpoint.pooling import HeadSettings
 from llama.common.checks import FieldError, FieldTypeError, brief
@@ -49,11 +47,12 @@ class Classification:
 class ClassificationHead:
     """The head of a model: the matrix whose product with a pooled state are logits."""
 
-    def __init__(self, weight: Tensor, settings: HeadSettings) -> None:
-        """Keep a head, (labels, E) float32 on the CPU, and its labels."""
+    def __init__(self, weight: np.ndarray, settings: HeadSettings) -> None:
+        """Keep a head, (labels, E) float32, and its labels."""
         self.settings = settings
         self.num_labels = len(weight)
-        self._weight = weight.double().numpy()
+        self.weight = weight
+        self._weight = weight.astype(np.float64)
 
     def logits(self, output: RequestOutput) -> np.ndarray:
         """Return the logits of a finished output, (labels) float32."""
@@ -69,21 +68,31 @@ class ClassificationHead:
         best = int(logits.argmax())
         return Classification(
             label=names[best] if names else f"LABEL_{best}",
-            probs=self._probabilities(torch.from_numpy(logits)).tolist(),
+            probs=self._probabilities(logits).tolist(),
             logits=logits.tolist(),
         )
 
-    def _probabilities(self, logits: Tensor) -> Tensor:
+    def _probabilities(self, logits: np.ndarray) -> np.ndarray:
+        """Return the probabilities, (labels) float32, which are computed in float64."""
         if self.num_labels == 1 or self.settings.is_multi_label:
-            return logits.sigmoid()
-        return logits.softmax(-1)
+            return _sigmoid(logits)
+        powers = np.exp(logits.astype(np.float64) - logits.max())
+        probabilities: np.ndarray = (powers / powers.sum()).astype(np.float32)
+        return probabilities
 
     def score(self, output: RequestOutput) -> float:
         """Return the score of a pair, by the one label."""
         (logit,) = self.logits(output)
         if not self.settings.has_activation:
             return float(logit)
-        return float(torch.tensor(logit).sigmoid())
+        return float(_sigmoid(logit))
+
+
+def _sigmoid(logits: np.ndarray) -> np.ndarray:
+    """Return the sigmoid of each logit in float32, which is computed in float64."""
+    wide: np.ndarray = np.exp(-np.logaddexp(0.0, -np.asarray(logits, np.float64)))
+    probabilities: np.ndarray = wide.astype(np.float32)
+    return probabilities
 
 
 class PairScorer(ABC):

@@ -52,7 +52,7 @@ def cards(serving: Serving) -> Iterator[dict[str, Any]]:
         "object": "model",
         "created": serving.created,
         "owned_by": "llama",
-        "max_model_len": serving.loaded().model.params.max_seq_len,
+        "max_model_len": serving.loaded().card.max_seq_len,
     }
     yield card
     for info in serving.loaded().adapters.values():
@@ -90,48 +90,43 @@ def routes(service: Service) -> APIRouter:
     folder = service.default.lora_folder
     if folder is None:
         return router
-    lock = asyncio.Lock()
 
     @router.post(LOAD_URL)
     async def load(body: LoadBody, http: Exchange) -> Response:
         """Load an adapter of the folder for adapters (https://docs.vllm.ai, LoRA adapters)."""
         serving = http.serving
-        llama = serving.loaded()
+        serving.loaded()
+        desk = serving.desk
+        assert desk is not None
         name = body.lora_name
-        async with lock:
-            if name == serving.name:
-                message = f"lora_name={brief(name)} is the name of the base model"
-                raise ApiError(400, message, param="lora_name")
-            max_loras = serving.limits.max_loras
-            if name not in llama.adapters and len(llama.adapters) >= max_loras:
-                message = f"{max_loras} adapters are loaded, the limit of --max_loras: unload one"
-                raise ApiError(400, message, param="lora_name")
-            path = await asyncio.to_thread(path_in, folder, body.lora_path)
-            try:
-                await asyncio.to_thread(
-                    llama.load_adapter, name, path, replace=bool(body.load_inplace)
-                )
-            except FieldError as error:
-                raise ApiError(400, str(error), param="lora_name") from None
-            except AdapterInUseError as error:
-                raise ApiError(409, str(error), param="lora_name") from None
-            except (OSError, ValueError) as error:
-                raise ApiError(400, str(error), param="lora_path") from None
+        if name == serving.name:
+            message = f"lora_name={brief(name)} is the name of the base model"
+            raise ApiError(400, message, param="lora_name")
+        path = await asyncio.to_thread(path_in, folder, body.lora_path)
+        try:
+            await desk.load_adapter(name, path, replace=bool(body.load_inplace))
+        except FieldError as error:
+            raise ApiError(400, str(error), param="lora_name") from None
+        except AdapterInUseError as error:
+            raise ApiError(409, str(error), param="lora_name") from None
+        except (OSError, ValueError) as error:
+            raise ApiError(400, str(error), param="lora_path") from None
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post(UNLOAD_URL)
     async def unload(body: UnloadBody, http: Exchange) -> Response:
         """Free an adapter that no request is using."""
-        llama = http.serving.loaded()
+        http.serving.loaded()
+        desk = http.serving.desk
+        assert desk is not None
         name = body.lora_name
-        async with lock:
-            if name not in llama.adapters:
-                message = f"lora_name={brief(name)}: no adapter of this name is loaded"
-                raise ApiError(404, message, param="lora_name")
-            try:
-                await asyncio.to_thread(llama.drop_adapter, name)
-            except AdapterInUseError as error:
-                raise ApiError(409, str(error), param="lora_name") from None
+        try:
+            await desk.drop_adapter(name)
+        except FieldError:
+            message = f"lora_name={brief(name)}: no adapter of this name is loaded"
+            raise ApiError(404, message, param="lora_name") from None
+        except AdapterInUseError as error:
+            raise ApiError(409, str(error), param="lora_name") from None
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     return router

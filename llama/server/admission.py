@@ -6,12 +6,31 @@ is taken, or an `ApiError`. This file knows no engine and no HTTP.
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
 
 from llama.server.errors import ApiError
-from llama.server.metrics import ActiveRequest
 
 
-class Admission:
+class Admitted(Protocol):
+    """A request that a model works on."""
+
+    @property
+    def sender(self) -> bytes:
+        """Whoever sent it."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of its sequences that run or wait."""
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether any of its sequences has no token yet."""
+
+
+_T = TypeVar("_T", bound=Admitted)
+
+
+class Admission(Generic[_T]):
     """The requests that a model works on, in the order in which they came.
 
     Attributes:
@@ -21,9 +40,9 @@ class Admission:
     def __init__(self, max_queue: int) -> None:
         """Begin without requests."""
         self.max_queue = max_queue
-        self._active: dict[ActiveRequest, None] = {}
+        self._active: dict[_T, None] = {}
 
-    def __iter__(self) -> Iterator[ActiveRequest]:
+    def __iter__(self) -> Iterator[_T]:
         """Iterate over a copy, as other threads count what there is."""
         return iter(list(self._active))
 
@@ -34,32 +53,26 @@ class Admission:
         """Return the number of sequences that run or wait."""
         return sum(active.num_unfinished for active in self)
 
-    def add(self, active: ActiveRequest) -> None:
+    def add(self, active: _T) -> None:
         """Count a request from now on."""
         self._active[active] = None
 
-    def remove(self, active: ActiveRequest) -> None:
+    def remove(self, active: _T) -> None:
         """Count a request no longer."""
         del self._active[active]
 
-    def giving_way(
-        self, num_sequences: int, sender: bytes, max_running: int, field: str
-    ) -> list[ActiveRequest]:
-        """Return the requests that must end so that another one is taken.
+    def check_size(self, num_sequences: int, max_running: int, field: str) -> None:
+        """Check that a request may be taken at all.
 
-        These are the newest ones of the sender with the most sequences, whose sequences wait, as
-        long as that sender keeps at least as many as the newcomer's.
+        It may take the whole batch and half of the queue, so that others get in beside it.
 
         Args:
-            num_sequences: sequences of the new request. It may take the whole batch and half of the
-                queue, so that others get in beside it.
-            sender: whoever sends it.
+            num_sequences: sequences of the request.
             max_running: sequences that may run.
             field: the field of the body that asks for them.
 
         Raises:
-            ApiError: 400 if the queue never has that much capacity; 503 if it has not now, and
-                nobody gives way.
+            ApiError: 400 if the queue never has that much capacity.
         """
         max_sequences = max_running + self.max_queue // 2
         if num_sequences > max_sequences:
@@ -69,6 +82,21 @@ class Admission:
                 "with a larger --max_queue"
             )
             raise ApiError(400, message, param=field)
+
+    def giving_way(self, num_sequences: int, sender: bytes, max_running: int) -> list[_T]:
+        """Return the requests that must end so that another one is taken.
+
+        These are the newest ones of the sender with the most sequences, whose sequences wait, as
+        long as that sender keeps at least as many as the newcomer's.
+
+        Args:
+            num_sequences: sequences of the new request.
+            sender: whoever sends it.
+            max_running: sequences that may run.
+
+        Raises:
+            ApiError: 503 if the queue has no capacity for it now, and nobody gives way.
+        """
         num_over = num_sequences + self.num_unfinished() - (max_running + self.max_queue)
         if num_over <= 0:
             return []
@@ -76,7 +104,7 @@ class Admission:
         held[sender] = num_sequences
         for active in self:
             held[active.sender] += active.num_unfinished
-        found: list[ActiveRequest] = []
+        found: list[_T] = []
         while num_over > 0:
             able = [
                 active

@@ -113,7 +113,7 @@ def _server_routes(service: Service) -> APIRouter:
     async def ready() -> Response:
         """Return 503 while the model loads, without a rank, and while the server shuts down."""
         status = service.state.value
-        if not service.ranks_alive:
+        if not await service.ranks_alive():
             status = "a rank is stopped or gone"
         return JsonResponse({"status": status}, 200 if status == State.READY.value else 503)
 
@@ -139,11 +139,11 @@ def _server_routes(service: Service) -> APIRouter:
     @router.get("/load")
     async def load() -> Response:
         """Return the number of sequences that run or wait, for a load balancer."""
-        return JsonResponse({"server_load": service.num_unfinished()})
+        return JsonResponse({"server_load": await service.load()})
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(await service.metrics_text(), media_type="text/plain; version=0.0.4")
 
     return router
 

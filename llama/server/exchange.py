@@ -259,7 +259,7 @@ async def prepare_chat(http: Exchange, chat: ApiRequest, *, must_fit: bool) -> E
     """
     serving = http.serving
     with refusals(chat.fields):
-        serving.loaded().llm_engine.check_generates()
+        serving.loaded().book.check_generates()
     field = chat.fields.names.get("n", "n")
     serving.check_capacity(chat.num_answers, http.state.sender, field)
     ids = await chat_ids(http, chat)

@@ -1,25 +1,17 @@
 """Reports about requests: lines of the log, and metrics for Prometheus.
 
-In: requests, their outputs and the counters of the engine. Out: text. A line of the log never has
+In: requests and their outputs. Out: text. A line of the log never has
 the text of a request. The names of the metrics are close to vLLM's; each server has a registry of
 its own.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
-from prometheus_client.registry import Collector
 
-from llama.api import Answer, Llama, Request, RequestOutput
+from llama.api import Answer, Request, RequestOutput
 
 log = logging.getLogger("llama.server")
 _REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
@@ -141,70 +133,3 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
-
-
-@dataclass(eq=False)
-class EngineMetrics(Collector):
-    """The engine's own counters, which are read when Prometheus asks for them.
-
-    Attributes:
-        llama: the model and its engine.
-        num_unfinished: returns the number of sequences that run or wait.
-    """
-
-    llama: Llama
-    num_unfinished: Callable[[], int]
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
-        yield from self._gauges()
-        yield from self._counters()
-        stats = self.llama.engine.stats
-        seconds = stats.prompt_seconds + stats.generate_seconds
-        yield SummaryMetricFamily(
-            "llama:step_seconds", "Time of a step.", count_value=stats.steps, sum_value=seconds
-        )
-        yield self._rank_alive()
-
-    def _gauges(self) -> Iterator[Metric]:
-        scheduler = self.llama.engine.scheduler
-        num_running = len(scheduler.running)
-        num_waiting = max(0, self.num_unfinished() - num_running)
-        usage = 1 - scheduler.pool.num_free / scheduler.pool.num_pages
-        for name, description, value in (
-            ("num_requests_running", "Sequences in the batch.", num_running),
-            ("num_requests_waiting", "Sequences that wait.", num_waiting),
-            ("kv_cache_usage_perc", "Used part of the KV cache; 1 is all of it.", usage),
-        ):
-            yield GaugeMetricFamily(f"llama:{name}", description, value=value)
-
-    def _counters(self) -> Iterator[Metric]:
-        num_preemptions = self.llama.engine.scheduler.num_preemptions
-        stats = self.llama.engine.stats
-        for name, description, value in (
-            ("num_preemptions", "Preempted sequences.", num_preemptions),
-            ("prompt_tokens", "Prompt tokens, without cached ones.", stats.prompt_tokens),
-            ("generation_tokens", "Generated tokens.", stats.generated_tokens),
-            ("spec_decode_num_drafts", "Drafts.", stats.drafts),
-            ("spec_decode_num_draft_tokens", "Drafted tokens.", stats.draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Accepted tokens.", stats.accepted_tokens),
-        ):
-            yield CounterMetricFamily(f"llama:{name}", description, value=value)
-        accepted = CounterMetricFamily(
-            "llama:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted tokens, by their position in the draft.",
-            labels=["position"],
-        )
-        for position, count in sorted(stats.accepted_at.items()):
-            accepted.add_metric([str(position)], count)
-        yield accepted
-
-    def _rank_alive(self) -> Metric:
-        alive = GaugeMetricFamily(
-            "llama:rank_alive",
-            "1 for a rank that works, 0 for one that is stopped or gone.",
-            labels=["rank"],
-        )
-        for rank, is_alive in enumerate(self.llama.model.parallel.ranks_alive()):
-            alive.add_metric([str(rank)], is_alive)
-        return alive

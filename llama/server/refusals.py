@@ -1,4 +1,4 @@
-"""The errors of requests that are being prepared, in the words of an API.
+"""The errors of requests that are prepared or run, in the words of an API.
 
 In: exceptions of the engine. Out: an `ApiError` that names the field of the body.
 """
@@ -6,8 +6,11 @@ In: exceptions of the engine. Out: an `ApiError` that names the field of the bod
 import contextlib
 from collections.abc import Iterator
 
-from llama.api import ContextLengthError
-from llama.server.errors import ApiError, ErrorFields, shutting_down
+from llama.api import ContextLengthError, RefusedError
+from llama.common.checks import FieldError
+from llama.server.admission import queue_is_full
+from llama.server.errors import ApiError, ErrorFields, first_name, shutting_down
+from llama.server.workers import preparing_refusal
 
 
 @contextlib.contextmanager
@@ -29,6 +32,19 @@ def refusals(fields: ErrorFields) -> Iterator[None]:
         raise fields.refusal(error) from None
     except RuntimeError:
         raise shutting_down() from None
+
+
+def refusal_of(error: Exception, fields: ErrorFields) -> ApiError | None:
+    """Return the error of an API for an exception of a running request; None if a step failed."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, FieldError):  # such as an adapter that was unloaded since
+        return fields.refusal(error)
+    if isinstance(error, RefusedError) and error.reason == "queue":
+        return queue_is_full()
+    if isinstance(error, RefusedError) and error.reason != "failed":
+        return preparing_refusal(error.reason, first_name(fields.answer_format))
+    return None
 
 
 def _context_error(error: ContextLengthError, fields: ErrorFields) -> ApiError:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from llama.api import ClassificationHead, Llama, RequestOutput, ranked
+from llama.api import ClassificationHead, RequestOutput, ServedModel, ranked
 from llama.common.checks import FieldError
 from llama.prompts.fields import Fields, chosen_by
 from llama.prompts.messages import Dialog
@@ -65,12 +65,12 @@ class ScoringBody(LabelFields):
 
     truncate_prompt_tokens: Truncation | None = None
 
-    def truncate(self, llama: Llama) -> int | None:
+    def truncate(self, llama: ServedModel) -> int | None:
         """Return the number of leading tokens that an input is cut to; None: all are needed."""
         limit = self.truncate_prompt_tokens
-        return llama.model.params.max_seq_len if limit == -1 else limit
+        return llama.card.max_seq_len if limit == -1 else limit
 
-    def why_unable(self, llama: Llama) -> str:
+    def why_unable(self, llama: ServedModel) -> str:
         """Return why the model cannot do what the body is for; empty if it can."""
         return llama.classifier.why_unscored()
 
@@ -89,7 +89,7 @@ class ClassifyBody(ScoringBody):
         """The names of the body, for errors."""
         return ErrorFields("input" if self.messages is None else "messages", _NAMES)
 
-    def why_unable(self, llama: Llama) -> str:
+    def why_unable(self, llama: ServedModel) -> str:
         """Return why the model has no labels; empty if it has."""
         try:
             llama.classifier.head()
@@ -97,7 +97,7 @@ class ClassifyBody(ScoringBody):
             return str(error)
         return ""
 
-    def request(self, llama: Llama, meta: ResponseMeta) -> PooledRequest:
+    def request(self, llama: ServedModel, meta: ResponseMeta) -> PooledRequest:
         """Return what the body asks for.
 
         Raises:
@@ -163,7 +163,7 @@ class ScoreBody(ScoringBody):
         left, right = self._pair()
         return ErrorFields(right, _NAMES | {"queries": left, "documents": right})
 
-    def request(self, llama: Llama, meta: ResponseMeta) -> PooledRequest:
+    def request(self, llama: ServedModel, meta: ResponseMeta) -> PooledRequest:
         """Return what the body asks for.
 
         Raises:
@@ -198,7 +198,7 @@ class RerankBody(ScoringBody):
         """The names of the body, for errors."""
         return ErrorFields("documents", _NAMES | {"queries": "query"})
 
-    def request(self, llama: Llama, meta: ResponseMeta) -> PooledRequest:
+    def request(self, llama: ServedModel, meta: ResponseMeta) -> PooledRequest:
         """Return what the body asks for: the most relevant documents come first.
 
         Raises:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama.api import Llama
+from llama.api import MaskBudget, ServedModel
 from llama.server.errors import unknown_model
 from llama.server.limits import Limits, State
 from llama.server.metrics import Metrics
@@ -71,9 +71,17 @@ class Service:
                 return serving
         raise unknown_model(model, self.servings)
 
-    def start(self, llama: Llama) -> None:
-        """Answer requests from now on, with the loaded default model."""
-        self.default.start(llama)
+    def start(self, llama: Any) -> None:
+        """Answer requests from now on, with a `Llama` of this process as the default model."""
+        # They import torch, which a process without an engine does not have.
+        from llama.server.engine_metrics import EngineMetrics
+        from llama.server.local_desk import LocalDesk
+
+        serving = self.default
+        self.metrics.registry.register(EngineMetrics(llama, serving.num_unfinished))
+        desk = LocalDesk(llama, self.limits.max_loras, serving.num_unfinished, self.metrics.text)
+        llama.llm_engine.port.mask_budget = MaskBudget()
+        serving.start(ServedModel.of(llama), desk)
 
     def drain(self) -> None:
         """Reject new requests from now on."""
@@ -106,11 +114,20 @@ class Service:
         """Whether any request is being answered."""
         return any(serving.is_busy for serving in self)
 
-    @property
-    def ranks_alive(self) -> bool:
-        """Whether all ranks of the loaded models work."""
-        models = [serving.llama.model for serving in self if serving.llama is not None]
-        return all(is_alive for model in models for is_alive in model.parallel.ranks_alive())
+    async def ranks_alive(self) -> bool:
+        """Return whether all ranks of the loaded models work."""
+        desks = [serving.desk for serving in self if serving.desk is not None]
+        return all([await desk.ranks_alive() for desk in desks])
+
+    async def load(self) -> int:
+        """Return the number of sequences that run or wait, of the whole server."""
+        desks = [serving.desk for serving in self if serving.desk is not None]
+        return sum([await desk.num_unfinished() for desk in desks])
+
+    async def metrics_text(self) -> bytes:
+        """Return the metrics of the whole server."""
+        desk = self.default.desk
+        return self.metrics.text() if desk is None else await desk.metrics()
 
     def num_unfinished(self) -> int:
         """Return the number of sequences that run or wait."""

@@ -15,19 +15,14 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from llama.api import (
-    AsyncLLMEngine,
-    Llama,
-    MaskBudget,
-    Request,
-    RequestOutput,
-)
+from llama.api import AsyncLLMEngine, RefusedError, Request, RequestOutput, ServedModel
 from llama.common.checks import FieldError
 from llama.prompts import ToolFormat
 from llama.prompts.dialog_format import DialogFormat
 from llama.prompts.reasoning import REASONING_FIELDS
 from llama.sampling_params import SamplingParams
 from llama.server.admission import Admission, queue_is_full
+from llama.server.desk import Desk
 from llama.server.errors import (
     ApiError,
     ErrorFields,
@@ -38,8 +33,8 @@ from llama.server.errors import (
     unknown_model,
 )
 from llama.server.limits import Limits, State
-from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
-from llama.server.refusals import refusals
+from llama.server.metrics import ActiveRequest, Metrics
+from llama.server.refusals import refusal_of, refusals
 from llama.server.workers import PREPARE_S, Workers
 
 log = logging.getLogger("llama.server")
@@ -64,6 +59,7 @@ class Serving:
         state: whether requests are answered.
         created: time of the start, in seconds since 1970.
         llama: the model, once it is loaded.
+        desk: what else its engine is asked.
         engine: the engine of the model.
         workers: the threads in which requests are prepared.
     """
@@ -77,22 +73,31 @@ class Serving:
     lora_folder: Path | None = None
     state: State = State.LOADING
     created: int = field(default_factory=lambda: int(time.time()))
-    llama: Llama | None = None
+    llama: ServedModel | None = None
+    desk: Desk | None = None
     engine: AsyncLLMEngine | None = None
     workers: Workers = field(init=False)
-    _admission: Admission = field(init=False)
+    _admission: Admission[ActiveRequest] = field(init=False)
     _has_logged_failure: bool = False
+    _admits: bool = True
 
     def __post_init__(self) -> None:
         self.workers = Workers(self.limits.max_queue, self.metrics)
         self._admission = Admission(self.limits.max_queue)
 
-    def start(self, llama: Llama) -> None:
-        """Answer requests from now on, with a loaded model."""
+    def start(self, llama: ServedModel, desk: Desk, *, admits: bool = True) -> None:
+        """Answer requests from now on, with a loaded model.
+
+        Args:
+            llama: the model.
+            desk: what else its engine is asked.
+            admits: whether this process decides which requests are taken, and compiles grammars;
+                if not, the process of the engine does.
+        """
         self.llama = llama
-        self.engine = AsyncLLMEngine(llama)
-        llama.llm_engine.mask_budget = MaskBudget()
-        self.metrics.registry.register(EngineMetrics(llama, self.num_unfinished))
+        self.desk = desk
+        self.engine = AsyncLLMEngine(llama.book)
+        self._admits = admits
         self.state = State.READY
         log.info("%s: %s", self.name, self.dialog_format.describe())
         defaults = ", ".join(f"{name}={x:g}" for name, x in self.sampling_defaults.items())
@@ -136,7 +141,7 @@ class Serving:
         """Return the number of sequences that run or wait."""
         return self._admission.num_unfinished()
 
-    def loaded(self) -> Llama:
+    def loaded(self) -> ServedModel:
         """Return the model.
 
         Raises:
@@ -235,7 +240,7 @@ class Serving:
     ) -> Request:
         """Prepare a request in the event loop or in a thread; the time is limited either way."""
         assert self.engine is not None
-        if params.structured_output is None:
+        if params.structured_output is None or not self._admits:
             async with asyncio.timeout(PREPARE_S):
                 return await self.engine.prepare(prompt, params, "", **options)
         prepare = functools.partial(self.engine.engine.prepare, "", prompt, params, **options)
@@ -251,9 +256,12 @@ class Serving:
         Raises:
             ApiError: 400 or 503 if the queue has no capacity for it.
         """
-        max_running = self.loaded().model.params.max_batch_size
+        max_running = self.loaded().card.max_batch_size
+        self._admission.check_size(num_sequences, max_running, field)
+        if not self._admits:
+            return []
         try:
-            return self._admission.giving_way(num_sequences, sender, max_running, field)
+            return self._admission.giving_way(num_sequences, sender, max_running)
         except ApiError as error:
             if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
                 self.metrics.refused.inc()
@@ -348,13 +356,12 @@ class Serving:
 
     def _api_error(self, error: Exception, active: ActiveRequest, fields: ErrorFields) -> ApiError:
         """Return the error of an API for an exception of a request, which gets its status."""
-        if isinstance(error, ApiError):
-            refusal = error
-        elif isinstance(error, FieldError):  # an adapter was unloaded since it was prepared
-            refusal = fields.refusal(error)
-        else:
+        refusal = refusal_of(error, fields)
+        if refusal is None:
             self._note_failure()
             refusal = broken()
+        elif isinstance(error, RefusedError) and refusal.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self.metrics.refused.inc()
         active.status = refusal.status
         refusal.is_logged = True
         return refusal

@@ -112,7 +112,7 @@ def routes(service: Service) -> APIRouter:
             strings = await beside_if_large(http, _strings, llama.tokenizer, ids)
         content = {
             "count": len(ids),
-            "max_model_len": llama.model.params.max_seq_len,
+            "max_model_len": llama.card.max_seq_len,
             "tokens": ids,
             "token_strs": strings,
         }
@@ -132,7 +132,7 @@ def routes(service: Service) -> APIRouter:
     async def tokenizer_info() -> Response:
         """Return names and ids of the special tokens, as in a tokenizer_config.json."""
         llama = service.default.loaded()
-        return JsonResponse(_tokenizer_config(llama.tokenizer, llama.model.params.max_seq_len))
+        return JsonResponse(_tokenizer_config(llama.tokenizer, llama.card.max_seq_len))
 
     return router
 

@@ -79,6 +79,11 @@ class Workers:
             yield
         except PoolBusyError:
             self._metrics.refused.inc()
-            raise ApiError(503, _BUSY) from None
+            raise preparing_refusal("busy", field) from None
         except TimeoutError:
-            raise ApiError(400, _TOO_SLOW, param=field) from None
+            raise preparing_refusal("slow", field) from None
+
+
+def preparing_refusal(reason: str, field: str) -> ApiError:
+    """Return the error of work that did not begin in time ("busy") or takes too long ("slow")."""
+    return ApiError(503, _BUSY) if reason == "busy" else ApiError(400, _TOO_SLOW, param=field)

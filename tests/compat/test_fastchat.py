@@ -143,8 +143,8 @@ def test_prompts_of_a_chat_template_are_its_own(tmp_path, kind):
 
 
 def test_a_model_without_a_chat_template_says_so_in_the_answer(demo, monkeypatch):
-    app = make_worker(demo)
     monkeypatch.setattr(demo, "dialog_format", MissingFormat(demo.tokenizer))
+    app = make_worker(demo)
 
     async def scenario():
         conv = (await post(app, "/worker_get_conv_template"))["conv"]

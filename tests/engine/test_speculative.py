@@ -13,7 +13,8 @@ from helpers.drafts import Drafts
 from helpers.sequences import state_of
 from llama.options.speculation.draft_model import ModelDrafter, SequenceDraft
 from llama.options.speculation.drafter import Drafter
-from llama.options.speculation.lookup import Lookup, Speculator
+from llama.options.speculation.lookup import Speculator
+from llama.options.speculation.texts import Lookup
 from llama.ranks.parallel import Parallel
 
 

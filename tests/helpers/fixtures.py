@@ -23,7 +23,7 @@ from llama.kernels.cpu import native
 from llama.ops import sample as sample_op
 from llama.options.speculation.drafter import Drafter, DraftState
 from llama.options.speculation.hook import speculate
-from llama.options.speculation.lookup import Lookup
+from llama.options.speculation.texts import Lookup
 from llama.ranks.parallel import Parallel
 
 PARAMS = {

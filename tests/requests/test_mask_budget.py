@@ -4,7 +4,6 @@ A clock that the masks themselves move stands for processor time, and for time.
 """
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from llama.engine.sequence import SequenceState
 from llama.requests import mask_budget
 from llama.requests.grammar import Matcher
 from llama.requests.mask_budget import MaskBudget
+from llama.requests.port import Group
 from llama.requests.request import Request
 
 FREE = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
@@ -72,10 +72,9 @@ class Trial:
             rule = None if mask_s is None else Slow(self.clock, mask_s)
             seq = state_of([1], 999, constraint=rule, sender=sender, call=call)
             self.live.append(seq)
-            answers.append(SimpleNamespace(sequence=seq))
-        request: Any = SimpleNamespace(answers=answers)
-        self.budget.watch([request])
-        return [answer.sequence for answer in answers]
+            answers.append(seq)
+        self.budget.watch([Group(answers)])
+        return answers
 
     def step(self) -> set[SequenceState]:
         """Make the masks of a step, and return the sequences that were part of it."""
@@ -216,7 +215,7 @@ def test_a_small_request_is_done_beside_slow_masks(demo, masks, grammar, sender)
     engine = llama.llm_engine
     wanted = engine.run([_constrained(llama, grammar, 16)])[0]
     wanted_small = engine.run([engine.prepare("", "One day", FREE)])[0]
-    engine.mask_budget = MaskBudget(masks, masks)
+    engine.port.mask_budget = MaskBudget(masks, masks)
     slow, small = _constrained(llama, grammar, 16), engine.prepare("", "One day", FREE)
     slow.set_sender(b"a")
     small.set_sender(sender)
@@ -246,7 +245,7 @@ def test_a_format_that_is_too_slow_ends_with_an_error_that_names_it(
     llama = Llama(demo.model, demo.tokenizer)
     engine = llama.llm_engine
     monkeypatch.setattr(mask_budget, "_REQUEST_S", 1.0)
-    engine.mask_budget = MaskBudget(masks, masks)
+    engine.port.mask_budget = MaskBudget(masks, masks)
     slow = _constrained(llama, grammar, 4)
     small = engine.prepare("", "One day", FREE)
     outputs = engine.run([slow, small])

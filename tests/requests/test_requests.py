@@ -24,7 +24,8 @@ from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.beam_search import Beam, BeamParams, _Search
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.prepare import ContextLengthError
-from llama.requests.request import RequestOutput, derived_seed
+from llama.requests.request import RequestOutput
+from llama.requests.seeds import derived_seed
 from llama.sampling_params import SamplingParams
 
 

@@ -107,7 +107,7 @@ def hold_first_step(engine: LLMEngine, monkeypatch, num_waiting: int) -> None:
 
     def held_step(*args):
         if next(steps) == 0:
-            wait_until(lambda: len(engine._threads._waiters) >= num_waiting)
+            wait_until(lambda: len(engine.port.threads._waiters) >= num_waiting)
         return step(*args)
 
     monkeypatch.setattr(engine.core, "step", held_step)
@@ -167,7 +167,9 @@ def test_threads_wake_one_another(first, shared_llama, engine, monkeypatch):
     def held_step(*args):
         in_step.set()
         number = next(steps)
-        while number == 0 and not engine._threads._waiters:  # the other thread sleeps from here on
+        while (
+            number == 0 and not engine.port.threads._waiters
+        ):  # the other thread sleeps from here on
             time.sleep(0.001)
         if number == 20:
             assert short_is_done.wait(30), "the short answer is there, and nobody woke its thread"
@@ -183,7 +185,7 @@ def test_threads_wake_one_another(first, shared_llama, engine, monkeypatch):
         try:
             assert {name: future.result(30) for name, future in futures.items()} == wanted
         finally:  # otherwise the pool would wait for a thread that nobody wakes
-            engine._threads._ring(list(engine._threads._waiters))
+            engine.port.threads._ring(list(engine.port.threads._waiters))
 
 
 def test_step_serves_who_adds_while_others_run(shared_llama, engine):

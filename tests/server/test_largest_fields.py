@@ -12,7 +12,7 @@ import pytest
 from helpers.beside import cost_beside, running_server
 from helpers.largest_fields import CHAT, COUNT, TEXT, body_fields, cases
 from llama import Llama, SamplingParams
-from llama.options.speculation import lookup
+from llama.options.speculation import texts
 from llama.server import respond
 from llama.server.encoding import ContinuedList, SharedItems, json_pieces, to_json
 from llama.server.openai.scores import TextScores
@@ -71,18 +71,18 @@ def test_a_prediction_is_cut_and_counted_once(llama, client, monkeypatch):
     encoded: list[str] = []
     indexed: list[int] = []
     encode = llama.tokenizer.model.encode
-    index = lookup.Lookup._index
+    index = texts.Lookup._index
 
     def noted_encode(part: str, **options: Any) -> list[int]:
         encoded.append(part)
         return encode(part, **options)
 
-    def noted_index(self: lookup.Lookup, tokens: list[int]) -> None:
+    def noted_index(self: texts.Lookup, tokens: list[int]) -> None:
         indexed.append(len(tokens))
         index(self, tokens)
 
     monkeypatch.setattr(llama.tokenizer.model, "encode", noted_encode)
-    monkeypatch.setattr(lookup.Lookup, "_index", noted_index)
+    monkeypatch.setattr(texts.Lookup, "_index", noted_index)
     spec = llama.llm_engine.prepare("", [7], SamplingParams(prediction=text)).answers[0]
     given = spec.sequence.spec.prediction
     assert sum(map(len, encoded)) < 500_000
@@ -107,9 +107,9 @@ def test_a_prediction_is_cut_and_counted_once(llama, client, monkeypatch):
 def test_counts_of_several_answers_are_their_sum():
     prediction = [1, 2, 3, 4, 5, 6]
     outputs = [[1, 2, 3], [4, 5], [1, 9, 2, 3, 4], []]
-    each = [lookup.count_predicted(prediction, [output]) for output in outputs]
+    each = [texts.count_predicted(prediction, [output]) for output in outputs]
     assert [accepted for accepted, _ in each] == [3, 1, 3, 0]
-    assert lookup.count_predicted(prediction, outputs) == (7, 17)
+    assert texts.count_predicted(prediction, outputs) == (7, 17)
 
 
 def test_an_answer_that_could_be_too_large_is_refused(server, client):

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from llama.api import Llama, Request, RequestOutput, derived_seed
+from llama.api import Llama, Request, RequestOutput, ServedModel, derived_seed
 from llama.cli.batch.lines import error_record, response_record, target
 from llama.prompts.fields import read_as
 from llama.sampling_params import SamplingParams
@@ -149,7 +149,7 @@ def _pooled(
 ) -> tuple[list[Request], MakeBody]:
     """Return the requests for vectors or scores, and what makes the body of their response."""
     with _naming(body.error_fields):
-        asked = body.request(llama, meta)
+        asked = body.request(ServedModel.of(llama), meta)
         requests = [asked.make(item, index=i) for i, item in enumerate(asked.inputs)]
     for request in requests:
         request.request_id = f"{meta.id}-{request.index}"

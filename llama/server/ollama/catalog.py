@@ -7,13 +7,11 @@ import hashlib
 import json
 from typing import Any
 
-from llama.api import ModelArgs, part_of
-from llama.common.device import dtype_name
+from llama.api import ModelCard
 from llama.server.ollama.answers import timestamp
 from llama.server.serving import Serving
 
 _NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
-_FLOAT_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _SUFFIXES = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
@@ -31,7 +29,7 @@ def listed(serving: Serving) -> dict[str, Any]:
         "name": name,
         "model": name,
         "modified_at": timestamp(serving.created),
-        "size": _size(serving),
+        "size": serving.loaded().card.num_bytes,
         "digest": _digest(name, details),
         "details": details,
     }
@@ -41,78 +39,76 @@ def running(serving: Serving) -> dict[str, Any]:
     """Return the entry of the model in /api/ps."""
     entry = listed(serving)
     del entry["modified_at"]
-    model = serving.loaded().model
-    is_on_gpu = model.norm.weight.device.type == "cuda"
+    card = serving.loaded().card
     return {
         **entry,
         "expires_at": _NEVER,
-        "size_vram": entry["size"] if is_on_gpu else 0,
-        "context_length": model.params.max_seq_len,
+        "size_vram": entry["size"] if card.is_on_gpu else 0,
+        "context_length": card.max_seq_len,
     }
 
 
 def shown(serving: Serving) -> dict[str, Any]:
     """Return the answer of /api/show."""
     llama = serving.loaded()
-    params = llama.model.params
+    card = llama.card
     dialog_format = serving.dialog_format
-    capabilities = [] if llama.llm_engine.why_silent else ["completion"]
+    capabilities = [] if card.why_silent else ["completion"]
     if llama.pooler.settings.kind is not None:
         capabilities.append("embedding")
     if capabilities[:1] == ["completion"]:
         capabilities += ["tools"] * dialog_format.has_tools
         capabilities += ["thinking"] * (dialog_format.reasoning is not None)
     return {
-        "modelfile": f"FROM {serving.name}\nPARAMETER num_ctx {params.max_seq_len}\n",
-        "parameters": f"num_ctx {params.max_seq_len}",
+        "modelfile": f"FROM {serving.name}\nPARAMETER num_ctx {card.max_seq_len}\n",
+        "parameters": f"num_ctx {card.max_seq_len}",
         "template": dialog_format.jinja_template(),
         "details": _details(serving),
-        "model_info": _model_info(params),
+        "model_info": _model_info(card),
         "capabilities": capabilities,
         "modified_at": timestamp(serving.created),
     }
 
 
 def _details(serving: Serving) -> dict[str, Any]:
-    model = serving.loaded().model
-    dtype = dtype_name(model.norm.weight.dtype)
+    card = serving.loaded().card
     return {
         "parent_model": "",
         "format": "",
         "family": "llama",
         "families": ["llama"],
-        "parameter_size": _abbreviated(_num_parameters(model.params)),
-        "quantization_level": (model.quantization or _FLOAT_NAMES[dtype]).upper(),
+        "parameter_size": _abbreviated(_num_parameters(card)),
+        "quantization_level": card.weight_format,
     }
 
 
-def _model_info(params: ModelArgs) -> dict[str, Any]:
+def _model_info(card: ModelCard) -> dict[str, Any]:
     """Return the sizes of the model under the names of GGUF's metadata.
 
     The context is what this server takes, which may be less than the model was trained for.
     """
     return {
         "general.architecture": "llama",
-        "general.parameter_count": _num_parameters(params),
-        "llama.context_length": params.max_seq_len,
-        "llama.embedding_length": params.dim,
-        "llama.block_count": params.n_layers,
-        "llama.feed_forward_length": params.ffn_dim,
-        "llama.attention.head_count": params.n_heads,
-        "llama.attention.head_count_kv": params.kv_heads,
-        "llama.attention.layer_norm_rms_epsilon": params.norm_eps,
-        "llama.rope.freq_base": params.rope_theta,
-        "llama.vocab_size": params.vocab_size,
+        "general.parameter_count": _num_parameters(card),
+        "llama.context_length": card.max_seq_len,
+        "llama.embedding_length": card.dim,
+        "llama.block_count": card.n_layers,
+        "llama.feed_forward_length": card.ffn_dim,
+        "llama.attention.head_count": card.n_heads,
+        "llama.attention.head_count_kv": card.kv_heads,
+        "llama.attention.layer_norm_rms_epsilon": card.norm_eps,
+        "llama.rope.freq_base": card.rope_theta,
+        "llama.vocab_size": card.vocab_size,
     }
 
 
-def _num_parameters(params: ModelArgs) -> int:
+def _num_parameters(card: ModelCard) -> int:
     """Return the number of parameters of the whole model, on all ranks together."""
-    attention = params.dim * (2 * params.n_heads + 2 * params.kv_heads) * params.head_dim
-    feed_forward = 3 * params.dim * params.ffn_dim
-    norms = 2 * params.dim
-    embeddings = params.vocab_size * params.dim * (1 if params.tied_output else 2)
-    return params.n_layers * (attention + feed_forward + norms) + params.dim + embeddings
+    attention = card.dim * (2 * card.n_heads + 2 * card.kv_heads) * card.head_dim
+    feed_forward = 3 * card.dim * card.ffn_dim
+    norms = 2 * card.dim
+    embeddings = card.vocab_size * card.dim * (1 if card.tied_output else 2)
+    return card.n_layers * (attention + feed_forward + norms) + card.dim + embeddings
 
 
 def _abbreviated(count: int) -> str:
@@ -121,13 +117,6 @@ def _abbreviated(count: int) -> str:
         if count >= divisor:
             return f"{count / divisor:.1f}{suffix}"
     return str(count)
-
-
-def _size(serving: Serving) -> int:
-    """Return the bytes of the weights in memory, on all ranks together."""
-    model = serving.loaded().model
-    own_bytes = sum(weight.nbytes for weight in [*model.parameters(), *model.buffers()])
-    return int(own_bytes / part_of(model.params, model.parallel.placement))
 
 
 def _digest(name: str, details: dict[str, Any]) -> str:

@@ -64,7 +64,7 @@ def add_routes(router: APIRouter) -> None:
         """Embed each text."""
         begin = time.perf_counter_ns()
         texts = [body.input] if isinstance(body.input, str) else body.input
-        max_seq_len = http.serving.loaded().model.params.max_seq_len
+        max_seq_len = http.serving.loaded().card.max_seq_len
         truncate = None if body.truncate is False else max_seq_len
         options = EmbeddingOptions(dimensions=body.dimensions, truncate=truncate)
 
@@ -82,7 +82,7 @@ def add_routes(router: APIRouter) -> None:
     @router.post("/api/embeddings")
     async def embeddings(body: EmbeddingsBody, http: Exchange) -> Response:
         """Embed one text; its vector is as long as the model makes it."""
-        max_seq_len = http.serving.loaded().model.params.max_seq_len
+        max_seq_len = http.serving.loaded().card.max_seq_len
         options = EmbeddingOptions(normalize=False, truncate=max_seq_len)
 
         def content(vectors: Vectors, _: list[RequestOutput]) -> dict[str, Any]:

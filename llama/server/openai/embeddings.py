@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from llama.api import EmbeddingOptions, Llama, RequestOutput
+from llama.api import EmbeddingOptions, RequestOutput, ServedModel
 from llama.server.accepted import LabelFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.answers import ResponseMeta
@@ -45,7 +45,7 @@ class EmbeddingBody(LabelFields):
         return ErrorFields("input", {"truncate": "truncate_prompt_tokens"})
 
     def request(
-        self, llama: Llama, meta: ResponseMeta, adapter: str | None = None
+        self, llama: ServedModel, meta: ResponseMeta, adapter: str | None = None
     ) -> PooledRequest:
         """Return what the body asks for.
 
@@ -58,7 +58,7 @@ class EmbeddingBody(LabelFields):
             FieldError: a field cannot be used with this model.
         """
         pooler = llama.pooler
-        options = pooler.checked(self._options(llama.model.params.max_seq_len))
+        options = pooler.checked(self._options(llama.card.max_seq_len))
         return PooledRequest(
             inputs=inputs_of(self.input),
             make=functools.partial(pooler.request, options=options, adapter=adapter),

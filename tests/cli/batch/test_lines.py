@@ -20,7 +20,7 @@ from llama.cli.batch.job import run_batch
 from llama.cli.batch.lines import MAX_LINE, LineFormat, parse_line
 from llama.cli.batch.work import prepare_line
 from llama.cli.model import sampling_params
-from llama.requests.request import derived_seed
+from llama.requests.seeds import derived_seed
 from llama.sampling_params import SamplingParams
 from llama.server.openai.models import CHAT_URL, TEXT_URL
 

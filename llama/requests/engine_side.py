@@ -1,0 +1,51 @@
+"""The engine's side of the stream to a process with text.
+
+In: one end of a pair of sockets. Out: calls with sequences, which somebody admits, and reports of
+their steps. Beside sequences, each side asks the other by name.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable, Mapping
+
+from llama.requests.hosted import HostedCall, HostedSequences
+from llama.requests.local_port import LocalPort
+from llama.requests.messages import Add, Message, Remove
+from llama.requests.peer import Handler, Peer
+
+
+class EngineSide(Peer):
+    """The engine's end of the stream to one process."""
+
+    def __init__(
+        self,
+        end: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        handlers: Mapping[str, Handler],
+        ended: Callable[[], None],
+    ) -> None:
+        """Begin to read; see `Peer`."""
+        super().__init__(end, loop, handlers, ended)
+        self.hosted: HostedSequences | None = None
+        self._admit: Callable[[EngineSide, HostedCall], None] | None = None
+
+    def serve(self, port: LocalPort, admit: Callable[["EngineSide", HostedCall], None]) -> None:
+        """Take sequences from now on.
+
+        Args:
+            port: Where they are computed.
+            admit: Called with each call, of which it starts or refuses the sequences.
+        """
+        self.hosted = HostedSequences(port, self.send_report, self.send)
+        self._admit = admit
+
+    def take_report(self, data: bytes) -> None:
+        """Ignore a report: the engine makes them."""
+
+    def take_message(self, message: Message) -> None:
+        """Take new sequences, or numbers of those that are not wanted any more."""
+        assert self.hosted is not None and self._admit is not None, "no model has been described"
+        if isinstance(message, Add):
+            self._admit(self, self.hosted.open(message))
+        elif isinstance(message, Remove):
+            self.hosted.remove(message.numbers)
