@@ -16,7 +16,6 @@ from typing import Any
 _MODULES = {  # module -> the names that it defines
     "checkpoint.find": ["find"],
     "checkpoint.generation_config": ["sampling_defaults"],
-    "checkpoint.lora.config": ["CONFIG_FILE"],
     "checkpoint.verify": ["verify"],
     "checkpoint.write.convert": ["convert", "pack", "reshard"],
     "generation": ["Llama"],

@@ -1,6 +1,5 @@
 from llama.checkpoint.find import find
 from llama.checkpoint.generation_config import sampling_defaults
-from llama.checkpoint.lora.config import CONFIG_FILE
 from llama.checkpoint.verify import verify
 from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.generation import Llama
@@ -30,7 +29,6 @@ from llama.requests.text_side import TextSide
 from llama.weights.choice import QUANTIZED
 
 __all__ = [
-    "CONFIG_FILE",
     "DRAIN_S",
     "LAUNCHER",
     "QUANTIZED",

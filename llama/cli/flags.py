@@ -190,6 +190,12 @@ _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a
             "N",
             "Number of servers behind HAProxy, each with the model and --ranks processes",
         ),
+        "api_processes": Flag(
+            click.IntRange(0, 64),
+            "N",
+            "Number of processes that answer HTTP, beside the one of the model; 0: that one does",
+            "0 on a CPU, 1 on a GPU",
+        ),
     },
     "Server": {
         "url": Flag(
@@ -347,6 +353,7 @@ NETWORK_FLAGS: dict[str, Any] = {
     "metrics_key_file": None,
     "allow_origin": None,
     "max_per_address": None,
+    "api_processes": None,
     "fastchat_controller": None,
     "worker_address": None,
 }

@@ -165,29 +165,69 @@ def _listen(
     names = [each.value for each in ToolFormat]
     if options.tool_format not in (None, *names):
         raise UsageError(f"--tool_format {options.tool_format} must be one of {', '.join(names)}")
-    tool_format = None if options.tool_format is None else ToolFormat(options.tool_format)
     given = vars(options)
     limits = Limits(**{x.name: given[x.name] for x in fields(Limits) if x.name in given})
+    network = {
+        "host": options.host,
+        "port": options.port,
+        "api_keys": _keys(options),
+        "metrics_keys": _metrics_keys(options),
+        "allowed_origins": _origins(options),
+        "lenient": options.lenient,
+    }
+    fastchat = _fastchat(options)
+    num_processes = _num_api_processes(options)
     log_to_stderr()
+    if num_processes:
+        from llama.server.split import SplitServer
+
+        return SplitServer(
+            limits,
+            num_processes,
+            **network,
+            listener=_listener(options, inherited),
+            name=name,
+            tool_format=options.tool_format,
+            reasoning_field=options.reasoning_field,
+            sampling_defaults=defaults,
+            lora_folder=options.lora_folder,
+        )
     service = Service(limits)
     service.add(
         name,
-        given_format=tool_format,
+        given_format=None if options.tool_format is None else ToolFormat(options.tool_format),
         reasoning_field=options.reasoning_field,
         sampling_defaults=defaults,
         lora_folder=_lora_folder(options),
     )
-    return Server(
-        service,
-        host=options.host,
-        port=options.port,
-        api_keys=_keys(options),
-        metrics_keys=_metrics_keys(options),
-        allowed_origins=_origins(options),
-        host_routes=_fastchat(options),
-        lenient=options.lenient,
-        listener=_listener(options, inherited),
-    )
+    return Server(service, **network, host_routes=fastchat, listener=_listener(options, inherited))
+
+
+def _num_api_processes(options: argparse.Namespace) -> int:
+    """Return the number of processes that answer HTTP; 0 stands for the one of the model.
+
+    On a CPU, they would take time from a step, which has few tokens there.
+    """
+    count: int | None = options.api_processes
+    if options.fastchat_controller is not None:
+        if count:
+            raise UsageError(
+                f"--api_processes {count}: a worker of FastChat has one process: leave out "
+                "--api_processes or --fastchat_controller"
+            )
+        return 0
+    if count is not None:
+        return count
+    if options.background or not _may_have_gpu():
+        return 0
+    from llama.common.device import pick_device
+
+    return int(pick_device(options.device).type == "cuda")
+
+
+def _may_have_gpu() -> bool:
+    """Return whether a driver of GPUs is loaded; else torch need not be imported to find one."""
+    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 
 def _lora_folder(options: argparse.Namespace) -> Path | None:

@@ -22,12 +22,14 @@ class HostedCall:
     """The sequences of one call of another process.
 
     Attributes:
+        owner: The sequences of its process.
         sender: Whoever sent it.
         groups: The sequences of each request.
         formats: The format of the answers of each request; None for no format.
         numbers: The numbers of the sequences that have not ended.
     """
 
+    owner: "HostedSequences"
     sender: bytes
     groups: list[Group]
     formats: list[AnswerFormat | None]
@@ -81,7 +83,7 @@ class HostedSequences:
 
     def open(self, message: Add) -> HostedCall:
         """Return the sequences of a message, which `start` gives to the port."""
-        call = HostedCall(b"", [], [], {})
+        call = HostedCall(self, b"", [], [], {})
         with self._port.lock:
             for added in message.groups:
                 spec = added.spec

@@ -39,6 +39,7 @@ class LLMEngine(RequestBook):
         core: The core.
         adapter_store: The adapters that its sequences can choose.
         parallel: The group of ranks that share the model.
+        constraints: Makes what constrains answers.
         grammars: The grammars of structured output.
         seed: The seed that the seeds of requests without one are derived from.
     """
@@ -61,10 +62,10 @@ class LLMEngine(RequestBook):
         self.seed = seed
         self._ranks = RankCalls(core, adapter_store, self.parallel, self.has_unfinished_requests)
         self.agree = self._ranks.agree
-        constraints = FormatCompiler(tokenizer)
-        self.grammars = constraints.grammars
+        self.constraints = FormatCompiler(tokenizer)
+        self.grammars = self.constraints.grammars
         port = LocalPort(core, self._ranks, seed)
-        super().__init__(port, tokenizer, constraints, max_seq_len, why_silent)
+        super().__init__(port, tokenizer, self.constraints, max_seq_len, why_silent)
 
     def add_request(
         self,

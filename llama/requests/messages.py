@@ -12,9 +12,9 @@ from pydantic import Field, TypeAdapter
 
 from llama.engine.request import SequenceSpec
 
-# Why sequences are refused: too many wait; no thread was free to compile their format, or it took
-# too long; a step failed; the field `field` cannot be used.
-Reason = Literal["queue", "busy", "slow", "failed", "field"]
+# Why sequences are refused: too many wait; they gave way to others while they waited; no thread
+# was free to compile their format, or it took too long; a step failed; a field cannot be used.
+Reason = Literal["queue", "gave way", "busy", "slow", "failed", "field"]
 
 
 @dataclass

@@ -84,11 +84,11 @@ class Peer(ABC):
         """Send a message without waiting; any thread may call it."""
         self._send(to_bytes(message))
 
-    def tell(self, name: str, **values: Any) -> None:
+    def tell(self, name: str, /, **values: Any) -> None:
         """Let a handler of the other process be called, without a reply."""
         self.send(Tell(name, values))
 
-    async def ask(self, name: str, limit_s: float, **values: Any) -> Any:
+    async def ask(self, name: str, limit_s: float, /, **values: Any) -> Any:
         """Return what a handler of the other process returns.
 
         Raises:

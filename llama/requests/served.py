@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from llama.checkpoint.pooling import HeadSettings, PoolingSettings
-from llama.prompts.dialog_format import DialogFormat
+from llama.prompts.dialog_format import DialogFormat, MetaFormat
 from llama.prompts.format_source import FormatSource
 from llama.requests.adapters import AdapterInfo, AdapterNames
 from llama.requests.book import RequestBook
@@ -163,6 +163,8 @@ class ServedModel:
             ValueError: The model has a tokenizer or a format that was not made of files.
         """
         source = self.dialog_format.source
+        if source is None and isinstance(self.dialog_format, MetaFormat):
+            source = FormatSource(self.dialog_format.tool_format, reasoning_parser="none")
         if not isinstance(source, FormatSource):
             raise ValueError(
                 "the format of dialogs was made by a program: no process can be sent it"

@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
-from llama.api import CONFIG_FILE, AdapterInUseError
+from llama.api import AdapterInUseError
 from llama.common.checks import FieldError, brief
 from llama.prompts.fields import Fields
 from llama.server.errors import ApiError
@@ -25,6 +25,7 @@ from llama.server.serving import Serving
 
 LOAD_URL = "/v1/load_lora_adapter"
 UNLOAD_URL = "/v1/unload_lora_adapter"
+_CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _Path = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -69,7 +70,7 @@ def path_in(folder: Path, path: str) -> str:
     """
     root = folder.resolve()
     found = root / path
-    for file in (found, found / CONFIG_FILE, found / _WEIGHTS_FILE):
+    for file in (found, found / _CONFIG_FILE, found / _WEIGHTS_FILE):
         try:
             target = file.resolve()
         except (OSError, RuntimeError, ValueError):
@@ -77,7 +78,7 @@ def path_in(folder: Path, path: str) -> str:
         if not target.is_relative_to(root):
             message = f"lora_path={brief(path)} leads out of the folder for adapters"
             raise ApiError(400, message, param="lora_path")
-    for file in (found / CONFIG_FILE, found / _WEIGHTS_FILE):
+    for file in (found / _CONFIG_FILE, found / _WEIGHTS_FILE):
         if not os.path.isfile(file):  # also where the system refuses the path, as too long
             message = f"lora_path={brief(path)} has no {file.name} in the folder for adapters"
             raise ApiError(404, message, param="lora_path")

@@ -42,6 +42,8 @@ def make_app(
     allowed_origins: Sequence[str] = (),
     host_routes: APIRouter | None = None,
     lenient: bool = False,
+    secret: bytes | None = None,
+    num_processes: int = 1,
 ) -> ASGIApp:
     """Return the ASGI app of a service.
 
@@ -54,6 +56,9 @@ def make_app(
         host_routes: more routes, which need no key.
         lenient: whether fields without effect are dropped and named in a header of the response,
             instead of being an error.
+        secret: the secret that the processes of the server share. See `ApiKeys`.
+        num_processes: the processes of the server that answer requests, among which the memory of
+            all bodies and answers is divided.
     """
     # A redirect to the path without a slash would have the scheme that a proxy hides.
     app = FastAPI(
@@ -65,8 +70,9 @@ def make_app(
     )
     app.state.lenient = lenient
     limits = service.limits
-    app.state.bodies = body_memory(limits.max_bodies_bytes)
-    answers = answer_memory(limits.max_answer_mb)
+    share = max(limits.max_body_bytes, limits.max_bodies_bytes // num_processes)
+    app.state.bodies = body_memory(min(limits.max_bodies_bytes, share))
+    answers = answer_memory(limits.max_answer_mb, num_processes)
     host = host_routes or APIRouter()
     app.state.service = service
     apis = [module.routes(service) for module in (tokens, ollama, adapters)]
@@ -78,7 +84,7 @@ def make_app(
         app.add_exception_handler(kind, _error_response)
     keyless_paths = frozenset(getattr(route, "path", "") for route in host.routes)
     routes_of_all = [route for router in routers for route in router.routes]
-    keys = ApiKeys(api_keys, metrics_keys)
+    keys = ApiKeys(api_keys, metrics_keys, secret)
     checked = AuthAndLimits(app, keys, answers, routes_of_all, loopback, keyless_paths)
     if not allowed_origins:
         return checked

@@ -34,23 +34,31 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class ApiKeys:
     """The keys of a server, and what each of them opens.
 
-    With two or more API keys, each key is a tenant. The prefix root of a tenant is random, and so
-    differs in each process; see `llama.requests.prepare`.
+    With two or more API keys, each key is a tenant. The prefix root of a tenant is made of its key
+    and of a secret of this run of the server; see `llama.requests.prepare`.
     """
 
-    def __init__(self, api_keys: Iterable[str] = (), metrics_keys: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        api_keys: Iterable[str] = (),
+        metrics_keys: Iterable[str] = (),
+        secret: bytes | None = None,
+    ) -> None:
         """Make a tenant of each key.
 
         Args:
             api_keys: the keys of the API; without any, it needs no key.
             metrics_keys: the keys of /metrics and /load; without any, these need an API key, and
                 are closed where there are several.
+            secret: the secret, 32 bytes, which the processes of a server share; None: a new one.
         """
         self._api_keys = list(dict.fromkeys(api_keys))
         self._metrics_keys = list(metrics_keys)
         self._has_tenants = len(self._api_keys) > 1
+        secret = secret or secrets.token_bytes(32)
         self._roots = [
-            secrets.token_bytes(32) if self._has_tenants else ONE_TENANT for _ in self._api_keys
+            hmac.digest(secret, key.encode(), "sha256") if self._has_tenants else ONE_TENANT
+            for key in self._api_keys
         ]
 
     def tenant(self, key: str) -> bytes:

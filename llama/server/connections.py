@@ -13,15 +13,19 @@ import resource
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from llama.server.encoding import WRITER, to_json
 from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large
 
 log = logging.getLogger("llama.server")
+FLUSH_S = 2.0  # time for responses that are being sent when the server ends
+TAKEN = "+"  # says of a connection that is handed over that it is taken; other texts refuse it
 HEAD_S = 30.0  # limit for the headers of a request, counted from its connection
 BODY_S = 60.0  # limit for the body, counted from the end of the headers
 UNREAD_S = 60.0  # time in which a client must take some of an answer that waits for it
@@ -108,6 +112,30 @@ class Connections:
         return self._num_open > self.max_open + _RESERVED_DESCRIPTORS // 2
 
 
+class HandedOver:
+    """A connection that the process which accepted it has counted, and may have refused."""
+
+    is_crowded = False
+
+    def __init__(self, refusal: str, closed: Callable[[str], None]) -> None:
+        """Hold what is known of a connection.
+
+        Args:
+            refusal: why it is refused; `TAKEN` if it is not.
+            closed: called with the address when it is closed.
+        """
+        self._refusal = refusal
+        self._closed = closed
+
+    def open(self, address: str) -> ApiError | None:
+        """Return the error of a connection that is refused."""
+        return None if self._refusal == TAKEN else ApiError(503, self._refusal)
+
+    def close(self, address: str) -> None:
+        """Let the other process count the connection as closed."""
+        self._closed(address)
+
+
 def _free_descriptors(num_wanted: int) -> int:
     """Return for how many connections this process has descriptors, after raising its soft limit.
 
@@ -186,11 +214,11 @@ class BoundedProtocol(HttpToolsProtocol):
     report its end to another protocol, and the connection would be counted as open forever.
     """
 
-    def __init__(self, connections: Connections, **options: Any) -> None:
+    def __init__(self, connections: Connections | HandedOver, **options: Any) -> None:
         """Make the protocol of one connection.
 
         Args:
-            connections: the connections of the whole server.
+            connections: the connections of the whole server, or this one of them.
             options: arguments of uvicorn's protocol.
         """
         super().__init__(**options)
@@ -332,6 +360,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self.loop.call_later(_LINGER_S, self.transport.close)
         if self.transport.can_write_eof():
             self.transport.write_eof()
+
+
+def http_config(app: Any, protocol: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration for an app whose connections have this protocol."""
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",  # There is no WebSocket route. See `BoundedProtocol`.
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=int(FLUSH_S),
+    )
 
 
 def _last_response(error: ApiError) -> bytes:

@@ -27,6 +27,7 @@ class ActiveRequest:
         requests: the engine's request for each prompt.
         sender: whoever sent it.
         gave_way: whether it was ended for another sender's request.
+        is_refused: whether the engine's process has refused it, so that it never ran.
         began: time of its arrival, by `time.monotonic`.
         last_output: time of the last output, by the index of the prompt.
         first_token_s: seconds until the first token.
@@ -37,6 +38,7 @@ class ActiveRequest:
     requests: list[Request]
     sender: bytes = b""
     gave_way: bool = False
+    is_refused: bool = False
     began: float = field(default_factory=time.monotonic)
     last_output: dict[int, float] = field(default_factory=dict)
     first_token_s: float | None = None

@@ -40,11 +40,18 @@ def refusal_of(error: Exception, fields: ErrorFields) -> ApiError | None:
         return error
     if isinstance(error, FieldError):  # such as an adapter that was unloaded since
         return fields.refusal(error)
-    if isinstance(error, RefusedError) and error.reason == "queue":
+    if isinstance(error, RefusedError) and error.reason in ("queue", "gave way"):
         return queue_is_full()
     if isinstance(error, RefusedError) and error.reason != "failed":
         return preparing_refusal(error.reason, first_name(fields.answer_format))
     return None
+
+
+def has_not_run(error: Exception) -> bool:
+    """Return whether the process of the engine refused a request with this error."""
+    if isinstance(error, RefusedError):
+        return error.reason in ("queue", "busy", "slow")
+    return isinstance(error, FieldError)
 
 
 def _context_error(error: ContextLengthError, fields: ErrorFields) -> ApiError:

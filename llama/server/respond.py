@@ -97,10 +97,14 @@ async def _last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[Re
     return [latest[index] for index in sorted(latest)]
 
 
-def answer_memory(max_answer_mb: int) -> SharedMemory:
-    """Return the memory of all answers, of which one of the largest size leaves three quarters."""
+def answer_memory(max_answer_mb: int, num_processes: int = 1) -> SharedMemory:
+    """Return the memory of all answers of a process, which has room for the largest one.
+
+    In the processes of a server together, one of the largest size leaves three quarters.
+    """
     refusal = "too many large answers are being made or read at once: try again"
-    return SharedMemory(4 * max_answer_mb * 2**20, _SMALL_ANSWER, refusal)
+    max_mb = max(max_answer_mb, 4 * max_answer_mb // num_processes)
+    return SharedMemory(max_mb * 2**20, _SMALL_ANSWER, refusal)
 
 
 def hold_answer(http: Exchange, request: ApiRequest, prepared: list[EngineRequest]) -> None:

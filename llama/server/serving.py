@@ -34,7 +34,7 @@ from llama.server.errors import (
 )
 from llama.server.limits import Limits, State
 from llama.server.metrics import ActiveRequest, Metrics
-from llama.server.refusals import refusal_of, refusals
+from llama.server.refusals import has_not_run, refusal_of, refusals
 from llama.server.workers import PREPARE_S, Workers
 
 log = logging.getLogger("llama.server")
@@ -293,8 +293,9 @@ class Serving:
             raise self._api_error(error, active, fields) from None
         finally:
             self._admission.remove(active)
-            self.metrics.observe_end(active)
-            active.log()
+            if not active.is_refused:
+                self.metrics.observe_end(active)
+                active.log()
 
     async def outputs(
         self, requests: list[Request], request_id: str, sender: bytes, fields: ErrorFields
@@ -363,7 +364,8 @@ class Serving:
         elif isinstance(error, RefusedError) and refusal.status == HTTPStatus.SERVICE_UNAVAILABLE:
             self.metrics.refused.inc()
         active.status = refusal.status
-        refusal.is_logged = True
+        active.is_refused = not self._admits and has_not_run(error)
+        refusal.is_logged = not active.is_refused
         return refusal
 
     def _note_failure(self) -> None:
@@ -374,7 +376,7 @@ class Serving:
         assert self.engine is not None
         is_of_step = self.state is not State.BROKEN or self.engine.failure is not None
         self.state = State.BROKEN
-        if is_of_step and not self._has_logged_failure:
+        if is_of_step and self._admits and not self._has_logged_failure:
             self._has_logged_failure = True
             log.exception("a step failed: the server ends")
 

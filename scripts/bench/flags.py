@@ -49,6 +49,7 @@ FLAGS = {
     "step_ms": Flag(float, "X", "Milliseconds of a step of the model"),
     "against": Flag(str, "DIR", "Another tree of this project, measured in turns", "none"),
     "api": Flag(str, "NAME", "API of the streams: chat, messages, responses or ollama"),
+    "api_processes": Flag(parse_ints, "N,N", "Processes that answer HTTP beside the model's"),
     "url": Flag(str, "URL", "Running server, without /v1; its model is called bench", "none"),
     "shortest": Flag(int, "N", "Tokens of the shortest prompt or answer"),
     "longest": Flag(int, "N", "Tokens of the longest prompt or answer"),

@@ -26,6 +26,7 @@ from bench.run import Bench, Row, whole
 _COLUMNS: list[Column] = [
     ("tree", "tree", ""), ("clients", "clients", ""), ("us a token", "us", ".1f"),
     ("least", "us_min", ".1f"), ("engine", "engine", ".1f"), ("loop", "loop", ".1f"),
+    ("API", "api", ".1f"),
     ("to this", "to_this", ".2f"), ("tokens/s", "tokens_per_s", ".0f"),
     ("first p50 ms", "first_p50", ".2f"), ("between p50 ms", "between_p50", ".2f"),
     ("p99", "between_p99", ".2f"),
@@ -50,13 +51,15 @@ def streams(
     rounds: int = 3,
     against: str | None = None,
     api: str = "chat",
+    api_processes: tuple[int, ...] = (0,),
     **flags: Any,
 ) -> None:
     """Measure the processor time of a streamed token, with a device that does nothing.
 
     Each client streams a chat; a step of the model takes `step_ms`, in which the server sleeps. "us
     a token" is the processor time of the server's process for `steps` steps, as the median and the
-    least of the rounds, and "engine" and "loop" are the parts of its two threads. The times to the
+    least of the rounds, "engine" and "loop" are the parts of its two threads, and "API" is that of
+    its API processes, of which there are as many as --api_processes says. The times to the
     first token and between tokens are those of the client. --against measures the server of another
     tree of this project in turns with this one.
     """
@@ -67,11 +70,16 @@ def streams(
     counts = [whole("clients", n) for n in clients]
     length = whole("steps", steps)
     sizes = [max(counts), 4 * _PROMPT + length + _MORE, step_ms / 1e3]
+    processes = [whole("api_processes", n, 0) for n in api_processes]
     trees = {"this": _ROOT} | ({} if against is None else {against: Path(against).resolve()})
     found: dict[tuple[str, int], list[Row]] = {}
     with contextlib.ExitStack() as running:
         servers = {
-            name: running.enter_context(_server(tree, sizes)) for name, tree in trees.items()
+            name if n == processes[0] else f"{name} +{n}": running.enter_context(
+                _server(tree, [*sizes, n])
+            )
+            for name, tree in trees.items()
+            for n in processes
         }
         for _ in range(whole("rounds", rounds)):
             for count in counts:
@@ -90,7 +98,7 @@ def _row(name: str, count: int, rounds: list[Row]) -> Row:
     """Return the medians of several rounds."""
     gaps = sorted(gap for each in rounds for gap in each["gaps"])
     firsts = [first for each in rounds for first in each["firsts"]]
-    names = ("us", "engine", "loop", "tokens_per_s")
+    names = ("us", "engine", "loop", "api", "tokens_per_s")
     return {
         "tree": name, "clients": count,
         **{key: statistics.median(each[key] for each in rounds) for key in names},
@@ -182,6 +190,7 @@ class _Server:
         time.sleep(0.5)  # in which the server drops the requests whose clients have left
         return {
             "us": spent["all"], "engine": spent["engine"], "loop": spent["loop"],
+            "api": spent["api"],
             "tokens_per_s": tokens / seconds,
             "firsts": [each.times[0] - each.began for each in streams],
             "gaps": [

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,13 +21,15 @@ from llama.server.limits import Limits
 from llama.server.process import Server
 from llama.server.service import Service
 
-_ROLES = {"llama-engine": "engine", "llama-http": "loop"}  # by the beginning of a thread's name
+# By the beginning of a thread's name. With API processes, the loop accepts connections.
+_ROLES = {"llama-engine": "engine", "llama-http": "loop", "llama-accept": "loop"}
 _TOKEN = 97  # the letter a
 
 
 def _seconds() -> dict[str, float]:
-    """Return the processor time of the process, and those of its two busy threads."""
-    found = {"all": time.process_time(), **dict.fromkeys(_ROLES.values(), 0.0)}
+    """Return the processor time of the server, of its two busy threads and its API processes."""
+    api = sum(map(_seconds_of, _children()))
+    found = {"all": time.process_time() + api, "api": api, **dict.fromkeys(_ROLES.values(), 0.0)}
     for thread in threading.enumerate():
         role = next((x for start, x in _ROLES.items() if thread.name.startswith(start)), None)
         if role is not None:
@@ -35,24 +38,50 @@ def _seconds() -> dict[str, float]:
     return found
 
 
-def main(batch: int, longest: int, step_s: float) -> None:
-    """Serve until the end of stdin."""
-    torch.set_num_threads(1)
+def _children() -> list[int]:
+    """Return the processes that this one has started."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    return [int(child) for file in tasks for child in file.read_text().split()]
+
+
+def _seconds_of(pid: int) -> float:
+    """Return the processor time of another process."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[0]) for file in tasks) / 1e9
+
+
+def _server(num_processes: int) -> Any:
+    """Return a server with so many API processes."""
+    network: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "api_keys": []}
+    if num_processes:
+        from llama.server.split import SplitServer  # An older tree has none.
+
+        return SplitServer(
+            Limits(), num_processes, **network, name="bench", tool_format=None,
+            reasoning_field="reasoning_content", sampling_defaults={}, lora_folder=None,
+        )  # fmt: skip
     service = Service(Limits())
     service.add("bench")
-    server = Server(service, host="127.0.0.1", port=0, api_keys=[])
+    return Server(service, **network)
+
+
+def main(batch: int, longest: int, step_s: float, num_processes: int) -> None:
+    """Serve until the end of stdin."""
+    torch.set_num_threads(1)
+    server = _server(num_processes)
     server.start()
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch:  # The API processes read the tokenizer, too.
         llama = llama_without_device(Path(scratch), batch, longest, step_s, _TOKEN)
-    server.open(llama)
+        server.open(llama)
     print(server.port, flush=True)
     for _ in sys.stdin:
         report = {"tokens": llama.engine.stats.generated_tokens, "seconds": _seconds()}
         print(json.dumps(report), flush=True)
     gc.collect()
-    service.close()
+    if not num_processes:
+        server.service.close()
     server.stop()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))

@@ -11,10 +11,30 @@ from helpers.reasoning import ReasoningServer
 from helpers.server import RunningServer, run_server
 from llama import Llama
 
+# Files whose tests run with the APIs in the process of the model, and in two others.
+OVER_BOTH_PORTS = {
+    "test_embeddings",
+    "test_http_versions",
+    "test_messages",
+    "test_ollama",
+    "test_responses_api",
+    "test_server",
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Choose how many API processes the server of each test has."""
+    if "server" in metafunc.fixturenames and not hasattr(metafunc.module, "server"):
+        is_for_both = metafunc.module.__name__.rpartition(".")[2] in OVER_BOTH_PORTS
+        counts = [0, 2] if is_for_both else [0]
+        metafunc.parametrize("server", counts, indirect=True, scope="session")
+
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[RunningServer]:
-    with run_server("--max_seq_len", "512", "--dtype", "fp32") as running:
+def server(request) -> Iterator[RunningServer]:
+    """A server with the demo model, whose parameter is the number of its API processes."""
+    flags = ("--max_seq_len", "512", "--dtype", "fp32", "--api_processes", str(request.param))
+    with run_server(*flags) as running:
         yield running
 
 

@@ -51,10 +51,10 @@ def expected(root) -> dict[str, str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def adapted(root) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module", params=["0", "2"])
+def adapted(root, request) -> Iterator[RunningServer]:
     flags = ("--lora_modules", f"start={root / 'start'}", "--lora_folder", str(root / "open"))
-    with run_server(*flags, *LIMITS) as running:
+    with run_server(*flags, *LIMITS, "--api_processes", request.param) as running:
         yield running
 
 

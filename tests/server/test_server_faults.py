@@ -54,15 +54,15 @@ def test_sigterm_while_the_model_is_loaded_is_an_end_in_order(num_ranks, long_de
         process.kill()
 
 
-def test_a_row_that_fails_touches_no_other(long_demo_dir):
+@pytest.mark.parametrize("num_processes", ["0", "2"])
+def test_a_row_that_fails_touches_no_other(long_demo_dir, num_processes):
     """A row that fails affects no other.
 
     With NaN in one row, that request alone gets 500, its neighbours get their usual answers, and
     the server goes on. Then a step fails: all requests get 500, and the process ends.
     """
-    with run_server(
-        long_demo_dir, *FLAGS, program=PROGRAM, env=environment(FAULT="raise")
-    ) as server:
+    flags = (long_demo_dir, *FLAGS, "--api_processes", num_processes)
+    with run_server(*flags, program=PROGRAM, env=environment(FAULT="raise")) as server:
         url = f"{server.url}/v1/completions"
         good = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
         wanted = web.post(url, json=good, timeout=60).json()["choices"]
