@@ -5,7 +5,9 @@ cache, and the hooks of the options. `llama.Llama` calls it; a program that want
 make one of the same parts.
 """
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from llama.common.openmp import SpinController
 from llama.engine.core import EngineCore, step_tokens
@@ -18,9 +20,14 @@ from llama.options.adapters import AdapterStore
 from llama.options.engine_options import EngineOptions
 from llama.options.graphs.kv_cache import Allocated, allocate
 from llama.options.openmp import ShortSpins
+from llama.options.page_store import PageStore
 from llama.options.speculation.draft_model import ModelDrafter
 from llama.options.speculation.hook import kind_of, speculate
 from llama.options.stages import FailedFormats, Pipeline, StageRunner, StageStepper
+from llama.storage.kv_disk import default_bytes
+from llama.storage.kv_folder import KVFolder
+from llama.storage.kv_segments import Part
+from llama.storage.kv_writer import KVWriter
 
 # The tokens of prompts that a step of a pipeline has at least, on a CPU and on other devices. With
 # fewer, reading the weights would take longer than the products.
@@ -36,10 +43,12 @@ class Assembled:
     Attributes:
         core: The core.
         adapters: The LoRA adapters that its sequences can choose.
+        pages: The KV pages on disk, if there are any.
     """
 
     core: EngineCore
     adapters: AdapterStore
+    pages: PageStore | None = None
 
 
 def assemble(model: Transformer, options: EngineOptions) -> Assembled:
@@ -76,6 +85,10 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
     memory = allocated(model)
     runner = _runner(model, memory, hooks, options.async_scheduling)
     scheduler = _scheduler(model, runner.num_pages, page_size, budget, max_captured)
+    pages = _page_store(runner, scheduler, options)
+    if pages is not None:
+        hooks.append(pages)
+        scheduler.pool.tier = pages
     spin = SpinController.for_this_process()
     if spin is not None:
         hooks.append(ShortSpins(spin))
@@ -90,7 +103,31 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
         speculate(core, ModelDrafter(options.speculate_tokens, draft_runner, scheduler))
     elif (kind := kind_of(options.speculate)) is not None:
         speculate(core, kind.make(options, core))
-    return Assembled(core, adapters)
+    return Assembled(core, adapters, pages)
+
+
+def _page_store(
+    runner: ModelRunner, scheduler: Scheduler, options: EngineOptions
+) -> PageStore | None:
+    """Return the KV pages on disk, where a folder is given.
+
+    Raises:
+        OSError: The folder cannot be made or read, or other users can enter it.
+    """
+    if options.kv_cache_dir is None or options.page_identity is None:
+        return None
+    root = Path(options.kv_cache_dir).expanduser().absolute()
+    plan = runner.model.plan
+    heads = plan.share.kv_heads
+    num_layers, _, _, *slots = runner.kv_cache.shape
+    page_bytes = num_layers * 2 * math.prod(slots) * runner.kv_cache.itemsize
+    part = Part(
+        plan.share.layers.start, num_layers, heads.start, len(heads), page_bytes // len(heads)
+    )
+    is_exact = options.kv_cache_reuse == "exact"
+    folder = KVFolder(root, options.page_identity, part, is_exact=is_exact)
+    writer = KVWriter(folder, options.kv_cache_disk_bytes or default_bytes(root))
+    return PageStore(folder, writer, runner, scheduler)
 
 
 def _state_bytes(model: Transformer) -> int:

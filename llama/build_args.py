@@ -39,6 +39,7 @@ _COUNTS = {
     "pipeline_layers": "give the number of layers of each stage, such as 10,6",
     "ffn_shares": "give a whole number for each rank, such as 3,2,2",
 }
+MIN_DISK_BYTES = 128 << 20  # two segments
 _MAX_LISTED = 10**6  # the largest number in a list
 
 
@@ -133,6 +134,14 @@ def _drafter(name: object) -> str:
         return name
     text = f"={brief(name)}: give 'lookup', a draft model, or None"
     raise FieldTypeError.of("speculate", text)
+
+
+def _folder(path: object) -> str | None:
+    """Return an argument `kv_cache_dir`; None for "none"."""
+    if isinstance(path, str | os.PathLike) and os.fspath(path):
+        text = os.fspath(path)
+        return None if text == "none" else text
+    raise FieldTypeError.of("kv_cache_dir", f"={brief(path)}: give a folder, or None")
 
 
 _Switch = Annotated[bool, ReadBy(true_or_false)]
@@ -338,6 +347,37 @@ class BuildArgs:
             group=_MEMORY,
         ),
     ] = None
+    kv_cache_dir: Annotated[
+        str | os.PathLike[str] | None,
+        ReadBy(_folder),
+        Flag(
+            "DIR",
+            "Folder that keeps KV pages of prompts, so that they are not computed again after a "
+            "restart. A page is the text",
+            "none; servers in the background have ~/.cache/llama/kv",
+            group=_MEMORY,
+        ),
+    ] = None
+    kv_cache_disk_bytes: Annotated[
+        int | None,
+        Range(MIN_DISK_BYTES, 2**60),
+        Flag(
+            "N",
+            "Size of all files in kv_cache_dir, in bytes",
+            "8 GiB, or a tenth of the free disk",
+            group=_MEMORY,
+        ),
+    ] = None
+    kv_cache_reuse: Annotated[
+        Literal["exact", "close"],
+        Flag(
+            "NAME",
+            "Pages that are loaded: exact keeps the bits of answers, close also takes those that "
+            "other kernels or numbers of ranks have rounded",
+            choices=("exact", "close"),
+            group=_MEMORY,
+        ),
+    ] = "exact"
     reasoning_parser: Annotated[
         str,
         _AS_GIVEN,

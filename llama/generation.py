@@ -105,6 +105,9 @@ class Llama:
         max_num_batched_tokens: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         kv_cache_dtype: str | None = None,
+        kv_cache_dir: str | os.PathLike[str] | None = None,
+        kv_cache_disk_bytes: int | None = None,
+        kv_cache_reuse: Literal["exact", "close"] = "exact",
         reasoning_parser: str = "auto",
         tool_call_parser: str = "auto",
         timeout_s: float = 600.0,
@@ -190,6 +193,13 @@ class Llama:
                 the weights leave, but no more than max_batch_size x max_seq_len tokens need.
             kv_cache_dtype: "int8" stores the KV cache in int8, on CPU or CUDA, with one scale per
                 token and head: almost twice as many tokens fit. Default, and also "auto": `dtype`.
+            kv_cache_dir: a folder of this user that keeps the KV pages of prompts, so that prompts
+                that begin alike are not computed again after a restart or an eviction. Whoever can
+                read a page can read the text. Default, and also "none": nothing is kept.
+            kv_cache_disk_bytes: the size of all files in that folder, those of other models
+                included; at least 128 MiB. Default: 8 GiB, or a tenth of the free disk.
+            kv_cache_reuse: "exact" loads pages that the same kernels, torch and ranks have
+                computed, so that answers keep their bits. "close" also loads those of others.
             reasoning_parser: "deepseek_r1" says that answers may begin with reasoning between
                 <think> and </think>; "none" leaves the text of answers as the model writes it.
                 Default, "auto": the model's tokens and its chat template tell.
@@ -292,6 +302,7 @@ class Llama:
         )
         options = replace(options, reserve=reserve)
         assembled = assemble(model, options)
+        self.pages_on_disk = assembled.pages
         self.llm_engine = LLMEngine(
             assembled.core, assembled.adapters, tokenizer, args.max_seq_len, seed, why_silent
         )

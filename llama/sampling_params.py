@@ -7,7 +7,7 @@ the server's bodies (`llama.server.sampling`). It knows no tensor, no tokenizer 
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import PlainValidator
 
@@ -33,6 +33,8 @@ StopIds = TupleOf(TokenId, 0, 256)
 BadWords = TupleOf(Text, 0, 256)
 
 Switch = Annotated[bool, with_message("={value} must be True or False")]
+IN_MEMORY = ("in_memory", "in-memory")  # both are OpenAI's
+Retention = Literal["in_memory", "in-memory", "24h"]
 LogprobCount = Annotated[int | None, Range(0, 100)]
 Seed = Annotated[int | None, Range(0, 2**63 - 1)]
 
@@ -225,6 +227,8 @@ class SamplingParams:
         cache_salt: a text that separates requests (vLLM's field): those with different salts share
             neither pages of the prefix cache, nor drafts, nor compiled grammars. The answer does
             not depend on it.
+        prompt_cache_retention: "in_memory" keeps the pages of the request off the disk (OpenAI's
+            field); "24h", the default, writes them where `kv_cache_dir` is given.
     """
 
     max_tokens: Annotated[int | None, Range(0, MAX_COUNT)] = 16
@@ -254,6 +258,7 @@ class SamplingParams:
     structured_output: AnswerFormat = None
     reasoning: ReasoningRule | None = None
     cache_salt: Annotated[str | None, CACHE_SALT] = None
+    prompt_cache_retention: Retention | None = None
 
     def __post_init__(self) -> None:
         """Check the fields that depend on one another."""

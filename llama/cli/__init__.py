@@ -1,7 +1,8 @@
 """The command `llama`, also `python -m llama`: it takes the arguments of a shell.
 
 This module only reads flags, and returns an exit code. What a command needs, above all torch, is
-imported once its flags are known to be right, so that `--help` and a wrong flag answer at once.
+imported once its flags are known to be right, so that `--help` and a wrong flag answer at once. The
+file has over 400 lines because the commands are one table.
 """
 
 import argparse
@@ -172,6 +173,18 @@ COMMANDS = {
         positional=["name"],
         function="servers:stop",
         examples=["llama stop Llama-3.2-1B-Instruct"],
+    ),
+    "kv": Command(
+        "List the KV pages of prompts that are kept on disk, or remove them.",
+        defaults={"kv_cache_dir": None, "clear": False, "model": None, "older_than": None},
+        positional=["kv_cache_dir"],
+        function="kv:kv",
+        flags=FLAGS
+        | {
+            "kv_cache_dir": replace(FLAGS["kv_cache_dir"], absent="~/.cache/llama/kv"),
+            "model": replace(FLAGS["model"], meaning="Remove those of this model", absent="all"),
+        },
+        examples=["llama kv", "llama kv --clear", "llama kv DIR --clear --older_than 1"],
     ),
     "verify": Command(
         "Check a checkpoint: checksums, names and shapes of tensors, and missing shards. Or check "

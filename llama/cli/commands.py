@@ -27,7 +27,7 @@ from llama.cli.model import (
     sampling_params,
 )
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
-from llama.cli.resident import KEYED, resident_server
+from llama.cli.resident import KEYED, PAGES, resident_server
 
 
 def chat(options: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
         with extra("client", "--url"):
             yield url
         return
-    names = ("ckpt_dir", *KEYED)
+    names = ("ckpt_dir", *KEYED, *PAGES)
     check_client(options, "--resident", *names)
     options.api_key = None  # LLAMA_API_KEY is the key of another server.
     flags = {name: getattr(options, name) for name in names}

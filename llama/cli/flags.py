@@ -113,6 +113,10 @@ _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a
         "out_dir": Flag(
             str, "OUT", "Folder to write, or for convert a .gguf file; it must not exist yet"
         ),
+        "clear": Flag(bool, "", "Remove pages, in place of listing them"),
+        "older_than": Flag(
+            click.FloatRange(min=0), "DAYS", "Remove those alone that were not used so long", "0"
+        ),
         "answers": Flag(
             bool,
             "",

@@ -38,9 +38,12 @@ from llama.cli.model import demo_dir
 from llama.cli.parser import variable
 from llama.cli.ranks import say
 from llama.storage.hub import model_folder
+from llama.storage.kv_disk import default_folder
 
 # Flags with a server of its own for each value.
 KEYED = ("device", "dtype", "quantize", "activations", "lora")
+# Flags of the KV pages on disk, which a server keeps from its start.
+PAGES = ("kv_cache_dir", "kv_cache_disk_bytes", "kv_cache_reuse")
 LISTENER_FD = "LLAMA_LISTENER_FD"  # environment variable with the socket that a server inherits
 _START_S = 1800.0  # time limit of loading a model
 _NOTE_S = 3.0  # delay of the note about what is waited for
@@ -73,7 +76,12 @@ def resident_server(
     with _opened(f"{stem}.users") as users, contextlib.closing(Client(url)) as client:
         process = _wait_until_ready(stem, flags, users, client, is_new=is_new)
         if process is not None:
-            say(f"{_described(stem)} holds the model in memory; see llama serve --idle_minutes")
+            folder = flags.get("kv_cache_dir") or default_folder()
+            text = "" if folder == "none" else f", and keeps KV pages in {folder} (see llama kv)"
+            say(
+                f"{_described(stem)} holds the model in memory{text}; see llama serve "
+                "--idle_minutes"
+            )
         yield url
 
 

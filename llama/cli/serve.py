@@ -24,6 +24,7 @@ from llama.cli.replicas.command import serve_replicas
 from llama.cli.replicas.supervisor import LISTENING, READY
 from llama.cli.resident import LISTENER_FD, InheritedSocket, resident_server
 from llama.sampling_params import SamplingParams
+from llama.storage.kv_disk import default_folder, make_private, secret_of
 
 _INTERVAL_VARIABLE = "FASTCHAT_WORKER_HEART_BEAT_INTERVAL"  # FastChat's variable
 _INTERVAL_S = "45"  # FastChat's default
@@ -40,6 +41,8 @@ def serve(options: argparse.Namespace) -> int:
         if LISTENER_FD not in os.environ:
             return _start_in_background(options)
         inherited = InheritedSocket(options.idle_minutes)
+        if options.kv_cache_dir is None:
+            options.kv_cache_dir = _default_pages()
     with SIGNALS.taken_alone(signal.SIGTERM, is_server=True):
         name = options.served_model_name or Path(options.ckpt_dir or demo_dir()).resolve().name
         defaults = _sampling_defaults(options)
@@ -74,6 +77,25 @@ def serve(options: argparse.Namespace) -> int:
             if server is not None:
                 server.stop()
     return 0
+
+
+def _default_pages() -> str | None:
+    """Return the folder of KV pages of a server in the background; None if it cannot be used."""
+    folder = default_folder()
+    try:
+        make_private(folder)
+    except OSError as error:
+        say(f"KV pages are not kept on disk: {error}")
+        return None
+    say(f"KV pages, from which prompts can be read, are kept in {folder} (--kv_cache_dir)")
+    return str(folder)
+
+
+def _secret(options: argparse.Namespace, keys: list[str]) -> bytes | None:
+    """Return the secret of the roots of tenants, if there are any with pages on disk."""
+    if len(keys) < 2 or options.kv_cache_dir in (None, "none"):
+        return None
+    return secret_of(Path(options.kv_cache_dir).expanduser())
 
 
 def _sampling_defaults(options: argparse.Namespace) -> dict[str, Any]:
@@ -167,10 +189,12 @@ def _listen(
         raise UsageError(f"--tool_format {options.tool_format} must be one of {', '.join(names)}")
     given = vars(options)
     limits = Limits(**{x.name: given[x.name] for x in fields(Limits) if x.name in given})
+    keys = _keys(options)
     network = {
         "host": options.host,
         "port": options.port,
-        "api_keys": _keys(options),
+        "api_keys": keys,
+        "secret": _secret(options, keys),
         "metrics_keys": _metrics_keys(options),
         "allowed_origins": _origins(options),
         "lenient": options.lenient,

@@ -269,8 +269,6 @@ class EngineCore:
         """Give the sequences of a step its results, and forget those that have ended."""
         moved = self.scheduler.update(step, results)
         for hook in self.hooks:
-            if hook.wants_pages:
-                hook.filled(dict(self.scheduler.filled(step)))
             hook.after_rows(step, results)
         for seq in moved:
             if seq.finish_reason is not None:

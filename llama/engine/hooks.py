@@ -1,7 +1,7 @@
 """The edge of the core: the interfaces through which options take part in a step.
 
-`StepHook` adds to a step: drafts, adapters, keys and values that are loaded, hidden states and
-pages that are read. `Replayer` computes some steps faster than operator by operator. `Stepper`
+`StepHook` adds to a step: drafts, adapters, keys and values that are loaded, hidden states that
+are read. `Replayer` computes some steps faster than operator by operator. `Stepper`
 decides when a step that was started is read. `llama.options` implements them and `llama.assembly`
 passes them in; the core knows none of the implementations.
 """
@@ -25,11 +25,9 @@ class StepHook:
     Attributes:
         wanted_states: The numbers of the hidden states that `see` gets of every step, as
             `llama.model.execution.Watched` counts them.
-        wants_pages: Whether `filled` is called.
     """
 
     wanted_states: frozenset[int] = frozenset()
-    wants_pages: bool = False
 
     def begin(self) -> None:
         """Is called first in each step, before sequences are added."""
@@ -45,6 +43,12 @@ class StepHook:
         """Return the batch with what the option adds to its rows."""
         return batch
 
+    def before_pass(self, step: Step) -> None:
+        """Is called right before the model computes a step, after all earlier ones have run.
+
+        What it writes to the KV cache is not overwritten by an earlier step.
+        """
+
     def see(self, step: Step, states: dict[int, Tensor]) -> None:
         """Get the hidden states of a step on the device, before its rows are computed.
 
@@ -52,13 +56,6 @@ class StepHook:
             step: The step.
             states: The states of `wanted_states`, by number: (T, E) of all tokens, item after item.
                 `step.result_rows` says which of them have results. Other numbers may be there, too.
-        """
-
-    def filled(self, pages: dict[int, bytes]) -> None:
-        """Get the pages that a step has filled, before those of ended sequences are released.
-
-        Args:
-            pages: The hash of the content of each page, by which `PagePool` finds it.
         """
 
     def after_rows(self, step: Step, results: StepResults) -> None:

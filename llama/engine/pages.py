@@ -10,7 +10,7 @@ recently freed page is evicted first.
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -22,7 +22,16 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PageTier(Protocol):
-    """Pages outside of the pool, such as on disk, that are found by the same hashes."""
+    """Pages outside of the pool, such as on disk, that are found by the same hashes.
+
+    Attributes:
+        counts: Where rank 0 leads others by messages, the results of `load` for the step that is
+            being scheduled; the message of the step has them.
+        told: On a rank that follows, these numbers.
+    """
+
+    counts: list[int] | None
+    told: deque[int] | None
 
     def load(self, pages: Sequence[int], contents: Sequence[bytes]) -> int:
         """Fill the first pages whose content the tier has; the step that reads them runs later.

@@ -60,6 +60,7 @@ class SequenceSpec:
             do; a sequence without a known sender has an empty one.
         prefix_root: The root of the chain of hashes by which its pages are shared. Sequences share
             pages only if their roots are equal.
+        stays_in_memory: Whether its pages are written nowhere else.
         adapter: The hash of the LoRA adapter that the model runs with; empty for none.
         is_constrained: Whether a `Constraint` chooses among its tokens. It is true on every rank,
             while the constraint may be rank 0's alone.
@@ -82,6 +83,7 @@ class SequenceSpec:
     call: int = 0
     sender: bytes = b""
     prefix_root: bytes = b""
+    stays_in_memory: bool = False
     adapter: bytes = b""
     is_constrained: bool = False
     prediction: tuple[int, ...] = ()

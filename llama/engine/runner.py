@@ -106,6 +106,8 @@ class ModelRunner:
         Steps run in the order in which they are started.
         """
         with torch.inference_mode(), current(self.kv_cache.device):
+            for hook in self.hooks:
+                hook.before_pass(step)
             return RunningStep(self, step)
 
     def prepare_replay(

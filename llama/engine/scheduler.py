@@ -260,17 +260,17 @@ class Scheduler:
                 moved.append(seq)
         return moved
 
-    def filled(self, step: Step) -> Iterator[tuple[int, bytes]]:
-        """Yield the pages that a step has filled, each with the hash of its content.
+    def filled(self, step: Step) -> Iterator[tuple[SequenceState, range]]:
+        """Yield the sequences of which a step has filled pages, each with their indices.
 
-        A sequence that was preempted while the step ran has none.
+        Their content has hashes. A sequence that was preempted while the step ran has none.
         """
         size = self.pool.page_size
         for item in step.items:
             seq = item.sequence
             end = min((item.start + item.count) // size, seq.num_offered)
-            for i in range(item.start // size, end):
-                yield seq.pages[i], seq.page_hashes[i]
+            if end > item.start // size:
+                yield seq, range(item.start // size, end)
 
     def clear(self) -> None:
         """Forget every sequence and every page."""

@@ -24,6 +24,7 @@ from llama.loading.files import Files, find_files
 from llama.loading.kernels import choose_kernels
 from llama.loading.loaded import Loaded
 from llama.loading.memory import fit_memory, with_ffn_shares
+from llama.loading.page_identity import identity_of
 from llama.loading.shares import check_shares, resolve_shares
 from llama.loading.weights import load_head, load_weights
 from llama.ops.kv_cache import pick_kv_format
@@ -88,11 +89,16 @@ def load_model(args: BuildArgs) -> Loaded:
         ]
         head = load_head(files.checkpoint)
     draft_model = draft[0] if draft else None
+    identity = None
+    if args.kv_cache_dir is not None and files.checkpoint.params.is_causal:
+        with parallel.agree("the files of the weights", world=True):
+            identity = identity_of(models[0], kv_format)
     options = EngineOptions.of(
         args,
         num_pages=sizes.num_pages,
         token_budget=sizes.token_budget,
         draft_model=draft_model,
+        page_identity=identity,
     )
     return Loaded(model, tokenizer, models[0], dialog_format, options, head)
 

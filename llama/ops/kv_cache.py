@@ -63,6 +63,30 @@ class KVFormat:
         rows = plane.flatten(0, 1)
         return rows[slots]
 
+    def to_heads(self, pages: Tensor) -> Tensor:
+        """Return the bytes of pages head by head, so that any range of heads is contiguous.
+
+        Args:
+            pages: n pages of a cache, (L, 2, n, S, K, W).
+
+        Returns:
+            (n, K, bytes) uint8: of each head all layers, of each keys, then values, slot by slot.
+        """
+        heads = pages.permute(2, 4, 0, 1, 3, 5).contiguous()
+        return heads.view(torch.uint8).flatten(2)
+
+    def from_heads(self, heads: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return pages as a cache has them, from the result of `to_heads`.
+
+        Args:
+            heads: (n, K, bytes) uint8.
+            shape: The shape of the result, (L, 2, n, S, K, W).
+            dtype: The type of the cache.
+        """
+        num_layers, _, _, s, _, w = shape
+        rows: Tensor = heads.view(dtype).unflatten(2, (num_layers, 2, s, w))
+        return rows.permute(2, 3, 0, 4, 1, 5)
+
 
 class Int8Format(KVFormat):
     """int8 elements from -127 to 127, with one bf16 scale per token and head.
@@ -92,6 +116,27 @@ class Int8Format(KVFormat):
         elements, scales = _parts(plane)
         rows = elements[indices] * scales[indices].float()
         return rows.to(dtype)
+
+    def to_heads(self, pages: Tensor) -> Tensor:
+        """Return the bytes of pages head by head: all elements, then all scales.
+
+        See `KVFormat.to_heads`.
+        """
+        _, _, _, s, k, w = pages.shape
+        elements, scales = pages.flatten(3).split_with_sizes((s * k * (w - 2), s * k * 2), 3)
+        elements = elements.unflatten(3, (s, k, w - 2)).permute(2, 4, 0, 1, 3, 5)
+        scales = scales.unflatten(3, (k, s * 2)).permute(2, 3, 0, 1, 4)
+        heads = torch.cat([elements.flatten(2), scales.flatten(2)], 2)
+        return heads.view(torch.uint8)
+
+    def from_heads(self, heads: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return pages as a cache has them; see `KVFormat.from_heads`."""
+        num_layers, _, _, s, _, w = shape
+        sizes = (num_layers * 2 * s * (w - 2), num_layers * 2 * s * 2)
+        elements, scales = heads.view(dtype).split_with_sizes(sizes, 2)
+        elements = elements.unflatten(2, (num_layers, 2, s, w - 2)).permute(2, 3, 0, 4, 1, 5)
+        scales = scales.unflatten(2, (num_layers, 2, s * 2)).permute(2, 3, 0, 1, 4)
+        return torch.cat([elements.flatten(3), scales.flatten(3)], 3).view(shape)
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:

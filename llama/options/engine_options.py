@@ -12,6 +12,7 @@ from llama.build_args import BuildArgs
 from llama.engine.core import PAGE_SIZE
 from llama.model.transformer import Transformer
 from llama.options.graphs.recorder import Recorder
+from llama.storage.kv_folder import Identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,11 @@ class EngineOptions:
             first.
         recorder_for: Returns the recorder of a model's graphs, or None for no graphs.
         reserve: The bytes that a step needs, which a KV cache beside graphs leaves free.
+        kv_cache_dir: The folder of KV pages on disk; None: there is none.
+        kv_cache_disk_bytes: The limit of all files in it; None: by the free disk.
+        kv_cache_reuse: Whether pages that other kernels or ranks have rounded are loaded: "exact"
+            or "close".
+        page_identity: What the pages depend on; None: none are kept on disk.
         async_scheduling: Whether a step may start before the previous one is read; by default it
             may on a GPU.
     """
@@ -43,6 +49,10 @@ class EngineOptions:
     draft_model: Transformer | None = None
     recorder_for: Callable[[Transformer], Recorder | None] = lambda model: None
     reserve: int = 0
+    kv_cache_dir: str | None = None
+    kv_cache_disk_bytes: int | None = None
+    kv_cache_reuse: str = "exact"
+    page_identity: Identity | None = None
     async_scheduling: bool | None = None
 
     @classmethod

@@ -123,6 +123,8 @@ class Pipeline:
     def _run_oldest(self) -> None:
         running = self._prepared.popleft()
         with torch.inference_mode(), current(self._runner.kv_cache.device):
+            for hook in self._runner.hooks:
+                hook.before_pass(running.step)
             running.run()
         self._running.append(running)
 

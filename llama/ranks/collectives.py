@@ -145,6 +145,16 @@ class ModelParallel(Parallel):
         dist.all_reduce(x, dist.ReduceOp.MIN, group=self.world)
         return int(x)
 
+    def lowest(self, values: Sequence[int]) -> list[int]:
+        """Return the smallest number at each place, by gloo."""
+        if self.control is None or self.is_alone:
+            return list(values)
+        x = torch.tensor(values, dtype=torch.int64)
+        with self._inside:
+            dist.all_reduce(x, dist.ReduceOp.MIN, group=self.control)
+        numbers: list[int] = x.tolist()
+        return numbers
+
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Return the whole numbers of each rank, by gloo."""
         if self.world is None:

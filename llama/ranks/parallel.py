@@ -190,6 +190,14 @@ class Parallel:
         """Return the smallest `value` of all ranks of the world."""
         return value
 
+    def lowest(self, values: Sequence[int]) -> list[int]:
+        """Return the smallest number at each place, of all ranks of this copy of the model.
+
+        Args:
+            values: the numbers of this rank; as many on every rank.
+        """
+        return list(values)
+
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Return the whole numbers of each rank of the world, which all have as many."""
         return [list(values)]

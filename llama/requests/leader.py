@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
@@ -49,6 +50,7 @@ class Message:
         removed: The serial numbers of sequences that are not wanted any more.
         resting: The serial numbers of sequences that sit out this step.
         adapter: The path of an adapter to load, or the hash of one to drop.
+        loaded: The numbers of pages that the step loads from the second tier, in order.
     """
 
     kind: int
@@ -58,6 +60,7 @@ class Message:
     removed: list[int] = field(default_factory=list)
     resting: list[int] = field(default_factory=list)
     adapter: str = ""
+    loaded: list[int] = field(default_factory=list)
 
 
 MESSAGE = TypeAdapter(Message)
@@ -77,6 +80,7 @@ class Leader:
         self._sending = threading.Lock()
         self._last_sent = time.monotonic()
         self._has_ended = threading.Event()
+        self._tier = core.scheduler.pool.tier
         self._beat = threading.Thread(target=self._keep_alive, name="llama-lead", daemon=True)
         self._beat.start()
 
@@ -107,6 +111,8 @@ class Leader:
         resting = [seq for seq in resting or [] if seq in self._serials]
         message.resting += [self._serials[seq] for seq in resting]
         inform = functools.partial(self._inform, message)
+        if self._tier is not None:
+            self._tier.counts = message.loaded
         with self._sending:
             try:
                 moved = self._core.step(added, removed, inform, resting)
@@ -153,6 +159,8 @@ class Leader:
         """
         self._has_ended.set()
         self._beat.join()
+        if self._tier is not None:
+            self._tier.counts = None
         with self._sending:
             if self._failure is None:
                 self._send(Message(_INTERRUPT if interrupted else _END, num_calls))
@@ -189,6 +197,7 @@ class Follower:
         self._sequences: dict[int, SequenceState] = {}  # keys: rank 0's serial numbers
         self._serials: dict[SequenceState, int] = {}
         self._num_steps = 0
+        self._tier = core.scheduler.pool.tier
 
     def follow(self) -> int:
         """Run rank 0's steps until it closes, and return its call counter.
@@ -213,6 +222,8 @@ class Follower:
                     with self._parallel.step():
                         self._core.drain()
                     self._core.clear("abort")
+                    if self._tier is not None:
+                        self._tier.told = None
                     if message.kind == _INTERRUPT:
                         raise KeyboardInterrupt
                     return message.number
@@ -228,6 +239,8 @@ class Follower:
         removed = [self._forget(serial) for serial in message.removed]
         resting = [self._sequences[serial] for serial in message.resting]
         compare = functools.partial(self._compare, message)
+        if self._tier is not None:
+            self._tier.told = deque(message.loaded)
         with self._parallel.step():
             moved = self._core.step(added, removed, compare, resting)
         for seq in moved:

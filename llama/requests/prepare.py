@@ -29,7 +29,7 @@ from llama.requests.reasoning_text import (
 )
 from llama.requests.request import Request
 from llama.requests.seeds import derived_seed
-from llama.sampling_params import SamplingParams
+from llama.sampling_params import IN_MEMORY, SamplingParams
 from llama.tokenizer import Tokenizer
 
 log = logging.getLogger("llama")
@@ -203,6 +203,7 @@ class Preparer:
             max_len=max_len,
             stop_ids=frozenset(params.stop_token_ids) | frozenset(model_stops),
             prefix_root=root,
+            stays_in_memory=params.prompt_cache_retention in IN_MEMORY,
             is_constrained=params.structured_output is not None or params.constrains_reasoning,
             # Of a prediction, as much as the context can hold.
             prediction=tuple(self.tokenizer.encode_start(params.prediction, self.max_seq_len)),

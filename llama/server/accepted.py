@@ -40,7 +40,6 @@ class LabelFields(Fields):
     user: _Text = None
     safety_identifier: _Text = None
     prompt_cache_key: _Text = None
-    prompt_cache_retention: _Text = None
     request_id: _Text = None
     guided_decoding_backend: _Text = None
     reasoning_effort: _Text = None

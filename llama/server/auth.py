@@ -35,7 +35,8 @@ class ApiKeys:
     """The keys of a server, and what each of them opens.
 
     With two or more API keys, each key is a tenant. The prefix root of a tenant is made of its key
-    and of a secret of this run of the server; see `llama.requests.prepare`.
+    and of a secret: that of this run of the server, or of its folder of pages on disk. See
+    `llama.requests.prepare`.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ApiKeys:
                 are closed where there are several.
             secret: the secret, 32 bytes, which the processes of a server share; None: a new one.
         """
+        secret = secret or secrets.token_bytes(32)
         self._api_keys = list(dict.fromkeys(api_keys))
         self._metrics_keys = list(metrics_keys)
         self._has_tenants = len(self._api_keys) > 1

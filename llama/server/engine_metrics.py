@@ -40,6 +40,23 @@ class EngineMetrics(Collector):
             "llama:step_seconds", "Time of a step.", count_value=stats.steps, sum_value=seconds
         )
         yield self._rank_alive()
+        yield from self._pages_on_disk()
+
+    def _pages_on_disk(self) -> Iterator[Metric]:
+        pages = self.llama.pages_on_disk
+        if pages is None:
+            return
+        yield GaugeMetricFamily(
+            "llama:kv_disk_bytes", "Size of all files in kv_cache_dir.", value=pages.folder.nbytes
+        )
+        for name, description, value in (
+            ("read_bytes", "Bytes of KV pages that rank 0 read.", pages.stats.read_bytes),
+            ("written_bytes", "Bytes that rank 0 wrote.", pages.writer.written_bytes),
+            ("hit_tokens", "Tokens of prompts that were loaded.", pages.stats.hit_tokens),
+            ("dropped_pages", "KV pages that were not written.", pages.num_dropped),
+            ("damaged_pages", "KV pages that had changed.", pages.folder.num_damaged),
+        ):
+            yield CounterMetricFamily(f"llama:kv_disk_{name}", description, value=value)
 
     def _gauges(self) -> Iterator[Metric]:
         scheduler = self.llama.engine.scheduler

@@ -12,8 +12,9 @@ from pydantic import Field, Tag
 
 from llama.api import ClassificationHead, RequestOutput, ServedModel, ranked
 from llama.common.checks import FieldError
-from llama.prompts.fields import Fields, chosen_by
+from llama.prompts.fields import UNUSED, Fields, chosen_by
 from llama.prompts.messages import Dialog
+from llama.sampling_params import Retention
 from llama.server.accepted import LabelFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.answers import ResponseMeta
@@ -64,6 +65,7 @@ class ScoringBody(LabelFields):
     """The fields that all of these bodies share."""
 
     truncate_prompt_tokens: Truncation | None = None
+    prompt_cache_retention: Annotated[Retention | None, UNUSED] = None
 
     def truncate(self, llama: ServedModel) -> int | None:
         """Return the number of leading tokens that an input is cut to; None: all are needed."""

@@ -32,6 +32,7 @@ class SplitServer(ServerProcess):
         port: int,
         api_keys: list[str],
         listener: socket.socket | None = None,
+        secret: bytes | None = None,
         **options: Any,
     ) -> None:
         """Listen; requests are answered from `start` on.
@@ -43,6 +44,7 @@ class SplitServer(ServerProcess):
             port: port to listen on; 0 takes a free one.
             api_keys: the keys that are accepted.
             listener: a socket that listens already, in place of one at host and port.
+            secret: the secret of the roots of tenants, 32 bytes; None: a new one.
             options: what API processes make their app and their model's `Serving` of; see
                 `api_process.Options`.
 
@@ -56,7 +58,7 @@ class SplitServer(ServerProcess):
             "api_keys": api_keys,
             "is_loopback": self.is_loopback,
             "created": int(time.time()),
-            "secret": secrets.token_bytes(32).hex(),
+            "secret": (secret or secrets.token_bytes(32)).hex(),
             **options,
         }
         self.host = self.work = EngineHost(self._socket, limits, hello, num_processes)

@@ -9,8 +9,8 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
-import shutil
 import struct
 import time
 from collections.abc import Iterator
@@ -28,6 +28,7 @@ _MIN_FREE = 2 << 30  # bytes of the disk that stay free, besides the next part o
 _MIN_FREE_PART = 0.05
 _MAX_ENTRIES = 8192  # the entries that `written` keeps
 _ENTRY = struct.Struct("<QQ")
+_FOLDER = re.compile("[0-9a-f]{16}")
 
 
 class StoredModel(NamedTuple):
@@ -72,7 +73,8 @@ def clear(root: Path, model: str | None = None, days: float | None = None) -> in
     """
     num_bytes = 0
     oldest = time.time() - (days or 0) * DAY_S
-    for stored in stored_models(root):
+    models = stored_models(root)
+    for stored in models:
         if model is not None and not _is_named(stored.model, model):
             continue
         for path, size, used in segments_in(stored.folder):
@@ -80,8 +82,11 @@ def clear(root: Path, model: str | None = None, days: float | None = None) -> in
                 path.unlink(missing_ok=True)
                 num_bytes += size
         if not any(segments_in(stored.folder)):
-            shutil.rmtree(stored.folder, ignore_errors=True)
-    if model is None and days is None:
+            for path in stored.folder.glob(f"{DESCRIPTION}*"):
+                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # It has something else, which is not ours.
+                stored.folder.rmdir()
+    if models and model is None and days is None:
         for name in ("secret", "written"):
             (root / name).unlink(missing_ok=True)
     return num_bytes
@@ -146,7 +151,9 @@ def _read_secret(path: Path) -> bytes:
 
 
 def _folders(root: Path) -> list[Path]:
-    return [path for path in root.glob("*") if path.is_dir() and not path.is_symlink()]
+    """Return the folders of models; others in the same place are left alone."""
+    found = (path for path in root.glob("*") if _FOLDER.fullmatch(path.name))
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
 
 
 def is_segment(name: str) -> bool:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from llama.storage.kv_disk import is_segment, make_private
+from llama.storage.kv_disk import is_segment, make_private, segments
 from llama.storage.kv_segments import MAX_HEADS, Description, Part, Segment
 
 log = logging.getLogger("llama")
@@ -121,6 +121,11 @@ class KVFolder:
         """The part of each page that this rank holds."""
         return self.description.part
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all segments, those of other models included."""
+        return sum(size for _, size, _ in segments(self.root))
+
     def __contains__(self, key: bytes) -> bool:
         """Return whether this rank finds all its heads of a page."""
         return key in self._index and self._pieces(key) is not None
@@ -138,7 +143,7 @@ class KVFolder:
                 names = set()
             for name in self._known.keys() - names:
                 self.drop(name)
-            for name in names - {self._own_name}:
+            for name in sorted(names - {self._own_name}):  # the oldest first
                 self.scan(name)
 
     def read_into(self, key: bytes, out: memoryview) -> bool:
@@ -246,7 +251,8 @@ class KVFolder:
             fitting = [pair for pair in places if head in pair[1]]
             if not fitting:
                 return None
-            place, heads = max(fitting, key=lambda pair: pair[1].stop)
+            # Of equal ones, the newest: it was written where an older one had changed.
+            place, heads = max(reversed(fitting), key=lambda pair: pair[1].stop)
             stop = min(heads.stop, own.stop)
             pieces.append((place, range(head, stop)))
             head = stop
@@ -260,8 +266,9 @@ class KVFolder:
         if is_whole:
             self._touch(place.name)
         else:
+            if not self.num_damaged:
+                log.warning("llama: KV pages in %s have changed, and are not used", self.path)
             self.num_damaged += 1
-            log.warning("llama: a KV page in %s has changed, and is not used", place.name)
         return is_whole
 
     def _opened(self, name: str) -> Segment:

@@ -38,6 +38,7 @@ class KVWriter:
 
     Attributes:
         written_bytes: The bytes that were written.
+        num_dropped: The pages that were not.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class KVWriter:
         """
         record_bytes = folder.part.record_bytes
         self.written_bytes = 0
+        self.num_dropped = 0
         self._folder = folder
         self._max_bytes = max_bytes
         self._max_records = max(1, (segment_bytes - HEADER_BYTES) // record_bytes)
@@ -68,8 +70,11 @@ class KVWriter:
 
     def append(self, key: bytes, page: memoryview) -> bool:
         """Write a page, unless a limit or an error forbids it; return whether it was written."""
-        if time.monotonic() < self._write_at:
-            return False
+        is_written = time.monotonic() >= self._write_at and self._append(key, page)
+        self.num_dropped += not is_written
+        return is_written
+
+    def _append(self, key: bytes, page: memoryview) -> bool:
         try:
             segment = self._segment or self._next()
             if segment is None:

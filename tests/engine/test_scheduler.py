@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
@@ -673,23 +673,28 @@ def test_pages_that_sampled_tokens_fill_are_found(ahead):
 class Store(StepHook):
     """A second tier that keeps the slots of full pages by their hash, as files on a disk would."""
 
-    wants_pages = True
+    counts: list[int] | None = None
+    told: deque[int] | None = None
 
     def __init__(self) -> None:
         self.kept: dict[bytes, list[int]] = {}
         self.loaded: list[int] = []
         self.runner: FakeRunner
+        self.scheduler: Scheduler
 
     def attach(self, tried: FakeEngine) -> None:
         self.runner = tried.runner
+        self.scheduler = tried.scheduler
         tried.hooks.append(self)
         tried.scheduler.pool.tier = self
 
-    def filled(self, pages: dict[int, bytes]) -> None:
+    def after_rows(self, step: Step, results: StepResults) -> None:
         size = self.runner.page_size
-        for page, content in pages.items():
-            slots = range(page * size, (page + 1) * size)
-            self.kept.setdefault(content, [self.runner.slots[slot] for slot in slots])
+        for seq, filled in self.scheduler.filled(step):
+            for i in filled:
+                slots = range(seq.pages[i] * size, (seq.pages[i] + 1) * size)
+                kept = [self.runner.slots[slot] for slot in slots]
+                self.kept.setdefault(seq.page_hashes[i], kept)
 
     def load(self, pages: Sequence[int], contents: Sequence[bytes]) -> int:
         known = [*itertools.takewhile(self.kept.__contains__, contents)]

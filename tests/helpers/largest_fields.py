@@ -59,15 +59,16 @@ SHORT = frozenset(
     length_penalty logprobs max_completion_tokens max_output_tokens max_tokens mcp_servers min_p
     min_tokens mirostat modalities n no_stop_trim parallel_tool_calls presence_penalty
     previous_response_id return_hidden_states separate_reasoning stream_reasoning
-    parse_special priority raw repetition_penalty return_token_ids return_token_strs
-    return_tokens_as_token_ids seed service_tier shift skip_special_tokens speed store stream
-    stream_options suffix temperature think thinking_budget_tokens thinking_token_budget thread
-    timings_per_token top_k top_logprobs top_p truncate truncation typical_p use_beam_search
+    parse_special priority prompt_cache_retention raw repetition_penalty return_token_ids
+    return_token_strs return_tokens_as_token_ids seed service_tier shift skip_special_tokens speed
+    store stream stream_options suffix temperature think thinking_budget_tokens
+    thinking_token_budget thread timings_per_token top_k top_logprobs top_p truncate
+    truncation typical_p use_beam_search
     """.split()
 )
 _LABELS = frozenset(
     """
-    user safety_identifier prompt_cache_key prompt_cache_retention request_id reasoning_effort
+    user safety_identifier prompt_cache_key request_id reasoning_effort
     verbosity guided_decoding_backend
     """.split()
 )

@@ -62,6 +62,7 @@ def test_every_field_reaches_the_sampler():
         "frequency_penalty": -1.0, "stop": ["a", "b"], "stop_token_ids": [4],
         "include_stop_str_in_output": True, "skip_special_tokens": True, "ignore_eos": True,
         "seed": 8, "n": 2, "best_of": 3, "cache_salt": "s",
+        "prompt_cache_retention": "in_memory",
         "logprobs": 2, "bad_words": ["c"], "logit_bias": {"7": 1.5},
     }  # fmt: skip
     names = {f.name for f in dataclasses.fields(SamplingParams)}

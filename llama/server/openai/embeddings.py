@@ -14,6 +14,8 @@ import numpy as np
 from pydantic import Field
 
 from llama.api import EmbeddingOptions, RequestOutput, ServedModel
+from llama.prompts.fields import UNUSED
+from llama.sampling_params import Retention
 from llama.server.accepted import LabelFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.answers import ResponseMeta
@@ -38,6 +40,7 @@ class EmbeddingBody(LabelFields):
     prompt_name: str | None = None
     include_prompt: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
+    prompt_cache_retention: Annotated[Retention | None, UNUSED] = None
 
     @property
     def error_fields(self) -> ErrorFields:

@@ -1,0 +1,337 @@
+"""KV pages on disk: a later process computes nothing twice, and answers with the same bits."""
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.adapters import PREFIX, write_adapter
+from helpers.kernels import HAS_KERNELS, KERNELS_RUN
+from helpers.kv_pages import (
+    PROMPTS,
+    START,
+    always,
+    answers,
+    build,
+    num_cached,
+    wait_until_written,
+)
+from helpers.launch import DEMO, PROGRAMS, run_program
+from helpers.server import run_server
+from helpers.waiting import wait_until
+from helpers.web import web
+from llama import Llama
+from llama.cli import main
+from llama.options.page_store import POLICY, DiskPolicy
+from llama.storage import kv_disk, kv_folder
+
+FULL = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path, monkeypatch) -> Path:
+    for name in vars(DiskPolicy()):
+        monkeypatch.setattr(POLICY, name, getattr(POLICY, name))
+    for module, name in (
+        (kv_disk, "_MIN_FREE"),
+        (kv_disk, "_MIN_FREE_PART"),
+        (kv_folder, "_REFRESH_S"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    always()
+    return tmp_path / "kv"
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp32": {"dtype": "fp32"},
+    "int8 KV cache": {"kv_cache_dtype": "int8"},
+    "int8 weights": {"quantize": "int8"},
+    "rounded activations": {"quantize": "int8", "activations": "int8"},
+    "drafts": {"speculate": "lookup"},
+    "few pages": {"max_batch_size": 2, "kv_cache_memory_bytes": 34 * 32768},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_keep_their_bits(root, case):
+    """Ids and log-probabilities are those without pages on disk, and prompts are loaded."""
+    options = CASES[case]
+    with build(DEMO, None, **options) as llama:
+        wanted = answers(llama)
+    with build(DEMO, root, **options) as llama:
+        assert answers(llama) == wanted
+    with build(DEMO, root, **options) as llama:
+        assert answers(llama) == wanted
+        assert llama.pages_on_disk is not None
+        assert llama.pages_on_disk.stats.hit_tokens >= max(FULL)
+        assert llama.engine.stats.prompt_tokens < 0.5 * sum(map(len, PROMPTS))
+        assert llama.pages_on_disk.folder.num_damaged == 0
+
+
+def test_nothing_is_found_under_other_conditions(root, tmp_path):
+    """Another type, KV format or model finds nothing; other kernels nothing unless asked."""
+    with build(DEMO, root) as llama:
+        num_cached(llama, START)
+    others: list[dict[str, Any]] = [
+        {"dtype": "fp32"},
+        {"kv_cache_dtype": "int8"},
+        {"quantize": "int8"},
+    ]
+    for options in others:
+        with build(DEMO, root, **options) as llama:
+            assert num_cached(llama, START) == 0, options
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in DEMO.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    with build(copy, root) as llama:  # the files have other times
+        assert num_cached(llama, START) == 0
+    with build(DEMO, root) as llama:
+        assert num_cached(llama, START) == 192
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs two kinds of kernels")
+def test_other_kernels_are_close(root, monkeypatch):
+    """Pages that torch has rounded are loaded by kernels only with kv_cache_reuse="close"."""
+    with build(DEMO, root, dtype="fp32") as llama:
+        wanted = answers(llama, max_gen_len=1)
+    identity = "llama.loading.page_identity._kernels"
+    monkeypatch.setattr(identity, lambda files: ["other"])
+    for reuse, hits in (("exact", 0), ("close", 192)):
+        with build(DEMO, root, dtype="fp32", kv_cache_reuse=reuse) as llama:
+            assert num_cached(llama, START) == hits
+            assert [ids for ids, _ in answers(llama, max_gen_len=1)] == [ids for ids, _ in wanted]
+
+
+def test_adapters_and_salts_share_nothing(root, tmp_path):
+    """Pages are found under the adapter and the salt of the prompt alone, with the same bits."""
+    adapter = tmp_path / "adapter"
+    draw = torch.Generator().manual_seed(0)
+    name = f"{PREFIX}model.layers.0.self_attn.v_proj.lora_"
+    sizes = {"A": (4, 256), "B": (128, 4)}
+    tensors = {
+        f"{name}{side}.weight": torch.randn(size, generator=draw) for side, size in sizes.items()
+    }
+    write_adapter(adapter, tensors, r=4, target_modules=["v_proj"])
+    results: list[Any] = []
+    for _ in range(2):
+        with build(DEMO, root) as llama:
+            llama.load_adapter("a", str(adapter))
+            assert num_cached(llama, START, "x") == (192 if results else 0)
+            results.append([answers(llama, adapter=name) for name in (None, "a")])
+    with build(DEMO, None) as llama:
+        llama.load_adapter("a", str(adapter))
+        results.append([answers(llama, adapter=name) for name in (None, "a")])
+    assert results[0] == results[1] == results[2] and results[0][0] != results[0][1]
+    with build(DEMO, root) as llama:
+        assert num_cached(llama, START, "y") == 0
+
+
+def test_damaged_pages_are_computed(root):
+    """Pages on disk that have changed are computed and written again; answers stay the same."""
+    with build(DEMO, root) as llama:
+        wanted = answers(llama)
+    for path in root.glob("*/*.kv"):
+        content = bytearray(path.read_bytes())
+        for place in range(40_000, len(content), 100_000):
+            content[place] ^= 1
+        path.write_bytes(content)
+    counts: list[int] = []
+    while not counts or counts[-1]:
+        with build(DEMO, root) as llama:
+            assert answers(llama) == wanted
+            assert llama.pages_on_disk is not None
+            counts.append(llama.pages_on_disk.folder.num_damaged)
+        assert len(counts) < 12
+    assert counts[0] > 0
+
+
+def test_a_changed_model_neither_reads_nor_writes(root):
+    """While a hook sees a part of the model, its pages are its own."""
+    with build(DEMO, root) as llama:
+        handle = llama.model.layers[0].register_forward_hook(lambda *_: None)
+        num_cached(llama, START)
+        assert llama.pages_on_disk is not None
+        wait_until_written(llama)
+        assert llama.pages_on_disk.writer.written_bytes == 0
+        handle.remove()
+
+
+def test_a_slow_disk_is_not_read(root, monkeypatch):
+    """Prompts are computed where reading them takes longer, from the second load on."""
+    with build(DEMO, root) as llama:
+        for prompt in PROMPTS:
+            num_cached(llama, prompt[::-1])
+    POLICY.min_gain = 2.0
+    with build(DEMO, root) as llama:
+        pages = llama.pages_on_disk
+        assert pages is not None
+        num_cached(llama, [5] * 300)  # says how long computing takes
+        num_cached(llama, PROMPTS[0][::-1])
+        assert pages.stats.hit_tokens > 0
+        pages._page_seconds = 1e3
+        before = pages.stats.hit_tokens
+        for prompt in PROMPTS[1:]:
+            assert num_cached(llama, prompt[::-1]) < 192
+        assert pages.stats.hit_tokens == before
+
+
+def test_two_processes_on_one_folder(root):
+    """Two models with one folder answer at once, and each finds what the other has written."""
+    with build(DEMO, None) as llama:
+        wanted = answers(llama)
+    models = [build(DEMO, root) for _ in range(2)]
+    found: dict[int, Any] = {}
+
+    def ask(i: int) -> None:
+        found[i] = [answers(models[i]) for _ in range(2)]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: [wanted] * 2, 1: [wanted] * 2}
+    num_cached(models[0], START[::-1])
+    wait_until_written(models[0])
+    assert num_cached(models[1], START[::-1]) == 192
+    for model in models:
+        model.close()
+
+
+def run_ranks(folder: Path, num_ranks: int, root: Path, *options: str) -> dict[str, list]:
+    results = folder / "results.json"
+    done = run_program(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc_per_node={num_ranks}", str(PROGRAMS / "kv_ranks.py"), str(DEMO), str(root),
+            str(results), *options,
+        ],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(results.read_text())
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not KERNELS_RUN, reason="torch's products depend on the size of a step")
+@pytest.mark.parametrize(("num_ranks", "stages"), [(2, 1), (3, 1), (2, 2)])
+def test_ranks_load_alike(root, tmp_path, num_ranks, stages):
+    """All ranks load the same pages, whether they call or are led, and keep the bits of answers.
+
+    A rank whose files are damaged lets all of them compute. One process reads what several ranks
+    have written under "close" alone, and answers are those of rounding alone.
+    """
+    found = run_ranks(tmp_path, num_ranks, root, str(stages), "exact", "bf16", "9")
+    wanted = found["without"][0]
+    hits = {name: num_loaded for name, (_, num_loaded) in found.items()}
+    for name, (results, _) in found.items():
+        assert results == wanted, name
+    assert hits["first"] == 0 and min(hits["later"], hits["led"], hits["mended"]) >= max(FULL)
+    assert hits["damaged"] < hits["led"]
+    if stages > 1:
+        return
+    with build(DEMO, root, kv_cache_reuse="close") as llama:
+        results = answers(llama)
+        assert llama.pages_on_disk is not None
+        assert llama.pages_on_disk.stats.hit_tokens >= max(FULL)
+    alike = [
+        abs(ours[1][0] - theirs[1][0]) < 0.1
+        for ours, theirs in zip(results, wanted, strict=True)
+        if ours[0][0] == theirs[0][0]
+    ]
+    assert all(alike) and len(alike) >= 3
+
+
+@pytest.mark.dist
+def test_three_ranks_read_what_one_has_written(root, tmp_path):
+    with build(DEMO, root, dtype="fp32") as llama:
+        wanted = [ids for ids, _ in answers(llama)]
+    found = run_ranks(tmp_path, 3, root, "1", "close", "fp32", "2")
+    assert found["first"][1] >= max(FULL)
+    assert [ids for ids, _ in found["first"][0]] == wanted
+
+
+SERVE = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from helpers.kv_pages import always
+always()
+from llama.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_was_killed(root, tmp_path):
+    """After kill -9 each key finds its own prompts, and no other key does; clear leaves nothing."""
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    operator = tmp_path / "operator"
+    operator.write_text("three\n")
+    program = ("-c", SERVE, str(Path(__file__).resolve().parent))
+    flags = (
+        str(DEMO), "--kv_cache_dir", str(root), "--api_key_file", str(keys),
+        "--metrics_key_file", str(operator),
+    )  # fmt: skip
+
+    def cached(url: str, key: str, **fields: Any) -> int:
+        body = {"prompt": START, "max_tokens": 1, **fields}
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = web.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def written(url: str) -> float:
+        headers = {"Authorization": "Bearer three"}
+        lines = web.get(f"{url}/metrics", headers=headers, timeout=60).text.splitlines()
+        return float(
+            next(x for x in lines if x.startswith("llama:kv_disk_written_bytes_t")).split()[1]
+        )
+
+    with run_server(*flags, program=program) as server:
+        assert (
+            cached(server.url, "one", prompt=START[::-1], prompt_cache_retention="in_memory") == 0
+        )
+        assert cached(server.url, "one") == 0
+        wait_until(lambda: written(server.url) > 12 * 32_000)
+        assert cached(server.url, "two", cache_salt="x") == 0
+        server.process.kill()
+        server.process.wait()
+    with run_server(*flags, program=program) as server:
+        assert cached(server.url, "two") == 0
+        assert cached(server.url, "one", prompt=START[::-1]) == 0
+        assert cached(server.url, "one") == 192
+        names = " ".join(str(path) for path in root.rglob("*"))
+        assert "one" not in names.replace(str(root), "") and "two" not in names
+        assert main(["kv", str(root), "--clear"]) == 0
+        assert not list(root.iterdir())
+        assert cached(server.url, "one") == 192  # in memory
+        assert server.stop() == 0
+
+
+def test_the_command_lists_pages(root, capsys):
+    with build(DEMO, root) as llama:
+        num_cached(llama, START)
+    assert main(["kv", str(root)]) == 0
+    out = capsys.readouterr().out
+    assert "demo" in out and "bfloat16" in out and "MB" in out
+    assert main(["kv", str(root), "--clear", "--model", "demo"]) == 0
+    assert main(["kv", str(root)]) == 0
+    assert "no KV pages" in capsys.readouterr().out
+
+
+def test_arguments_that_cannot_be_used(root, tmp_path):
+    assert Llama.build(str(DEMO), kv_cache_dir="none", verbose=False).pages_on_disk is None
+    with pytest.raises(ValueError, match="kv_cache_disk_bytes"):
+        build(DEMO, root, kv_cache_disk_bytes=1 << 20)
+    with pytest.raises(ValueError, match="kv_cache_reuse"):
+        build(DEMO, root, kv_cache_reuse="never")
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match="chmod 700"):
+        build(DEMO, open_to_all)
