@@ -11,6 +11,7 @@
     python scripts/bench host --batches 1,256
     python scripts/bench streams --clients 1,64 --against ../before
     python scripts/bench speculate --model DIR --speculate lookup
+    python scripts/bench restart --model 1b --tokens 2000 --vs llama_cpp:VENV
 
 Flags in, a table and one line of JSON, the last, out. A model is a shape (demo, 1b, 3b, 8b) with
 random weights, or a folder with weights. `python scripts/bench COMMAND --help` lists the flags.
@@ -31,6 +32,7 @@ from bench.quality import quality
 from bench.ranks import ranks as ranks_command
 from bench.report import Column
 from bench.report import plot as draw
+from bench.restart import restart
 from bench.run import Bench, Limits, Row, whole
 from bench.serve import serve
 from bench.shapes import random_lengths
@@ -281,6 +283,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
         streams,
         expected,
         speculate,
+        restart,
     )
 } | {"ranks": ranks_command}  # `ranks` is a module here
 
