@@ -33,7 +33,7 @@ from llama.server.workers import NUM_THREADS, PREPARE_S
 log = logging.getLogger("llama.server")
 _START_S = 120.0  # time for an API process to start, and then to read the tokenizer
 _PING_S = 5.0  # interval of the questions whether an API process still works
-_MAX_DEATHS = 5  # processes that may end one after the other before they are ready
+_MAX_DEATHS = 5  # processes that may end before they are ready, while none is
 _MAX_BACKOFF_S = 60.0
 _SHARE_S = 2.0  # time for all processes to learn of an adapter, and to send their metrics
 _END_S = 5.0  # time for an API process to send its last responses and to end
@@ -245,9 +245,9 @@ class EngineHost:
             process.process.returncode,
         )
         self._num_deaths += not process.is_ready
-        if self._num_deaths >= _MAX_DEATHS:
-            message = "API processes end before they are ready: see the log"
-            self.failure = self.failure or RuntimeError(message)
+        if self._num_deaths >= _MAX_DEATHS and not any(each.is_ready for each in self._processes):
+            log.error("%d API processes ended before they were ready: the server ends", _MAX_DEATHS)
+            self.failure = self.failure or RuntimeError("API processes do not start")
             return
         backoff_s = min(_MAX_BACKOFF_S, float(2**self._num_deaths - 1))
         self._loop.call_later(backoff_s, self._restart)

@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from helpers.launch import PROGRAMS
+from helpers.launch import PROGRAMS, environment
 from helpers.server import RunningServer, run_server
 from helpers.waiting import wait_until
 from helpers.web import web
@@ -228,6 +230,18 @@ def test_limits_are_those_of_the_whole_server(long_demo_dir, tmp_path):
         for each in sockets:
             each.close()
         wait_until(lambda: web.get(f"{server.url}/health").status_code == 200)
+
+
+def test_api_processes_that_never_start_end_the_server(long_demo_dir):
+    """Five deaths of processes that were not ready end the server, and the log says so."""
+    command = [sys.executable, str(PROGRAMS / "impatient_server.py"), "serve", long_demo_dir]
+    flags = (*FLAGS, "--port", "0", "--api_processes", "1")
+    env = environment(NO_API_PROCESS="1")
+    ended = subprocess.run(
+        [*command, *flags], env=env, stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    assert ended.returncode == 1
+    assert "5 API processes ended before they were ready: the server ends" in ended.stderr
 
 
 @pytest.mark.dist
