@@ -31,7 +31,7 @@ constexpr long STEP_K = 4 * STEP_QUADS;  // k of a step
 struct ByteQuads : InMemory {
   static constexpr int BITS = 8;
   static constexpr long ROW_BYTES = 2, STEP = STEP_K * K_BYTES<Int8>;
-  static constexpr int PREFETCH_LINES = 2;
+  static constexpr int PREFETCH_LINES = 8;
   explicit ByteQuads(const Weight&) {}
   UInts quad(Step step, int j) const {
     const char* pairs = step.address + 2 * j * Int8::STEP;
