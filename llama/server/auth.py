@@ -53,7 +53,6 @@ class ApiKeys:
                 are closed where there are several.
             secret: the secret, 32 bytes, which the processes of a server share; None: a new one.
         """
-        secret = secret or secrets.token_bytes(32)
         self._api_keys = list(dict.fromkeys(api_keys))
         self._metrics_keys = list(metrics_keys)
         self._has_tenants = len(self._api_keys) > 1
