@@ -29,6 +29,8 @@ from llama.storage.kv_folder import KVFolder
 from llama.storage.kv_segments import Part
 from llama.storage.kv_writer import KVWriter
 
+# New tokens of a text in a pass of a draft model; there are two where all drafts were right.
+_DRAFT_QUERIES = 2
 # The tokens of prompts that a step of a pipeline has at least, on a CPU and on other devices. With
 # fewer, reading the weights would take longer than the products.
 _MIN_PROMPT_TOKENS_CPU = 32
@@ -65,7 +67,7 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
         num_states = min(max_captured, budget) + params.max_batch_size
         captured_bytes = num_states * _state_bytes(model)
 
-    def allocated(each: Transformer) -> Allocated:
+    def allocated(each: Transformer, max_queries: int) -> Allocated:
         return allocate(
             each,
             num_pages,
@@ -74,6 +76,7 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
             reserve=options.reserve,
             # Steps that verify drafts have more rows than sequences.
             recorded_rows=max(params.max_batch_size, 64) if options.speculate else None,
+            max_queries=max_queries,
             step_tokens=budget,
             captured_bytes=captured_bytes,
         )
@@ -81,8 +84,10 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
     hooks: list[StepHook] = []
     draft_runner = None
     if options.draft_model is not None:
-        draft_runner = _runner(options.draft_model, allocated(options.draft_model), [])
-    memory = allocated(model)
+        memory = allocated(options.draft_model, _DRAFT_QUERIES)
+        draft_runner = _runner(options.draft_model, memory, [])
+    num_queries = 1 + options.speculate_tokens if options.speculate else 1
+    memory = allocated(model, num_queries)
     runner = _runner(model, memory, hooks, options.async_scheduling)
     scheduler = _scheduler(model, runner.num_pages, page_size, budget, max_captured)
     pages = _page_store(runner, scheduler, options)

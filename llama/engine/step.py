@@ -43,8 +43,11 @@ class Step:
         return cls(items, rows_of_kinds)
 
     def verify_drafts(self) -> None:
-        """Turn a decode step whose items have drafts by now into one that verifies them."""
-        self.items.sort(key=lambda item: item.count > 1)
+        """Turn a decode step whose items have drafts by now into one that verifies them.
+
+        Those with the fewest come first, as kernels compute them together.
+        """
+        self.items.sort(key=lambda item: item.count)
         self.rows = {VERIFY: VERIFY.rows(self.items)}
 
     @property

@@ -161,8 +161,9 @@ class Cases:
     def attention(self) -> Iterator[Case]:
         """Yield decode steps, and decode mixed with prefill.
 
-        Decode has padding rows, which share a page. It runs with each number of parts that keys
-        are split into: a kernel is compiled for each.
+        Decode has padding rows, which share a page. It runs with as many queries of a sequence as
+        fit into each tile: a kernel is compiled for each. One sequence is so much longer that its
+        keys have several parts.
         """
         from llama.kernels.cuda.attention import decode_variants
 
@@ -180,16 +181,13 @@ class Cases:
             return queries, cache, batch
 
         every = range(len(lengths))
-        ones = [1] * len(lengths)
         counts = [min(n, 1 + 37 * i) for i, n in enumerate(lengths)]
         decodes_first = sorted(every, key=lambda i: counts[i] > 1)
         yield Case("prefill", _attend, inputs(decodes_first, counts))
-        if self.every:
-            yield Case("decode", _attend, inputs(every, ones))
-        short = [i for i, n in enumerate(lengths) if n < _LONG]
-        for count in decode_variants(plan.n_kv_heads):
-            rows = [short[i % len(short)] for i in range(count)]
-            yield Case(f"decode of {count} rows", _attend, inputs(rows, ones))
+        for most in decode_variants(plan.n_heads // plan.n_kv_heads):
+            counts = [min(n, most) for n in lengths]
+            single_first = sorted(every, key=lambda i: lengths[i] > 1)
+            yield Case(f"decode of {most} queries each", _attend, inputs(single_first, counts))
 
     def add_norm(self) -> Iterator[Case]:
         """Yield RMSNorm with and without a residual."""

@@ -70,8 +70,9 @@ class Batch(ForwardContext):
         query_starts: (B + 1) The first row of each sequence, then T.
         seq_lens: (B) The number of tokens of each sequence, new ones included.
         logit_rows: (R) The rows of the batch whose next token is asked for.
-        query_lens_cpu: (B) The number of new tokens of each sequence.
-        seq_lens_cpu: (B) The elements of `seq_lens`.
+        query_lens_cpu: (B) The number of new tokens of each sequence; upper bounds in a recorded
+            step, where a kernel for attention reads `query_starts`.
+        seq_lens_cpu: (B) The elements of `seq_lens`, or upper bounds.
         wants_all: Whether `logit_rows` are all rows in order, so that none must be selected.
     """
 

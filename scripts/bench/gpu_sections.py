@@ -88,7 +88,7 @@ def _check(at: Section, shape: str) -> None:
     names = DRY_KERNELS if at.dry else computed.names
     for what, every in (("of a build", False), ("of all cases", True)):
         began = time.perf_counter()
-        cases = Cases(computed, every=every, lengths=(1, 17) if at.dry else ())
+        cases = Cases(computed, every=every, lengths=(1, 70) if at.dry else ())
         checked = check_kernels(cases, names if has_triton() else ())
         at.say(f"{shape} check {what}", time.perf_counter() - began, "s")
         for (_, n, k, m), tile in () if every else checked.tiles.items():
@@ -156,7 +156,7 @@ def throughput(at: Section) -> None:
 
 
 def sweeps(at: Section) -> None:
-    """Time decode attention by the number of splits, to judge `attention.num_splits`."""
+    """Time decode attention by the number of parts, to judge `attention.num_parts`."""
     if not has_triton():
         at.say("sweeps", NO_TRITON)
         return
@@ -165,7 +165,7 @@ def sweeps(at: Section) -> None:
     args = ModelArgs(**at.params("8b"))
     heads, kv_heads, d = args.n_heads, args.kv_heads, args.head_dim
     dtype = at.dtype
-    chosen = attention.num_splits
+    chosen = attention.num_parts
     for batch, context in ((1, 2048), (1, 8192), (8, 2048), (64, 2048)):
         batch, context = at.size(batch, 1), at.size(context, 32)
         width = context // PAGE_SIZE
@@ -178,16 +178,16 @@ def sweeps(at: Section) -> None:
         starts = [context - 1] * batch
         ones = [1] * batch
         _, step = Batch.pack([], starts, ones, pages, PAGE_SIZE, [], at.device)
-        for splits in (1, 2, 4, 8, 16, 32, 64)[: at.size(7, 1)]:
-            attention.num_splits = functools.partial(_always, splits)
+        for parts in (1, 2, 4, 8, 16, 32, 64)[: at.size(7, 1)]:
+            attention.num_parts = functools.partial(_always, parts * batch)
             ways = [functools.partial(attention.paged_attention, queries, x, step) for x in caches]
             seconds = _device_seconds(at, ways)
             at.say(
-                f"attention {batch} x {context}, {splits} splits", seconds * 1e6, "us",
+                f"attention {batch} x {context}, {parts} parts each", seconds * 1e6, "us",
                 gb_per_s=2 * batch * context * kv_heads * d * dtype.itemsize / seconds / 1e9,
                 chosen=chosen(batch, kv_heads),
             )  # fmt: skip
-    attention.num_splits = chosen
+    attention.num_parts = chosen
 
 
 def _always(value: int, *_: Any) -> int:

@@ -444,20 +444,21 @@ def test_of_the_page_tables_what_has_changed_is_sent(monkeypatch):
         return pinned(x, device)
 
     monkeypatch.setattr(decode_inputs, "pinned", noted)
-    inputs = DecodeInputs(8, 512, page_size=PAGE, null_page=99, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    inputs = DecodeInputs(8, 512, most=1, page_size=PAGE, null_page=99, device=cpu)
+    num_fields = 4 * 8 + 8 + 9  # of the rows; the lengths and the first rows of the groups
     live = [state_of([1] * 70, 70) for _ in range(5)]
     for seq in live:
         seq.pages.extend(range(10))
     for rows, changed in ((5, 50), (5, 0), (4, 1), (5, 10)):
         sent.clear()
-        inputs.fill(
-            DecodeStep.of([3] * rows, [-1] * rows, [Scheduled(x, 39, 1) for x in live[:rows]], PAGE)
-        )
-        assert sent == [5 * 8, 2 * changed][: 1 + bool(changed)]
+        scheduled = [Scheduled(x, 39, 1) for x in live[:rows]]
+        inputs.fill(DecodeStep.of([3] * rows, [-1] * rows, scheduled, PAGE), 8)
+        assert sent == [num_fields, 2 * changed][: 1 + bool(changed)]
     live[2].pages.append(7)
     sent.clear()
-    inputs.fill(DecodeStep.of([3] * 5, [-1] * 5, [Scheduled(x, 39, 1) for x in live], PAGE))
-    assert sent == [5 * 8, 2]
+    inputs.fill(DecodeStep.of([3] * 5, [-1] * 5, [Scheduled(x, 39, 1) for x in live], PAGE), 8)
+    assert sent == [num_fields, 2]
 
 
 class Even:
@@ -581,7 +582,8 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
     Rows come, go, move and grow; a table that is updated from step to step equals one built anew.
     """
     rng = random.Random(5)
-    inputs = DecodeInputs(8, 16, page_size=PAGE, null_page=99, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    inputs = DecodeInputs(8, 16, most=1, page_size=PAGE, null_page=99, device=cpu)
     live: list[SequenceState] = []
     for _ in range(200):
         live = [seq for seq in live if rng.random() < 0.9]
@@ -598,10 +600,10 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
                 seq.pages = seq.pages[:1]
             start = len(seq.pages) * PAGE - rng.randrange(1, PAGE + 1)
             scheduled.append(Scheduled(seq, start, 1))
-        inputs.fill(DecodeStep.of([3] * len(live), [-1] * len(live), scheduled, PAGE))
+        inputs.fill(DecodeStep.of([3] * len(live), [-1] * len(live), scheduled, PAGE), 8)
         _, packed = Batch.pack(
             [3] * len(live), [x.start for x in scheduled], [1] * len(live),
-            [seq.pages for seq in live], PAGE, range(len(live)), torch.device("cpu"),
+            [seq.pages for seq in live], PAGE, range(len(live)), cpu,
         )  # fmt: skip
         n, (_, _, static) = len(live), inputs.batch(8, 16)
         assert torch.equal(static.positions[:n], packed.positions)
@@ -612,6 +614,87 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
         assert static.slots[n:].tolist() == [99 * PAGE] * (8 - n)
         assert static.seq_lens[n:].tolist() == [1] * (8 - n)
         assert static.page_table[n:, 0].tolist() == [99] * (8 - n)
+
+
+def test_the_rows_of_a_sequence_are_groups_to_attention():
+    """Neighbouring rows of one sequence are groups of at most so many rows, with one table each.
+
+    The rows of the bucket beyond the step are groups of their own, and further groups are empty.
+    """
+    rng = random.Random(6)
+    inputs = DecodeInputs(32, 16, most=3, page_size=PAGE, null_page=99, device=torch.device("cpu"))
+    for _ in range(40):
+        scheduled, expected = list[Scheduled](), list[tuple[int, int, list[int]]]()
+        for _ in range(rng.randrange(1, 5)):
+            seq = state_of([1] * 70, 70)
+            seq.pages.extend(rng.randrange(90) for _ in range(5))
+            start, count = rng.randrange(12), rng.randrange(1, 6)
+            for i in range(count):
+                ahead = seq.ahead([1] * i)
+                scheduled.append(Scheduled(ahead, start + i, 1))
+            for first in range(0, count, 3):
+                size = min(3, count - first)
+                expected.append((size, start + first + size, list(seq.pages)))
+        n = len(scheduled)
+        bucket = n + rng.randrange(4)
+        inputs.fill(DecodeStep.of([3] * n, [-1] * n, scheduled, PAGE, 3), bucket)
+        _, _, batch = inputs.batch(bucket, 16)
+        assert batch.query_lens_cpu == [3] * bucket == [3] * len(batch.slots)
+        starts = batch.query_starts.tolist()
+        assert len(starts) == bucket + 1 and starts[-1] == bucket
+        sizes = [end - first for first, end in itertools.pairwise(starts)]
+        known = len(expected)
+        found = zip(sizes, batch.seq_lens.tolist(), batch.page_table.tolist(), strict=True)
+        for (size, length, pages), (has, tokens, held) in zip(expected, found, strict=False):
+            assert (has, tokens, held[: len(pages)]) == (size, length, pages)
+        unused = bucket - n
+        assert sizes[known:] == [1] * unused + [0] * (bucket - known - unused)
+        assert batch.seq_lens[known : known + unused].tolist() == [1] * unused
+        assert batch.page_table[known : known + unused, 0].tolist() == [99] * unused
+
+
+def test_keys_are_read_once_for_all_drafts_of_a_sequence(model, plain, monkeypatch):
+    """In graphs with the kernel for attention, the drafts of a sequence are one group.
+
+    The answers are those without drafts. A sequence has more drafts than a group has rows.
+    """
+    pytest.importorskip("triton")
+    from llama.kernels.cuda import attention as gpu_attention
+
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
+    alone = core_of(model, 40, graphs=False, ahead=False)
+    wanted = [state_of(prompt, 11, i, temperature=0.0) for i, prompt in enumerate(prompts)]
+    for seq in wanted:
+        alone.add(seq)
+    while alone.has_unfinished():
+        alone.step()
+    launched = list[list[int]]()
+    attend: Any = gpu_attention.paged_attention
+
+    def noted(queries: torch.Tensor, kv_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+        launched.append(batch.query_starts.diff().tolist())
+        return attend(queries, kv_cache, batch)
+
+    monkeypatch.setattr(gpu_attention, "paged_attention", noted)
+    monkeypatch.setattr(gpu_attention, "_PROGRAMS", 8)
+    model.use_kernels(table(frozenset({"attention"}), frozenset({torch.float32})))
+    try:
+        core = core_of(model, 40, graphs=False, ahead=False)
+        runner = core.runner
+        runner.replayer = DecodeGraphs(  # the last page is used by no sequence
+            model, runner.kv_cache, Again(), runner.last_ids, max_queries=3
+        )
+        speculate(core, MostlyRight(model, {i: seq.tokens for i, seq in enumerate(wanted)}))
+        found = [state_of(prompt, 11, i, temperature=0.0) for i, prompt in enumerate(prompts)]
+        for seq in found:
+            core.add(seq)
+        while core.has_unfinished():
+            core.step()
+    finally:
+        model.use_kernels(NO_KERNELS)
+    assert [seq.tokens for seq in found] == [seq.tokens for seq in wanted]
+    in_graphs = [sizes for sizes in launched if len(sizes) > len(prompts)]
+    assert max(map(max, in_graphs)) == 3, "drafts are groups of three rows"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,11 @@ _TYPES = {  # argument types, by name
     "outer_scales": "*fp16",
     "codes": "*fp8e4nv",
     "scales": "*fp32",
-    **dict.fromkeys(("width", "num_decodes", "num_prefills", "m", "n", "first", "magic"), "i32"),
+    "parts": "*i32",
+    **dict.fromkeys(
+        ("width", "num_decodes", "num_prefills", "num_sequences", "wanted", "most", "m", "n"), "i32"
+    ),
+    **dict.fromkeys(("first", "magic"), "i32"),
     "plane": "i64",
     **dict.fromkeys(("score_scale", "eps"), "fp32"),
 }
@@ -74,11 +78,12 @@ def attention_jobs(capability: int) -> list[Job]:
         group = n_heads // n_kv_heads
         sizes: dict[str, Any] = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "S": 16}
         sizes |= {"WIDE": False, "W": head_dim, "kv_scales": None}
-        for splits in {1, attention.num_splits(1, n_kv_heads)}:
-            tile = attention.decode_tile(group, head_dim)
-            tiled = {"ROWS": tile.rows, "KEYS": tile.columns, "SPLITS": splits}
+        for most in attention.decode_variants(group):
+            tile = attention.decode_tile(group, head_dim, most)
+            tiled = {"ROWS": tile.rows, "KEYS": tile.columns, "LANES": attention.LANES}
+            tiled["IS_SINGLE"] = most == 1
             found.append(
-                Job(attention.decode_kernel, f"{shape}, {splits} parts", capability,
+                Job(attention.decode_kernel, f"{shape}, {most} queries", capability,
                     sizes | tiled, tile.warps, tile.stages)
             )  # fmt: skip
         tile = attention.prefill_tile(group, head_dim, capability in (90, 100))
@@ -86,7 +91,7 @@ def attention_jobs(capability: int) -> list[Job]:
         found.append(
             Job(attention.prefill_kernel, shape, capability, sizes | tiled, tile.warps, tile.stages)
         )
-    merge = {"D": 128, "SPLITS": 64}
+    merge = {"H": 32, "D": 128, "PARTS": attention.MERGED}
     found.append(Job(attention.merge_kernel, "8B", capability, merge))
     far = dict(found[0].constants, WIDE=True)  # a cache beyond offsets of 32 bits
     found.append(found[0]._replace(shape="8B, 64 bits", constants=far))
@@ -224,7 +229,8 @@ def compiled(job: Job) -> dict[str, Any]:
     assert found, use
     return {
         "kernel": job.kernel.__name__, "shape": job.shape, "capability": job.capability,
-        "batch": job.constants.get("BATCH"), "registers": int(found[1]), "stack": int(found[2]),
+        "batch": job.constants.get("BATCH"), "rows": job.constants.get("ROWS"),
+        "registers": int(found[1]), "stack": int(found[2]),
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "shared": kernel.metadata.shared,
         "products": sorted(set(re.findall(r"\bHG?MMA\b", code))),
@@ -307,7 +313,7 @@ def main() -> None:
     if sys.argv[1:] == [_AMD]:
         shapes = (
             "8B",
-            "8B, 32 parts",
+            "8B, 1 queries",
             "8B, (32, 256, 4, 4, True, 1)",
             "8B, (16, 256, 4, 5, True, 1)",
         )

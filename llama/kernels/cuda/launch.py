@@ -18,6 +18,8 @@ from llama.ops.kernels import KernelError
 from llama.ops.kv_cache import SCALED_DTYPE
 
 Sizes = tuple[int, int, int, int]  # the weight's `ElementFormat`, N, K and M of a product
+_MAX_DECODE_ROWS = 64  # rows of the largest tile of decode attention
+_MAX_DECODE_QUERIES = 16  # queries of a sequence in such a tile
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -73,6 +75,15 @@ class Tile(NamedTuple):
     stages: int
     uses_dot: bool = True  # whether matrix units multiply; if not, x has one row
     splits: int = 1  # parts of K, each of which a program of its own multiplies
+
+
+def most_queries(group: int) -> int:
+    """Return how many queries of a sequence decode attention has in one tile at most.
+
+    Args:
+        group: G, the query heads that share a KV head, each of which is a row of the tile.
+    """
+    return max(1, min(_MAX_DECODE_QUERIES, _MAX_DECODE_ROWS // group))
 
 
 class Blocks(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from llama.kernels.cuda.launch import Blocks, Sizes, Tile
+from llama.kernels.cuda.launch import Blocks, Sizes, Tile, most_queries
 from llama.ops import scaled
 from llama.ops.batch import Batch
 from llama.ops.formats import N_BLOCK
@@ -252,6 +252,19 @@ def suits_tiles(heads: Tensor, kv_cache: Tensor) -> bool:
     if not kv_cache.is_contiguous():
         return False
     return kv_cache.dtype is SCALED_DTYPE or kv_cache.dtype is heads.dtype
+
+
+def queries_at_once(kernels: Kernels, heads: Tensor, kv_cache: Tensor) -> int:
+    """Return how many queries of a sequence a decode step may have, of which keys are read once.
+
+    Args:
+        kernels: The kernels in use.
+        heads: Heads (T, H, D).
+        kv_cache: The cache of one layer (2, P, S, K, W).
+    """
+    if "attention" not in kernels.names or not suits_tiles(heads, kv_cache):
+        return 1
+    return most_queries(heads.shape[1] // kv_cache.shape[3])
 
 
 def _are_logits(logits: Tensor) -> bool:

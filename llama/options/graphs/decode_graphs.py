@@ -1,8 +1,9 @@
 """Decode steps of a fixed shape, recorded once as CUDA graphs and replayed.
 
-In: sequences with one new token each. Out: the logits of their rows and their top ids, in tensors
-that the next step overwrites. A stage of a pipeline records its own layers: it also gets hidden
-states, or gives hidden states instead of logits. Messages between stages are outside of the graphs.
+In: single tokens, among them drafts that are verified. Out: the logits of their rows and their top
+ids, in tensors that the next step overwrites. A stage of a pipeline records its own layers: it also
+gets hidden states, or gives hidden states instead of logits. Messages between stages are outside of
+the graphs.
 
 A step of an 8B model launches some 300 kernels; a replayed graph costs one launch (CUDA C++
 Programming Guide, "CUDA Graphs"). The price is a fixed shape: a batch is padded to the next of a
@@ -23,6 +24,7 @@ from llama.engine.hooks import Decoded
 from llama.engine.rows import Scheduled
 from llama.engine.runner import LastIds
 from llama.engine.sampler import top_of_ranks
+from llama.kernels.cuda.table import queries_at_once
 from llama.model.transformer import Transformer
 from llama.ops.sample import choose_ids
 from llama.options.graphs.decode_inputs import DecodeInputs, DecodeStep
@@ -38,7 +40,8 @@ class DecodeGraphs:
     """The graphs of one model or stage and its KV cache, whose last page belongs to no sequence.
 
     With the attention kernel a shape depends on the number of rows alone. PyTorch's attention reads
-    the whole width of the page tables, so that there is a shape for each of a few widths.
+    the whole width of the page tables, so that there is a shape for each of a few widths. The
+    kernel also reads the keys of a sequence once for several of its rows, such as drafts.
 
     Args:
         model: The model.
@@ -47,6 +50,7 @@ class DecodeGraphs:
         last_ids: The ids of the previous step, which the runner updates in place.
         recorded_rows: The rows up to which `record_all` records all shapes; a shape of more rows is
             recorded when it is first needed. By default max_batch_size.
+        max_queries: The number of rows that a sequence usually has at most.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class DecodeGraphs:
         recorder: Recorder,
         last_ids: LastIds,
         recorded_rows: int | None = None,
+        max_queries: int = 1,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -67,9 +72,12 @@ class DecodeGraphs:
         self._max_pages = -(-model.params.max_seq_len // self._page_size)
         max_rows = len(self._last_ids)
         device = kv_cache.device
+        heads = model.norm.weight.new_empty(0, model.plan.n_heads, model.plan.head_dim)
+        self._most = min(max_queries, queries_at_once(model.kernels, heads, kv_cache[0]))
         self._inputs = DecodeInputs(
             max_rows,
             self._max_pages,
+            most=self._most,
             page_size=self._page_size,
             null_page=kv_cache.shape[2] - 1,
             device=device,
@@ -103,7 +111,7 @@ class DecodeGraphs:
         tokens = [seq.tokens[-1] for seq in sequences]
         rows = self._last_rows.rows
         sources = [rows[seq] if seq.num_pending else -1 for seq in sequences]
-        return DecodeStep.of(tokens, sources, sampled, self._page_size)
+        return DecodeStep.of(tokens, sources, sampled, self._page_size, self._most)
 
     def _takes(self, num_rows: int) -> bool:
         """Return whether a step of so many single tokens that sample can be replayed.
@@ -156,13 +164,14 @@ class DecodeGraphs:
 
     def _fill(self, step: DecodeStep, x: Tensor | None, wants_logits: bool) -> Shape:
         """Copy the inputs of a step to where the graphs read them, and return its shape."""
-        self._inputs.fill(step)
+        rows = bucket_of(step.fields.shape[1])
+        self._inputs.fill(step, rows)
         if self._arrived is not None:
             assert x is not None, "a later stage computes what the one before has sent"
             self._arrived[: len(x)].copy_(x, non_blocking=True)
         last_position = step.last_position
         width = next(n for n in self._widths if n * self._page_size > last_position)
-        return bucket_of(len(step.pages)), width, wants_logits or not self._has_lm_head
+        return rows, width, wants_logits or not self._has_lm_head
 
     def _results(self, outputs: Outputs) -> Decoded | Tensor:
         return Decoded(*outputs) if self._has_lm_head else outputs[0]

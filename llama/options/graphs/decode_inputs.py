@@ -1,9 +1,13 @@
 """The inputs of recorded decode steps: what the host schedules, and its copy on the device.
 
-In: sequences with one new token each. Out: the tensors that `DecodeGraphs` records. Only what has
+In: single tokens, among them drafts. Out: the tensors that `DecodeGraphs` records. Only what has
 changed is copied to the device. What a step computes must not be known here.
 
-Shapes: n rows of a step, R rows of the largest one, M pages of a row's table, S slots per page.
+Neighbouring tokens of one sequence are a group, which attention computes at once. To attention a
+group is a sequence, whose last tokens it has.
+
+Shapes: n rows of a step, m groups, R rows of the largest step, M pages of a group's table, S slots
+per page.
 """
 
 from collections.abc import Sequence as Seq
@@ -17,7 +21,7 @@ from llama.common.allocation import pinned
 from llama.engine.rows import Scheduled
 from llama.ops.batch import Batch
 
-_ROW_FIELDS = 5  # token, source, position, slot and length
+_ROW_FIELDS = 4  # token, source, position and slot
 
 
 @dataclass(frozen=True)
@@ -25,16 +29,23 @@ class DecodeStep:
     """A step of single tokens, as its sequences are when it is scheduled.
 
     Attributes:
-        fields: (5, n) int64: token, source, position, slot and length of each row.
-        pages: The pages of each row's sequence. Pages that are appended later do no harm.
+        fields: (4, n) int64: token, source, position and slot of each row.
+        counts: (m) The rows of each group.
+        pages: The pages of each group's sequence. Pages that are appended later do no harm.
     """
 
     fields: np.ndarray
+    counts: Seq[int]
     pages: list[Seq[int]]
 
     @classmethod
     def of(
-        cls, tokens: Seq[int], sources: Seq[int], scheduled: Seq[Scheduled], page_size: int
+        cls,
+        tokens: Seq[int],
+        sources: Seq[int],
+        scheduled: Seq[Scheduled],
+        page_size: int,
+        most: int = 1,
     ) -> "DecodeStep":
         """Return the step of these items.
 
@@ -43,6 +54,7 @@ class DecodeStep:
             sources: The row of the previous step whose result is the token; -1 for none.
             scheduled: The items of the step, one per row.
             page_size: The slots of a page.
+            most: The maximum number of rows of a group.
         """
         starts = np.array([item.start for item in scheduled], np.int64)
         last = [item.sequence.pages[item.start // page_size] for item in scheduled]
@@ -51,66 +63,126 @@ class DecodeStep:
         fields[1] = sources
         fields[2] = starts
         fields[3] = np.array(last, np.int64) * page_size + starts % page_size
-        fields[4] = starts + 1
-        return cls(fields, [item.sequence.pages for item in scheduled])
+        pages: list[Seq[int]] = [item.sequence.pages for item in scheduled]
+        if most == 1:
+            return cls(fields, [1] * len(pages), pages)
+        return cls(fields, *_groups(pages, starts.tolist(), most))
 
     @property
     def last_position(self) -> int:
         """The largest position of a row."""
         return int(self.fields[2].max())
 
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each group's sequence up to its last row: (m)."""
+        ends = np.cumsum(self.counts, dtype=np.int64)
+        lengths: np.ndarray = self.fields[2][ends - 1] + 1
+        return lengths
+
+
+def _groups(
+    pages: list[Seq[int]], starts: list[int], most: int
+) -> tuple[list[int], list[Seq[int]]]:
+    """Return the rows and the pages of each group of at most `most` rows.
+
+    Args:
+        pages: The pages of each row's sequence: the same object for the rows of one sequence.
+        starts: The position of each row.
+        most: The maximum number of rows of a group.
+    """
+    counts: list[int] = []
+    found: list[Seq[int]] = []
+    for row, start in enumerate(starts):
+        is_next = found and found[-1] is pages[row] and start == starts[row - 1] + 1
+        if is_next and counts[-1] < most:
+            counts[-1] += 1
+        else:
+            counts.append(1)
+            found.append(pages[row])
+    return counts, found
+
 
 class DecodeInputs:
     """The inputs of steps of all shapes, at fixed addresses.
 
-    Each row has a token, the row of the previous step that gives its token, a position, a slot and
-    a length. The page tables follow, one per row.
+    Each row has a token, the row of the previous step that gives its token, a position and a slot.
+    Each group has a length, a first row and a page table. There is room for as many groups as rows.
 
-    All rows are copied to the device with each step. Of the tables only changes are copied, which
-    is one page per row every S steps unless the rows move. Rows beyond the sequences compute token
-    0 at position 0 of the null page.
+    All but the tables is copied to the device with each step. Of the tables only changes are
+    copied, which is one page per group every S steps unless the groups move. Rows beyond the
+    sequences compute token 0 at position 0 of the null page, each as a group; the groups beyond
+    these have no rows.
+
+    Args:
+        rows: R.
+        width: M.
+        most: The maximum number of rows of a group.
+        page_size: S.
+        null_page: The page of unused rows.
+        device: The device of the tensors.
     """
 
     def __init__(
-        self, rows: int, width: int, *, page_size: int, null_page: int, device: torch.device
+        self,
+        rows: int,
+        width: int,
+        *,
+        most: int,
+        page_size: int,
+        null_page: int,
+        device: torch.device,
     ) -> None:
-        self._rows = torch.zeros(_ROW_FIELDS, rows, dtype=torch.int64, device=device)
+        self._most = most
+        self._max_rows = rows
+        # The fields of the rows, the groups' lengths, and their first rows with the end of the last
+        sizes = [_ROW_FIELDS * rows, rows, rows + 1]
+        self._fields = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        row_fields, self._lengths, self._starts = self._fields.split(sizes)
+        self._rows = row_fields.view(_ROW_FIELDS, rows)
         self._table = torch.full((rows, width), null_page, device=device)
-        self._arange = torch.arange(rows + 1, device=device)
-        self.tensors = [self._rows, self._table, self._arange]
+        self._arange = torch.arange(rows, device=device)
+        self.tensors = [self._fields, self._table, self._arange]
         self._page_size = page_size
         self._null_page = null_page
         # The fields of a row beyond the sequences, one below the other.
         null_slot = null_page * page_size
-        self._unused_row = np.array([[0], [-1], [0], [null_slot], [1]], np.int64)
+        self._unused_row = np.array([[0], [-1], [0], [null_slot]], np.int64)
         self._shown: list[Seq[int]] = [()] * rows  # the pages in each row of the table
         self._num_shown = [0] * rows
-        self.fill(DecodeStep.of((), (), (), page_size))
+        self.fill(DecodeStep.of((), (), (), page_size), rows)
 
     def batch(self, rows: int, width: int) -> tuple[Tensor, Tensor, Batch]:
         """Return tokens, sources and the batch of the first rows, with tables of `width` pages."""
-        tokens, sources, positions, slots, seq_lens = self._rows[:, :rows]
-        starts = self._arange[: rows + 1]
+        tokens, sources, positions, slots = self._rows[:, :rows]
         batch = Batch(
             positions,
             slots,
             self._table[:rows, :width],
-            starts,
-            seq_lens,
-            starts[:-1],
-            [1] * rows,
+            self._starts[: rows + 1],
+            self._lengths[:rows],
+            self._arange[:rows],
+            [self._most] * rows,
             [width * self._page_size] * rows,
         )
         return tokens, sources, batch
 
-    def fill(self, step: DecodeStep) -> None:
-        """Copy the inputs of a step to the device."""
-        n = len(step.pages)
-        rows = np.empty(self._rows.shape, np.int64)
-        rows[:, :n] = step.fields
-        rows[:, n:] = self._unused_row
-        sent = pinned(rows, self._rows.device)
-        self._rows.copy_(sent, non_blocking=True)
+    def fill(self, step: DecodeStep, rows: int) -> None:
+        """Copy the inputs of a step of at most `rows` rows to the device."""
+        n = step.fields.shape[1]
+        m = len(step.counts)
+        num_unused = rows - n
+        host = np.zeros(len(self._fields), np.int64)
+        fields = host[: _ROW_FIELDS * self._max_rows].reshape(_ROW_FIELDS, -1)
+        fields[:, :n] = step.fields
+        fields[:, n:] = self._unused_row
+        lengths, starts = np.split(host[_ROW_FIELDS * self._max_rows :], [self._max_rows])
+        lengths[:m] = step.lengths()
+        lengths[m : m + num_unused] = 1
+        starts[1 : m + 1] = np.cumsum(step.counts)
+        starts[m + 1 : m + 1 + num_unused] = np.arange(n + 1, rows + 1)
+        starts[m + 1 + num_unused :] = rows
+        sent = pinned(host, self._fields.device)
+        self._fields.copy_(sent, non_blocking=True)
         self._update_tables(step.pages)
 
     def _update_tables(self, tables: list[Seq[int]]) -> None:

@@ -4,6 +4,7 @@ In: a model, and the pages that its sequences should have. Out: the KV cache and
 many pages as fit. A GPU runs the largest step first, so that its memory is known.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,6 +46,7 @@ def allocate(
     recorder: Recorder | None = None,
     reserve: int = 0,
     recorded_rows: int | None = None,
+    max_queries: int = 1,
     step_tokens: int = 0,
     captured_bytes: int = 0,
 ) -> Allocated:
@@ -58,6 +60,7 @@ def allocate(
         recorder: The recorder of graphs; None: there are none.
         reserve: The bytes that a step needs.
         recorded_rows: The rows up to which graphs are recorded now, see `DecodeGraphs`.
+        max_queries: The rows that a sequence usually has at most in a graph.
         step_tokens: The maximum number of tokens of a step. A GPU runs one such step first, whose
             memory is reserved as well; 0: none.
         captured_bytes: The bytes of the hidden states that a step may capture on a GPU.
@@ -71,8 +74,12 @@ def allocate(
         if recorder is None:
             kv_cache = model.new_kv_cache(num_pages, page_size)
             return Allocated(kv_cache, num_pages, last_ids, reserve)
+
+        def graphs_of(kv_cache: Tensor) -> DecodeGraphs:
+            return DecodeGraphs(model, kv_cache, recorder, last_ids, recorded_rows, max_queries)
+
         return _allocate_with_graphs(
-            model, num_pages, page_size, recorder, reserve, recorded_rows, last_ids
+            model, num_pages, page_size, recorder, reserve, last_ids, graphs_of
         )
 
 
@@ -82,10 +89,10 @@ def _allocate_with_graphs(
     page_size: int,
     recorder: Recorder,
     reserve: int,
-    recorded_rows: int | None,
     last_ids: LastIds,
+    graphs_of: Callable[[Tensor], DecodeGraphs],
 ) -> Allocated:
-    """Record the graphs, and allocate the KV cache beside them.
+    """Record the graphs, which `graphs_of` makes, and allocate the KV cache beside them.
 
     The memory of the graphs is measured first, with a KV cache of two pages.
     """
@@ -94,7 +101,7 @@ def _allocate_with_graphs(
     graph_bytes = 0
     problem: CaptureError | None = None
     try:
-        graph_bytes = DecodeGraphs(model, small, recorder, last_ids, recorded_rows).num_bytes()
+        graph_bytes = graphs_of(small).num_bytes()
     except CaptureError as error:
         problem = error
     cache_bytes = recorder.free_bytes() - graph_bytes - reserve
@@ -103,7 +110,7 @@ def _allocate_with_graphs(
     fitting = max(min_pages, parallel.all_reduce_min(fitting))
     num_pages = min(num_pages, fitting)
     kv_cache = model.new_kv_cache(num_pages + 1, page_size)
-    graphs = DecodeGraphs(model, kv_cache, recorder, last_ids, recorded_rows)
+    graphs = graphs_of(kv_cache)
     if problem is None:
         try:
             graphs.record_all()

@@ -90,12 +90,12 @@ def _step(tokens: np.ndarray, width: int, num_pages: int, page_size: int) -> Dec
     positions = (counts - 1) * page_size + offsets
     sources = np.where(rows % 2, -1, rows)  # every second token is on the device
     slots = last_pages * page_size + offsets
-    fields = np.stack([tokens, sources, positions, slots, positions + 1])
+    fields = np.stack([tokens, sources, positions, slots])
     pages = [
         [(last + 1 + j) % num_pages for j in range(-count, 0)]
         for last, count in zip(last_pages.tolist(), counts.tolist(), strict=True)
     ]
-    return DecodeStep(fields, list(pages))
+    return DecodeStep(fields, [1] * len(pages), list(pages))
 
 
 def _clear(kv_cache: Tensor, slots: Tensor, zeros: Tensor) -> None:

@@ -1,7 +1,11 @@
 """Paged attention by the interpreted Triton kernels, against float64 and PyTorch."""
 
+import itertools
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from helpers.batches import batch_of
@@ -14,8 +18,8 @@ from llama.ops.kernels import NO_KERNELS, Kernels
 from llama.ops.kv_cache import pick_kv_format
 
 CPU = torch.device("cpu")
-SHAPES = [  # (H, K, D), S, splits of a sequence's keys in decode
-    ((4, 1, 32), 4, 4), ((2, 2, 16), 16, 1), ((6, 2, 64), 100, 8), ((17, 1, 16), 1, 2),
+SHAPES = [  # (H, K, D), S, parts of the keys in decode
+    ((4, 1, 32), 4, 8), ((2, 2, 16), 16, 1), ((6, 2, 64), 100, 40), ((17, 1, 16), 1, 3),
 ]  # fmt: skip
 TYPED = [  # the choice of tiles does not depend on the dtype
     *((*shape, torch.float32) for shape in SHAPES),
@@ -104,23 +108,41 @@ def check(case: Case, poisoned) -> None:
     assert ((got - want).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("shape, page_size, splits, dtype", TYPED)
-def test_decode(monkeypatch, poisoned, launches, dtype, shape, page_size, splits):
-    monkeypatch.setattr(attention, "num_splits", lambda *_: splits)
-    check(Case([1, 15, 16, 17, 130], [1] * 5, dtype, shape, page_size), poisoned)
-    assert launches == ["decode_kernel", "merge_kernel"][: 1 if splits == 1 else 2]
+def set_parts(monkeypatch, parts: int) -> None:
+    """Let decode split the keys of a step into so many parts of equal size."""
+    monkeypatch.setattr(attention, "num_parts", lambda *_: parts)
+
+
+@pytest.mark.parametrize("shape, page_size, parts, dtype", TYPED)
+def test_decode(monkeypatch, poisoned, launches, dtype, shape, page_size, parts):
+    set_parts(monkeypatch, parts)
+    check(Case([1, 15, 16, 17, 330], [1] * 5, dtype, shape, page_size), poisoned)
+    assert launches == ["decode_kernel", "merge_kernel"]
+
+
+@pytest.mark.parametrize("parts", [1, 9])
+@pytest.mark.parametrize("counts", [[1, 1, 3, 4], [1, 2, 5], [1, 16]], ids=str)
+def test_several_queries_of_a_sequence(monkeypatch, poisoned, launches, counts, parts):
+    """Drafts that are verified, and short prompts, are rows of the tile of their sequence.
+
+    The tile has 32 or 64 rows. Some of the queries see nothing of the last part.
+    """
+    set_parts(monkeypatch, parts)
+    lens = [70, 130, 258, 17][: len(counts)]
+    check(Case(lens, counts, torch.float32), poisoned)
+    assert launches == ["decode_kernel", "merge_kernel"]
 
 
 @pytest.mark.parametrize("shape, page_size, _, dtype", TYPED)
 def test_prefill(monkeypatch, poisoned, launches, dtype, shape, page_size, _):
     """Prefill is right for whole prompts and chunks, longer and shorter than a block of queries."""
-    check(Case([15, 17, 63, 130], [15, 2, 63, 40], dtype, shape, page_size), poisoned)
+    check(Case([65, 17, 63, 130], [65, 2, 63, 40], dtype, shape, page_size), poisoned)
     assert launches == ["prefill_kernel"]
 
 
 def test_both_in_one_batch(monkeypatch, poisoned, launches, dtype):
-    lens, query_lens = [1, 40, 255, 16, 17, 70, 2], [1, 1, 1, 16, 16, 33, 2]
-    monkeypatch.setattr(attention, "num_splits", lambda *_: 4)
+    lens, query_lens = [1, 40, 255, 40, 17, 70, 2], [1, 1, 1, 40, 16, 33, 2]
+    set_parts(monkeypatch, 12)
     check(Case(lens, query_lens, dtype, (4, 2, 32)), poisoned)
     assert launches == ["decode_kernel", "merge_kernel", "prefill_kernel"]
 
@@ -132,24 +154,25 @@ def test_blocks_of_queries_fall_to_their_sequences(monkeypatch, poisoned):
     """
     monkeypatch.setattr(attention, "prefill_tile", lambda *_: attention.Tile(16, 64, 4, 2))
     for lens in ([4, 4, 4], [3, 5, 8], [9, 2, 2, 2, 2], [8, 7, 2], [2, 31]):  # 4 queries per block
+        monkeypatch.setattr(attention, "most_queries", lambda _: 1)
         check(Case([9, *lens], [1, *lens], torch.float32), poisoned)
 
 
 def test_queries_that_are_not_in_one_piece(monkeypatch, poisoned, dtype):
-    monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
+    set_parts(monkeypatch, 3)
     case = Case([37, 20], [1, 20], dtype)
     case.queries = case.queries.transpose(0, 1).contiguous().transpose(0, 1)
     check(case, poisoned)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-def test_a_nan_is_not_hidden(monkeypatch, splits):
+@pytest.mark.parametrize("parts", [1, 6])
+def test_a_nan_is_not_hidden(monkeypatch, parts):
     """A NaN is not hidden.
 
-    It is in one split of a sequence's keys, which the merge must not leave out: a request with NaN
+    It is in one part of a sequence's keys, which the merge must not leave out: a request with NaN
     must end with an error, not with text.
     """
-    monkeypatch.setattr(attention, "num_splits", lambda *_: splits)
+    set_parts(monkeypatch, parts)
     for plane in range(2):
         case = Case([255, 40, 20], [1, 1, 20], torch.float32, (2, 2, 16))
         for seq, position in ((0, 70), (2, 3)):
@@ -161,7 +184,7 @@ def test_a_nan_is_not_hidden(monkeypatch, splits):
 
 
 def test_offsets_of_64_bits(monkeypatch, poisoned, dtype):
-    monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
+    set_parts(monkeypatch, 3)
     monkeypatch.setattr(attention, "_MAX_OFFSET", 0)
     check(Case([37, 20], [1, 20], dtype), poisoned)
 
@@ -169,29 +192,30 @@ def test_offsets_of_64_bits(monkeypatch, poisoned, dtype):
 def test_a_static_batch_with_padding(monkeypatch, poisoned, dtype):
     """A padded static batch is computed as a captured step needs it.
 
-    The host has an upper bound of the lengths, the device has the lengths. A sequence without
-    tokens gets zeros, and page tables are part of a wider buffer.
+    The host has upper bounds of the lengths and of the queries of a sequence, the device has both.
+    A sequence without tokens gets zeros, one without queries nothing, and page tables are part of a
+    wider buffer.
     """
-    case = Case([37, 5, 64], [1, 1, 1], dtype)
+    case = Case([37, 64, 5], [1, 1, 3], dtype)
     want, bound = case.exact()
-    b, wide = case.batch, torch.zeros(5, 40, dtype=torch.int64)
+    b, wide = case.batch, torch.zeros(7, 40, dtype=torch.int64)
     wide[:3, : b.page_table.shape[1]] = b.page_table
     queries = torch.cat((case.queries, torch.ones(2, 4, 32, dtype=dtype)))
-    lens, limits = [37, 5, 64, 0, 0], ([1] * 5, [30 * 4] * 5)
-    padded = batch_of(wide[:, :30], range(6), lens, *limits)
-    for splits in (1, 8):
-        monkeypatch.setattr(attention, "num_splits", lambda *_, n=splits: n)
+    lens, limits = [37, 64, 5, 0, 0, 9, 0], ([4] * 7, [30 * 4] * 7)
+    padded = batch_of(wide[:, :30], [0, 1, 2, 5, 6, 7, 7, 7], lens, *limits)
+    for parts in (1, 8):
+        set_parts(monkeypatch, parts)
         with poisoned():
             got = paged_attention(queries, case.kv_cache, padded.with_kernels(INTERPRETED))
-        assert ((got[:3] - want).abs() <= bound).all()
-        assert (got[3:] == 0).all()
+        assert ((got[:5] - want).abs() <= bound).all()
+        assert (got[5:] == 0).all()
 
 
 def test_a_cache_in_8_bits(monkeypatch, poisoned, launches):
     """Attention adds no rounding to that of an 8-bit cache, and PyTorch agrees."""
-    monkeypatch.setattr(attention, "num_splits", lambda *_: 2)
+    set_parts(monkeypatch, 6)
     dtype = torch.float32
-    case = Case([1, 40, 130, 16, 23], [1, 1, 1, 16, 5], dtype, (4, 2, 16), in_8_bits=True)
+    case = Case([1, 40, 130, 17, 23], [1, 1, 1, 17, 5], dtype, (4, 2, 16), in_8_bits=True)
     check(case, poisoned)
     assert launches == ["decode_kernel", "merge_kernel", "prefill_kernel"]
     want, bound = case.exact()
@@ -201,7 +225,7 @@ def test_a_cache_in_8_bits(monkeypatch, poisoned, launches):
 
 
 def test_the_torch_body_agrees(monkeypatch, dtype):
-    monkeypatch.setattr(attention, "num_splits", lambda *_: 2)
+    set_parts(monkeypatch, 6)
     case = Case([1, 40, 255, 16, 70], [1, 1, 1, 16, 33], dtype, (2, 2, 16))
     want, bound = case.exact()
     for got in (case.run(), case.run(NO_KERNELS)):
@@ -216,18 +240,60 @@ def test_other_sizes_stay_with_torch(launches, head_dim):
     assert launches == []
 
 
-def test_splits_fill_the_device_and_depend_on_the_batch_alone():
-    """The number of splits fills the device and depends on the batch alone.
+def test_parts_fill_the_device_and_their_number_depends_on_the_batch_alone():
+    """The number of parts fills the device and depends on the shape of the batch alone.
 
-    With 8 kv heads, a single sequence has 32 splits, and 128 sequences have one each. With a
-    single kv head, as on one of eight ranks, 32 splits would leave most processors without work.
+    With 8 kv heads, a single sequence has 32 parts, and many sequences have 128 together, which
+    are 1,024 programs. With a single kv head, as on one of eight ranks, a sequence has 64 parts.
     """
-    assert [attention.num_splits(n, 8) for n in (1, 2, 3, 8, 32, 64, 65, 128, 512)] == [
-        32, 32, 32, 16, 4, 2, 1, 1, 1
+    assert [attention.num_parts(n, 8) for n in (1, 2, 3, 4, 64, 512)] == [32, 64, 96, 128, 128, 128]
+    assert [attention.num_parts(n, 1) for n in (1, 4, 5, 64)] == [64, 256, 255, 1024]
+    assert [attention.decode_variants(group) for group in (1, 4, 6, 8, 17, 128)] == [
+        [1, 16], [1, 8, 16], [1, 5, 10], [1, 4, 8], [1, 3], [1],
     ]  # fmt: skip
-    assert [attention.num_splits(n, 1) for n in (1, 4, 5, 64)] == [64, 64, 32, 16]
-    for n_kv_heads in (1, 2, 8):
-        sizes = attention.decode_variants(n_kv_heads)
-        parts = [attention.num_splits(n, n_kv_heads) for n in sizes]
-        assert parts == [64, 32, 16, 8, 4, 2, 1][n_kv_heads == 8 :]
-        assert parts == sorted({attention.num_splits(n, n_kv_heads) for n in range(1, 3000)})[::-1]
+
+
+@triton.jit
+def found_kernel(
+    query_starts: tl.tensor,
+    seq_lens: tl.tensor,
+    found: tl.tensor,
+    num_sequences: tl.tensor,
+    wanted: tl.tensor,
+    KEYS: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Write what `_find_part` finds for each part: (parts, 3)."""
+    part = tl.program_id(0)
+    seq, first, size = attention._find_part(
+        part, query_starts, seq_lens, num_sequences, wanted, KEYS, LANES
+    )
+    tl.store(found + 3 * part, seq)
+    tl.store(found + 3 * part + 1, first)
+    tl.store(found + 3 * part + 2, size)
+
+
+@pytest.mark.parametrize(
+    "lens",
+    [[1], [64, 0, 65], [2048] * 9, [32_768, *[200] * 11], [0, 0, 7, 100_000, 7, 3_000]],
+    ids=["one", "an empty one", "alike", "a long one", "many kinds"],
+)
+def test_parts_have_about_the_same_size(lens):
+    """No part has more than its share of the step's blocks, and all are found in order.
+
+    A sequence without queries, as graphs have them, has no part; one without keys has one.
+    """
+    counts = [int(i != 1) for i in range(len(lens))]
+    starts = torch.tensor([0, *itertools.accumulate(counts)])
+    blocks = [max(1, -(-n // 64)) if count else 0 for n, count in zip(lens, counts, strict=True)]
+    for wanted in (1, 8, 33):
+        found = torch.full((wanted + len(lens), 3), -1, dtype=torch.int32)
+        arguments = (starts, torch.tensor(lens), found, len(lens), wanted)
+        found_kernel[(len(found),)](*arguments, KEYS=64, LANES=4)
+        size = -(-sum(blocks) // wanted)
+        assert set(found[:, 2].tolist()) == {size}
+        expected = []
+        for seq, count in enumerate(blocks):
+            expected += [(seq, len(expected))] * -(-count // size)
+        assert found[: len(expected), :2].tolist() == [[*pair] for pair in expected]
+        assert set(found[len(expected) :, 0].tolist()) <= {len(lens)}

@@ -60,7 +60,7 @@ def computed(
 
 
 def small(each: Computed | None = None, *, every: bool = False) -> Cases:
-    return Cases(each or computed(), every=every, lengths=(1, 17))
+    return Cases(each or computed(), every=every, lengths=(1, 70))
 
 
 @pytest.fixture(autouse=True)
@@ -166,18 +166,21 @@ def test_products_of_rows_in_e4m3_are_compared(launches, on_gpu, monkeypatch, fa
         assert set(launches) == {"codes_kernel"}
 
 
-@pytest.mark.parametrize("every", [False, True])
-def test_decode_is_compared_with_each_number_of_parts(monkeypatch, every):
-    """Decode is compared with each number of parts: a kernel is compiled for each of them."""
-    numbers, num_splits = [], attention.num_splits
+def test_decode_is_compared_with_each_tile(monkeypatch):
+    """Decode is compared with each tile: a kernel is compiled for each of them.
 
-    def noted(*sizes: int) -> int:
-        numbers.append(num_splits(*sizes))
-        return numbers[-1]
+    The longest sequence has several parts.
+    """
+    rows, decode_tile = [], attention.decode_tile
 
-    monkeypatch.setattr(attention, "num_splits", noted)
-    check_kernel(small(every=every), "attention")
-    assert {num_splits(n, 2) for n in range(1, 65)} == set(numbers) == {4, 2, 1}
+    def noted(*sizes: int) -> Tile:
+        tile = decode_tile(*sizes)
+        rows.append(tile.rows)
+        return tile
+
+    monkeypatch.setattr(attention, "decode_tile", noted)
+    check_kernel(small(), "attention")
+    assert {*rows} == {16, 32}
 
 
 def test_sampling_is_compared_for_rows_of_every_kind(monkeypatch):
