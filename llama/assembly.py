@@ -16,7 +16,7 @@ from llama.engine.pages import PagePool
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduler
 from llama.model.transformer import Transformer
-from llama.options.adapters import AdapterStore
+from llama.options.adapters import AdapterStore, NumberedAdapters
 from llama.options.engine_options import EngineOptions
 from llama.options.graphs.kv_cache import Allocated, allocate
 from llama.options.openmp import ShortSpins
@@ -67,7 +67,9 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
         num_states = min(max_captured, budget) + params.max_batch_size
         captured_bytes = num_states * _state_bytes(model)
 
-    def allocated(each: Transformer, max_queries: int) -> Allocated:
+    def allocated(
+        each: Transformer, max_queries: int, adapters: NumberedAdapters | None
+    ) -> Allocated:
         return allocate(
             each,
             num_pages,
@@ -77,6 +79,7 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
             # Steps that verify drafts have more rows than sequences.
             recorded_rows=max(params.max_batch_size, 64) if options.speculate else None,
             max_queries=max_queries,
+            adapters=adapters,
             step_tokens=budget,
             captured_bytes=captured_bytes,
         )
@@ -84,10 +87,11 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
     hooks: list[StepHook] = []
     draft_runner = None
     if options.draft_model is not None:
-        memory = allocated(options.draft_model, _DRAFT_QUERIES)
+        memory = allocated(options.draft_model, _DRAFT_QUERIES, None)
         draft_runner = _runner(options.draft_model, memory, [])
     num_queries = 1 + options.speculate_tokens if options.speculate else 1
-    memory = allocated(model, num_queries)
+    numbered = NumberedAdapters.of(model)
+    memory = allocated(model, num_queries, numbered)
     runner = _runner(model, memory, hooks, options.async_scheduling)
     scheduler = _scheduler(model, runner.num_pages, page_size, budget, max_captured)
     pages = _page_store(runner, scheduler, options)
@@ -97,7 +101,7 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
     spin = SpinController.for_this_process()
     if spin is not None:
         hooks.append(ShortSpins(spin))
-    adapters = AdapterStore(model, scheduler, memory.reserve)
+    adapters = AdapterStore(model, scheduler, memory.reserve, numbered)
     hooks.append(adapters)
     stepper: Stepper | None = None
     if isinstance(runner, StageRunner):

@@ -99,7 +99,8 @@ def test_what_fails_is_dropped_with_one_warning(gpu):
         found = use(Rank())
     assert len(warned) == 1
     assert found == ALL - {"linear", "sample"}
-    assert describe(model_with(found)) == ", kernels attention+add_norm+rope_and_store+silu_mul"
+    names = "attention+add_norm+rope_and_store+silu_mul+adapters"
+    assert describe(model_with(found)) == f", kernels {names}"
     assert [names for _, names in asked] == [NAMES]
 
 
@@ -295,7 +296,7 @@ def test_graphs_are_recorded_where_all_ranks_allow_them(gpu, monkeypatch):
     made = recorder(monkeypatch, Rank())
     assert made is not None and made.device == GPU
     with pytest.warns(UserWarning, match="graph: another rank dropped it"):
-        assert recorder(monkeypatch, Rank(6)) is None
+        assert recorder(monkeypatch, Rank(len(NAMES))) is None
 
 
 @pytest.mark.parametrize(("is_on_nccl", "sums"), [(True, None), (True, "wrong"), (False, None)])
@@ -423,7 +424,7 @@ def test_no_rank_tries_sums_where_another_has_dropped_graphs(gpu, monkeypatch):
     gpu({})
     monkeypatch.setattr(Rank, "is_on_nccl", True, raising=False)
     monkeypatch.setattr(selection, "try_collectives", None)
-    rank = Rank(6)
+    rank = Rank(len(NAMES))
     object.__setattr__(rank, "placement", Placement(size=2))
     with pytest.warns(UserWarning, match="graph: another rank dropped it"):
         assert recorder(monkeypatch, rank) is None

@@ -20,15 +20,19 @@ from torch import Tensor
 from helpers.adapters import EMBEDDING, PREFIX, update_of, weight_of, write_adapter
 from helpers.checkpoints import shard_of, write_byte_tokenizer
 from helpers.kernels import HAS_KERNELS, without_amx
+from helpers.tape import Again
 from helpers.weights import hf_logits, hf_model, loaded, metas_state
 from llama import Llama
 from llama.checkpoint.find import find
 from llama.checkpoint.lora import unmerged
 from llama.checkpoint.write.convert import convert, pack
 from llama.kernels.cpu import native
+from llama.kernels.cuda.table import table
 from llama.ops.adapters import AdapterWeights
 from llama.options import adapters as adapters_module
 from llama.options.adapters import AdapterStore
+from llama.options.engine_options import EngineOptions
+from llama.options.graphs.decode_graphs import DecodeGraphs
 from llama.requests.adapters import AdapterInUseError
 from llama.sampling_params import SamplingParams
 
@@ -108,8 +112,27 @@ def answers(llama: Llama, names: list[str | None], prompts: list[list[int]], n: 
     return found
 
 
-def test_a_mixed_batch_gives_the_answers_of_peft(base, folders):
-    """In float32: ids, and log-probabilities of the prompt and of the answer."""
+def in_graphs(base: Path, folders: dict[str, Path]) -> Llama:
+    """Return a model whose steps of single tokens are recorded, with the kernels of adapters."""
+    plain = build(base, {}, dtype="fp32")
+    plain.model.use_kernels(table({"adapters"}, {torch.float32}))
+    llama = Llama(plain.model, plain.tokenizer, options=EngineOptions(num_pages=64))
+    for name, folder in folders.items():
+        llama.load_adapter(name, folder)
+    return llama
+
+
+@pytest.mark.parametrize("way", ["torch", "kernels in graphs"])
+def test_a_mixed_batch_gives_the_answers_of_peft(base, folders, monkeypatch, way):
+    """In float32: ids, and log-probabilities of the prompt and of the answer.
+
+    On a GPU, steps of single tokens are graphs, also where some rows have adapters.
+    """
+    prompts, n = PROMPTS, 6
+    if way != "torch":
+        pytest.importorskip("triton")
+        monkeypatch.setattr("llama.generation.recorder_for", lambda model: Again())
+        prompts, n = [prompt[:8] for prompt in PROMPTS], 3  # the interpreter is slow
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     named = dict(folders)
     # PEFT wants names of modules where our files have a regular expression.
@@ -118,16 +141,20 @@ def test_a_mixed_batch_gives_the_answers_of_peft(base, folders):
     for name in others:
         oracle.load_adapter(named[name], adapter_name=name)
     oracle.eval()
-    llama = build(base, folders, dtype="fp32")
-    ours = answers(llama, MIXED, PROMPTS)
-    texts = torch.tensor([[*p, *found[0]] for p, found in zip(PROMPTS, ours, strict=True)])
+    llama = build(base, folders, dtype="fp32") if way == "torch" else in_graphs(base, folders)
+    ours = answers(llama, MIXED, prompts, n)
+    if way != "torch":
+        graphs = llama.engine.runner.replayer
+        assert isinstance(graphs, DecodeGraphs)
+        assert {shape.reach.max_rank for shape in graphs._graphs} == {0, 64}
+    texts = torch.tensor([[*p, *found[0]] for p, found in zip(prompts, ours, strict=True)])
     names = [name or "__base__" for name in MIXED]
     with torch.inference_mode():
         logprobs = oracle(texts, adapter_names=names).logits.float().log_softmax(-1)
     for row, (ids, scores, of_prompt) in enumerate(ours):
         expected = logprobs[row, :-1].gather(1, texts[row, 1:, None])[:, 0]
         given = torch.tensor([x[0] for x in [*of_prompt[1:], *scores]])
-        assert ids == logprobs[row, 19:-1].argmax(-1).tolist()
+        assert ids == logprobs[row, len(prompts[row]) - 1 : -1].argmax(-1).tolist()
         torch.testing.assert_close(given, expected, atol=2e-4, rtol=0)
     assert len({tuple(ids) for ids, *_ in ours}) > 3, "the adapters change the answers"
     llama.close()

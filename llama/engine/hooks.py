@@ -36,7 +36,7 @@ class StepHook:
         """May change a scheduled step: its drafts, and the pages that its sequences read."""
 
     def changes_batch(self, step: Step) -> bool:
-        """Return whether `pack` changes the batch of a step, so that nothing can replay it."""
+        """Return whether `pack` adds what a replayed step cannot have."""
         return False
 
     def pack(self, step: Step, batch: Batch) -> Batch:

@@ -7,6 +7,8 @@ takes a small one for each variant of a kernel that its model runs. `llama docto
 Shapes: E model dim, H query heads, K KV heads, D head dim, F FFN dim, V vocabulary, P pages, S
 slots per page, W elements of a row of the cache; N outputs and K inputs of a weight, M rows. H, K
 and F are those of one rank.
+
+Over 400 lines: it is the one list of cases, a method for each kernel.
 """
 
 import itertools
@@ -25,6 +27,7 @@ from llama.kernels.cuda.launch import Sizes, Tile
 from llama.kernels.cuda.table import NAMES, ROUND_ROWS, SCALED, table
 from llama.model.plan import LayerPlan
 from llama.ops import scaled
+from llama.ops.adapters import AdapterRows, AdapterTable, AdapterWeights, Delta, DeltaPart
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch, ForwardContext
 from llama.ops.cache_values import fill_cache, read_cache
@@ -299,6 +302,29 @@ class Cases:
                 x = self.normal(m, k)
                 yield Case(f"{m} rows in e4m3 times {n} x {k}", op, (x,), tolerance=_E4M3_TOLERANCE)
 
+    def adapters(self) -> Iterator[Case]:
+        """Yield products of rows with two adapters and with none: wqkv and w2.
+
+        They update some of the matrices that are stored as one. A tile of rows has both.
+        """
+        plan = self.plan
+        q_dim, kv_dim = plan.n_heads * plan.head_dim, plan.n_kv_heads * plan.head_dim
+        shapes = ((plan.dim, [q_dim, kv_dim, kv_dim]), (plan.ffn_dim, [plan.dim]))
+        for k, outputs in shapes:
+            firsts = [0, *itertools.accumulate(outputs)]
+            adapters = []
+            for rank in (16, 48):
+                parts = [
+                    DeltaPart(first, self.normal(n, rank), self.normal(rank, k), 0.5 / rank)
+                    for first, n in zip(firsts, outputs, strict=False)
+                ]
+                adapters.append(AdapterWeights({"product": Delta(parts[-2:])}))
+            numbers = [-1] * 16 + [0, 1, -1, 0, 0, 1, 1]
+            x = self.normal(len(numbers), k)
+            out = self.normal(len(numbers), firsts[-1]) * k**0.5
+            inputs = (out, x, adapters, numbers)
+            yield Case(f"{len(x)} rows of {k} columns", _update, inputs)
+
     def round_rows(self) -> Iterator[Case]:
         """Yield rows of each width that are rounded to e4m3, among them a row of zeros."""
         for k in sorted({k for _, k in self.computed.weight_shapes}):
@@ -358,6 +384,27 @@ def _rope_and_read(
     after = read_cache(last_pages)
     last_pages.copy_(before)
     return queries, after
+
+
+def _update(
+    out: Tensor,
+    x: Tensor,
+    adapters: list[AdapterWeights],
+    numbers: list[int],
+    kernels: Kernels,
+) -> Tensor:
+    """Return products with the updates of each row's adapter, by its number."""
+    table = AdapterTable(["product"], len(adapters), x.device)
+    segments = []
+    for row, number in enumerate(numbers):
+        if number >= 0:
+            segments.append((row, 1, adapters[number]))
+    for number, adapter in enumerate(adapters):
+        table.put(number, adapter)
+    rows = AdapterRows(segments, torch.tensor(numbers, device=x.device), table)
+    updates = rows.of("product", kernels)
+    assert updates is not None, "rows have adapters"
+    return updates.add_to(out.clone(), x)
 
 
 def _round_rows(x: Tensor, kernels: Kernels) -> Results:

@@ -51,6 +51,8 @@ def paged_attention(
         return attended
     page_table = batch.page_table
     page_size = kv_cache.shape[2]
+    if sum(batch.query_lens_cpu) != len(queries):
+        return _recorded(queries, kv_cache, batch)
     out = torch.empty_like(queries)
     n = batch.num_decodes
     if n:
@@ -65,6 +67,17 @@ def paged_attention(
         out[start:end] = _prefill(queries[start:end], kv_cache, pages, seq_len, is_causal)
         start = end
     return out
+
+
+def _recorded(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
+    """Return what the queries of a recorded step attend to, whose lengths the host has not."""
+    starts = batch.query_starts
+    rows = torch.arange(len(queries), device=queries.device)
+    sequences = torch.searchsorted(starts, rows, right=True) - 1
+    num_later = starts[sequences + 1] - 1 - rows  # queries of the same sequence
+    num_pages = -(-max(batch.seq_lens_cpu) // kv_cache.shape[2])
+    table = batch.page_table[sequences, :num_pages]
+    return _decode(queries, kv_cache, table, batch.seq_lens[sequences] - num_later)
 
 
 def _decode(

@@ -47,7 +47,7 @@ class ForwardContext:
         """
         if self.adapters is None or not names:
             return None
-        return self.adapters.of(names[0])
+        return self.adapters.of(names[0], self.kernels)
 
 
 DEFAULT_CONTEXT = ForwardContext()  # rows of which nothing is known: PyTorch computes them

@@ -3,19 +3,68 @@
 In: paths of adapters, and the items of a step. Out: which rows of the step have which adapter. The
 same adapter under two names is stored once; names belong to `llama.requests.adapters`. A sequence
 names its adapter by the hash in `SequenceSpec.adapter`.
+
+On a GPU an adapter also has a number, by which kernels find it, so that recorded steps may have
+adapters. There are so many numbers; further adapters are computed operator by operator.
 """
 
 import threading
+from collections.abc import Iterable
 
-from llama.checkpoint.lora.unmerged import LoadedAdapter, load
+from llama.checkpoint.lora.unmerged import LoadedAdapter, load, products_of
 from llama.common.device import free_bytes
 from llama.engine.hooks import StepHook
 from llama.engine.rows import Scheduled
 from llama.engine.scheduler import Scheduler
 from llama.engine.step import Step
 from llama.model.transformer import Transformer
-from llama.ops.adapters import AdapterRows, AdapterWeights
+from llama.ops.adapters import AdapterRows, AdapterTable, AdapterWeights
 from llama.ops.batch import Batch
+from llama.ops.sample import on_device_of
+
+_MAX_NUMBERS = 256  # 4.7 MB for the table of an 8B
+
+
+class NumberedAdapters:
+    """The adapters that kernels find by number.
+
+    Attributes:
+        table: The table that the kernels read.
+    """
+
+    def __init__(self, table: AdapterTable) -> None:
+        self.table = table
+        self._numbers: dict[bytes, int] = {}
+        self._free = list(range(len(table.fields)))
+
+    @classmethod
+    def of(cls, model: Transformer) -> "NumberedAdapters | None":
+        """Return memory for the adapters of a model; None where no kernel computes them."""
+        if "add_updates" not in model.kernels.functions:
+            return None
+        products = [linear.names[0] for block in model.blocks() for linear in products_of(block)]
+        return cls(AdapterTable(products, _MAX_NUMBERS, model.norm.weight.device))
+
+    def add(self, adapter: LoadedAdapter) -> None:
+        """Give an adapter a number, if one is left."""
+        if self._free and adapter.digest not in self._numbers:
+            number = self._free.pop()
+            self.table.put(number, adapter.weights)
+            self._numbers[adapter.digest] = number
+
+    def drop(self, digest: bytes) -> None:
+        """Take an adapter's number back."""
+        number = self._numbers.pop(digest, None)
+        if number is not None:
+            self._free.append(number)
+
+    def has_all(self, digests: Iterable[bytes]) -> bool:
+        """Return whether each adapter has a number; b"" stands for no adapter."""
+        return all(not digest or digest in self._numbers for digest in digests)
+
+    def of_rows(self, digests: Iterable[bytes]) -> list[int]:
+        """Return the numbers of adapters, -1 for none."""
+        return [self._numbers.get(digest, -1) for digest in digests]
 
 
 class AdapterStore(StepHook):
@@ -23,19 +72,25 @@ class AdapterStore(StepHook):
 
     Any thread may read an adapter and add it. What a step uses stays in memory until it has ended,
     as the step refers to it.
+
+    Args:
+        model: The model.
+        scheduler: The scheduler, which is told whether there are adapters.
+        reserve: The bytes of a GPU that a step needs, which adapters leave free.
+        numbered: The adapters that kernels find by number, if there are such kernels.
     """
 
-    def __init__(self, model: Transformer, scheduler: Scheduler, reserve: int = 0) -> None:
-        """Start without adapters.
-
-        Args:
-            model: The model.
-            scheduler: The scheduler of its sequences.
-            reserve: The bytes of a GPU that a step needs, which adapters leave free.
-        """
+    def __init__(
+        self,
+        model: Transformer,
+        scheduler: Scheduler,
+        reserve: int = 0,
+        numbered: NumberedAdapters | None = None,
+    ) -> None:
         self._model = model
         self._reserve = reserve
         self._scheduler = scheduler
+        self._numbered = numbered
         self._adapters: dict[bytes, LoadedAdapter] = {}
         self._lock = threading.Lock()
 
@@ -70,26 +125,43 @@ class AdapterStore(StepHook):
     def add(self, adapter: LoadedAdapter) -> None:
         """Let sequences choose an adapter from now on; an equal one is kept as it is."""
         with self._lock:
-            self._adapters.setdefault(adapter.digest, adapter)
+            kept = self._adapters.setdefault(adapter.digest, adapter)
+            if self._numbered is not None:
+                self._numbered.add(kept)
             self._scheduler.has_adapters = True
 
     def drop(self, digest: bytes) -> None:
         """Forget an adapter, which no live sequence may have."""
         with self._lock:
+            if self._numbered is not None:
+                self._numbered.drop(digest)
             self._adapters.pop(digest, None)
             self._scheduler.has_adapters = bool(self._adapters)
 
     def changes_batch(self, step: Step) -> bool:
-        """Return whether a sequence of the step has an adapter."""
-        return bool(self) and any(item.sequence.spec.adapter for item in step.items)
+        """Return whether a sequence of the step has an adapter without a number."""
+        if not self:
+            return False
+        digests = [item.sequence.spec.adapter for item in step.items]
+        return not self._numbered.has_all(digests) if self._numbered else any(digests)
 
     def pack(self, step: Step, batch: Batch) -> Batch:
         """Return the batch with the adapters of its rows."""
-        rows = self._rows_of(step.items) if self else None
-        return batch if rows is None else batch.with_adapters(rows)
+        segments = self._segments_of(step.items) if self else []
+        if not segments:
+            return batch
+        numbered = self._numbered
+        digests = [item.sequence.spec.adapter for item in step.items]
+        if numbered is None or not numbered.has_all(digests):
+            return batch.with_adapters(AdapterRows(segments))
+        numbers = []
+        for item, number in zip(step.items, numbered.of_rows(digests), strict=True):
+            numbers += [number] * item.count
+        on_device = on_device_of(batch.slots, numbers)
+        return batch.with_adapters(AdapterRows(segments, on_device, numbered.table))
 
-    def _rows_of(self, items: list[Scheduled]) -> AdapterRows | None:
-        """Return the rows of a step that have adapters; None if none has one."""
+    def _segments_of(self, items: list[Scheduled]) -> list[tuple[int, int, AdapterWeights]]:
+        """Return the rows of a step that have adapters."""
         segments: list[tuple[int, int, AdapterWeights]] = []
         first = 0
         for item in items:
@@ -102,4 +174,4 @@ class AdapterStore(StepHook):
                 else:
                     segments.append((first, item.count, weights))
             first += item.count
-        return AdapterRows(segments) if segments else None
+        return segments

@@ -23,7 +23,7 @@ from llama.kernels.cuda import table as cuda
 from llama.model.cost import DEVICES, decode_bytes, step_roofline, weight_shapes
 from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import FORMATS
-from llama.options.graphs.decode_graphs import DecodeGraphs
+from llama.options.graphs.decode_graphs import DecodeGraphs, Shape
 
 _SMALL_S = 2.5e-6  # seconds of a kernel that is neither a product nor attention
 _SHARES = {
@@ -95,7 +95,7 @@ def launches(rows: int, layers: int) -> int:
         LastIds(rows, torch.device("cpu")),
     )  # fmt: skip
     with _noted() as launched, Operators() as operators:
-        graphs._step(rows, 4, True)
+        graphs._step(Shape(rows, 4, wants_logits=True))
     return len(launched) + operators.count
 
 

@@ -30,7 +30,7 @@ from llama.options.graphs.recorder import CudaRecorder, Outputs, Recorder
 from llama.requests.llm_engine import LLMEngine
 
 MODES = ("graphs+kernels", "graphs", "torch")
-DRY_KERNELS = ("add_norm", "rope_and_store", "silu_mul", "sample")  # quick in the interpreter
+DRY_KERNELS = ("add_norm", "rope_and_store", "silu_mul", "adapters", "sample")  # quick, dry
 H200 = {"read bandwidth": 4.3e12, "matrix rate": 7.9e14}  # what its machine.py would find
 # Tokens a second, or seconds, on one H200 with random weights in bf16: first bar, goal, and which
 # rate another GPU's bar goes by.
@@ -94,12 +94,15 @@ class Section:
         return random_model(params, self.dtype, str(self.device))
 
     @contextlib.contextmanager
-    def engine(self, model: Transformer, mode: str, num_tokens: int) -> Iterator[LLMEngine]:
+    def engine(
+        self, model: Transformer, mode: str, num_tokens: int, **options: Any
+    ) -> Iterator[LLMEngine]:
         """Yield a new engine over `model` whose steps run in the given mode.
 
-        The KV cache is freed at the end of the block, as two of them would not fit.
+        The KV cache is freed at the end of the block, as two of them would not fit. Options are
+        those of `EngineOptions`.
         """
-        engine = self._engine(model, mode, num_tokens)
+        engine = self._engine(model, mode, num_tokens, options)
         try:
             yield engine
         finally:
@@ -108,7 +111,9 @@ class Section:
             engine.core.runner.kv_cache = torch.empty(0)
             gc.collect()
 
-    def _engine(self, model: Transformer, mode: str, num_tokens: int) -> LLMEngine:
+    def _engine(
+        self, model: Transformer, mode: str, num_tokens: int, options: dict[str, Any]
+    ) -> LLMEngine:
         has_kernels = "kernels" in mode
         if self.dry:
             names = frozenset(DRY_KERNELS if has_kernels else ())
@@ -123,6 +128,7 @@ class Section:
                 num_pages=-(-num_tokens // PAGE_SIZE) + 1,
                 async_scheduling=True,
                 recorder_for=lambda model: None if mode == "torch" else self._recorder(),
+                **options,
             ),
         )
         with tempfile.TemporaryDirectory() as scratch:

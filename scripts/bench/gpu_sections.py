@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from bench import gpu_formats, gpu_probes, gpu_ranks, gpu_steps, machine
+from bench import gpu_formats, gpu_mixed, gpu_probes, gpu_ranks, gpu_steps, machine
 from bench.gpu_run import DRY_KERNELS, MODES, Section, read_results
 from bench.machine import NO_TRITON, has_triton
 from bench.shapes import random_lengths, write_checkpoint
@@ -41,7 +41,9 @@ LIMITS = {  # seconds of each section, in the order in which they run: 9.5 minut
     "peers": 40, "sweeps": 30,
 }  # fmt: skip
 # Seconds of sections that run only if --only names them, in a run of their own.
-LIMITS_ALONE = {"ranks": 420, "tests": 560, "formats": 400, **gpu_probes.LIMITS}
+LIMITS_ALONE = {
+    "ranks": 420, "tests": 560, "formats": 400, **gpu_mixed.LIMITS, **gpu_probes.LIMITS,
+}  # fmt: skip
 _SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True, max_tokens=None)
 _COUNTED = ("tests", "failures", "errors", "skipped")
 _GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
@@ -368,5 +370,7 @@ _SECTIONS: dict[str, Callable[[Section], None]] = {
         tests,
         gpu_ranks.ranks,
         gpu_formats.formats,
+        gpu_mixed.skew,
+        gpu_mixed.lora,
     )
 } | gpu_probes.PROBES

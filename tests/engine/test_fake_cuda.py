@@ -37,7 +37,7 @@ from llama.ops.kv_cache import FORMATS
 from llama.ops.sample import choose_ids
 from llama.options.engine_options import EngineOptions
 from llama.options.graphs import decode_inputs
-from llama.options.graphs.decode_graphs import DecodeGraphs
+from llama.options.graphs.decode_graphs import DecodeGraphs, Shape
 from llama.options.graphs.decode_inputs import DecodeInputs
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
@@ -124,7 +124,7 @@ def test_a_decode_step_of_fixed_shape_can_be_captured(args, wants_logits, monkey
         last_ids = LastIds(64, GPU)
         recorder = TapeRecorder.of_model(model)
         graphs = DecodeGraphs(model, kv_cache, recorder, last_ids)
-        made, _ = graphs._record(8, 512, wants_logits)
+        made, _ = graphs._record(Shape(8, 512, wants_logits))
         assert [tuple(x.shape) for x in made] == [(8,), (8, 128_256)][: 1 + wants_logits]
 
 

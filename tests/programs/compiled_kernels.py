@@ -28,7 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
-from llama.kernels.cuda import attention, elementwise, linear, quantized, scaled
+from llama.kernels.cuda import adapters, attention, elementwise, linear, quantized, scaled
+from llama.ops.adapters import FIELDS, MAX_PARTS, RANK_STEP
 
 _AMD = "gfx942"
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -36,8 +37,8 @@ _TYPES = {  # argument types, by name
     **dict.fromkeys(
         ("queries", "kv_cache", "out", "x", "delta", "weight", "total", "qkv"), "*bf16"
     ),
-    **dict.fromkeys(("table", "query_starts", "seq_lens", "slots"), "*i64"),
-    **dict.fromkeys(("partial", "logsumexp", "freqs"), "*fp32"),
+    **dict.fromkeys(("table", "query_starts", "seq_lens", "slots", "numbers"), "*i64"),
+    **dict.fromkeys(("partial", "logsumexp", "freqs", "middle"), "*fp32"),
     "outer_scales": "*fp16",
     "codes": "*fp8e4nv",
     "scales": "*fp32",
@@ -45,10 +46,12 @@ _TYPES = {  # argument types, by name
     **dict.fromkeys(
         ("width", "num_decodes", "num_prefills", "num_sequences", "wanted", "most", "m", "n"), "i32"
     ),
+    **dict.fromkeys(("splits", "ranks", "product", "num_products"), "i32"),
     **dict.fromkeys(("first", "magic"), "i32"),
     "plane": "i64",
     **dict.fromkeys(("score_scale", "eps"), "fp32"),
 }
+_MULTIPLES = ("plane", "n", "k", "part_columns", "ranks")  # arguments that 16 divides
 _HEADS = {"8B": (32, 8, 128), "1B": (32, 8, 64), "70B of 8 ranks": (8, 1, 128)}  # H, K, D
 _WIDTHS = {"8B": (4096, 14336), "1B": (2048, 8192), "70B of 8 ranks": (8192, 3584)}  # E, F
 
@@ -68,7 +71,7 @@ def jobs(capability: int, *, every: bool) -> list[Job]:
     """Return attention jobs, also over an 8-bit cache: for 8B, or with `every` for all shapes."""
     found = attention_jobs(capability) + elementwise_jobs(capability)
     over_cache = [x for x in found if "W" in x.constants and (every or x.shape.startswith("8B"))]
-    products = scaled_jobs(capability) + linear_jobs(capability)
+    products = scaled_jobs(capability) + linear_jobs(capability) + adapter_jobs(capability)
     return found + [_in_8_bits(x) for x in over_cache] + products
 
 
@@ -123,6 +126,18 @@ def elementwise_jobs(capability: int) -> list[Job]:
             Job(elementwise.silu_mul_kernel, shape, capability, silu),
         ]
     return found
+
+
+def adapter_jobs(capability: int) -> list[Job]:
+    """Return the kernels of adapters, of which there is one for all sizes."""
+    sizes = {"ROWS": adapters.ROWS, "RANKS": RANK_STEP, "PARTS": MAX_PARTS, "FIELDS": FIELDS}
+    shrink = sizes | {"COLUMNS": adapters.COLUMNS}
+    expand = sizes | {"SPLITS": adapters.MAX_SPLITS, "OUTPUTS": adapters.OUTPUTS}
+    types = {"table": "*i64", "k": "i32", "part_columns": "i32"}
+    return [
+        Job(adapters.shrink_kernel, "8B", capability, shrink, types=types),
+        Job(adapters.expand_kernel, "8B", capability, expand, types=types),
+    ]
 
 
 def scaled_jobs(capability: int) -> list[Job]:
@@ -289,7 +304,7 @@ def _compile(job: Job, target: GPUTarget) -> Any:
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, x in enumerate(names)
-        if (signature[x].startswith("*") and x not in unaligned) or x in ("plane", "n")
+        if (signature[x].startswith("*") and x not in unaligned) or x in _MULTIPLES
     }
     source = ASTSource(fn=job.kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": job.warps, "num_stages": job.stages}

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="its kernels need Triton")
 
 import gpu_check
 
-from bench import gpu_probes, gpu_ranks, gpu_sections, slim_nccl
+from bench import gpu_mixed, gpu_probes, gpu_ranks, gpu_sections, slim_nccl
 from bench.gpu_run import BARS, H200, MODES, Section, read_results
 from bench.gpu_sections import LIMITS, LIMITS_ALONE, kernel_times
 from helpers.launch import REPO, environment, run_program
@@ -38,7 +38,7 @@ def dry_run(tmp_path_factory) -> tuple[list[str], Path, subprocess.CompletedProc
         native.make_private(cache)
         shutil.copy(library._name, cache)
     command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--dry", "--minutes", "9"]
-    sections = [*LIMITS, "ranks", "tests", "formats", "probes"]
+    sections = [*LIMITS, "ranks", "tests", "formats", *gpu_mixed.LIMITS, "probes"]
     command += ["--out", str(out), "--only", ",".join(sections)]
     env = environment(**{gpu_ranks.ASKED: "1 x 2"})  # the others start 10 processes
     return command, out, run_program(command, env=env, timeout=400)

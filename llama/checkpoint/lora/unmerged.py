@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llama.checkpoint.hf import config as hf
@@ -26,7 +27,7 @@ from llama.kernels.cpu.constants import MAX_RANK
 from llama.model.kinds import HalfLayer
 from llama.model.layers import Linear
 from llama.model.transformer import Transformer, TransformerBlock
-from llama.ops.adapters import AdapterWeights, Delta, DeltaPart
+from llama.ops.adapters import RANK_STEP, AdapterWeights, Delta, DeltaPart
 from llama.weights.blocks import BlockedWeight
 from llama.weights.plain import PlainWeight
 
@@ -76,7 +77,7 @@ def load(path: str | os.PathLike[str], model: Transformer) -> LoadedAdapter:
         if not low_ranks:
             raise ValueError("it holds no low-rank update")
     digest = bytes.fromhex(adapter.digest())
-    products = [linear for block in model.blocks() for linear in _products(block)]
+    products = [linear for block in model.blocks() for linear in products_of(block)]
     parts_of: dict[str, list[DeltaPart]] = {}
     for linear in products:
         parts = list(_parts(linear, low_ranks, model))
@@ -146,7 +147,7 @@ def _low_rank(name: str, update: Update) -> LowRank:
     return low_rank
 
 
-def _products(block: TransformerBlock) -> Iterator[Linear]:
+def products_of(block: TransformerBlock) -> Iterator[Linear]:
     """Return the products of a layer in the order in which they are computed."""
     for kind in block.kinds:
         half: HalfLayer = getattr(block, kind.name)
@@ -192,14 +193,18 @@ def _is_packed(model: Transformer) -> bool:
 
 
 def _plain_deltas(parts_of: Mapping[str, list[DeltaPart]], model: Transformer) -> dict[str, Delta]:
-    """Return copies of the updates in the type and on the device of a model."""
+    """Return copies of the updates in the type and on the device of a model.
+
+    Ranks of zeros fill them up to what kernels take.
+    """
     like = model.norm.weight
     deltas = {}
     for name, parts in parts_of.items():
         moved = []
         for part in parts:
-            up = part.up.to(like, copy=True).contiguous()
-            down = part.down.to(like, copy=True).contiguous()
+            num_zeros = -len(part.down) % RANK_STEP
+            up = F.pad(part.up.to(like, copy=True), (0, num_zeros)).contiguous()
+            down = F.pad(part.down.to(like, copy=True), (0, 0, 0, num_zeros)).contiguous()
             moved.append(part._replace(up=up, down=down))
         deltas[name] = Delta(moved)
     return deltas

@@ -16,10 +16,16 @@ from torch import Tensor
 
 from llama.common.allocation import use_huge_pages
 from llama.kernels.cpu.constants import DELTA_FIELDS, RANK_BLOCK, SHRINK_COLUMNS
-from llama.ops.adapters import AdapterRows, AdapterWeights, Delta, DeltaPart, ProductUpdates
+from llama.ops.adapters import (
+    MAX_PARTS,
+    AdapterRows,
+    AdapterWeights,
+    Delta,
+    DeltaPart,
+    ProductUpdates,
+)
 from llama.ops.formats import N_BLOCK, num_blocks
 
-MAX_PARTS = 3  # matrices that are stored as one: queries, keys and values
 _PART_FIELDS = 6
 _ALIGNMENT = 32  # elements of a cache line
 _NO_SEGMENTS = torch.empty(0, dtype=torch.int64)

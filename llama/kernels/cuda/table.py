@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llama.kernels.cuda.launch import Blocks, Sizes, Tile, most_queries
 from llama.ops import scaled
+from llama.ops.adapters import NumberedUpdates
 from llama.ops.batch import Batch
 from llama.ops.formats import N_BLOCK
 from llama.ops.kernels import Kernel, Kernels
@@ -23,7 +24,7 @@ from llama.ops.kv_cache import SCALED_DTYPE
 from llama.ops.linear import linear
 from llama.ops.sample import SamplingRow, on_device_of, pack_params
 
-NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "sample")
+NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "adapters", "sample")
 # Listed beside NAMES where activations are rounded to e4m3. The first one is PyTorch's product of
 # e4m3, which some GPUs or versions refuse.
 SCALED = "scaled"
@@ -58,6 +59,7 @@ def table(
         "rope_and_store": [launchers.rope_and_store],
         "silu_mul": [launchers.silu_mul],
         "linear": [launchers.linear, launchers.grouped_linear],
+        "adapters": [launchers.add_updates],
         "sample": [launchers.choose_ids, launchers.top_tokens],
         SCALED: [launchers.scaled_linear],
         ROUND_ROWS: [launchers.round_rows],
@@ -206,6 +208,14 @@ class _Launchers:
 
         return rounding.round_rows(x)
 
+    def add_updates(self, out: Tensor, x: Tensor, updates: NumberedUpdates) -> Tensor | None:
+        """Add the updates of adapters; see `llama.ops.adapters.ProductUpdates.add_to`."""
+        if not self._takes(out, x):
+            return None
+        from llama.kernels.cuda import adapters
+
+        return adapters.add_updates(out, x, updates)
+
     def choose_ids(
         self,
         logits: Tensor,
@@ -254,6 +264,11 @@ def suits_tiles(heads: Tensor, kv_cache: Tensor) -> bool:
     return kv_cache.dtype is SCALED_DTYPE or kv_cache.dtype is heads.dtype
 
 
+def has_attention(kernels: Kernels) -> bool:
+    """Return whether a GPU's kernel computes attention, which reads lengths on the device."""
+    return "attention" in kernels.names and kernels.has("paged_attention")
+
+
 def queries_at_once(kernels: Kernels, heads: Tensor, kv_cache: Tensor) -> int:
     """Return how many queries of a sequence a decode step may have, of which keys are read once.
 
@@ -262,7 +277,7 @@ def queries_at_once(kernels: Kernels, heads: Tensor, kv_cache: Tensor) -> int:
         heads: Heads (T, H, D).
         kv_cache: The cache of one layer (2, P, S, K, W).
     """
-    if "attention" not in kernels.names or not suits_tiles(heads, kv_cache):
+    if not has_attention(kernels) or not suits_tiles(heads, kv_cache):
         return 1
     return most_queries(heads.shape[1] // kv_cache.shape[3])
 

@@ -16,6 +16,7 @@ Shapes: R rows of the bucket, M pages of a row's table, S slots per page, E mode
 import itertools
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +25,32 @@ from llama.engine.hooks import Decoded
 from llama.engine.rows import Scheduled
 from llama.engine.runner import LastIds
 from llama.engine.sampler import top_of_ranks
-from llama.kernels.cuda.table import queries_at_once
+from llama.kernels.cuda.table import has_attention, queries_at_once
 from llama.model.transformer import Transformer
+from llama.ops.adapters import Reach
 from llama.ops.sample import choose_ids
+from llama.options.adapters import NumberedAdapters
 from llama.options.graphs.decode_inputs import DecodeInputs, DecodeStep
 from llama.options.graphs.recorder import CaptureError, Outputs, Recorder
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # then multiples of 64
 _MIN_TABLE_WIDTH = 64  # pages; wider tables are powers of two times it
 
-Shape = tuple[int, int, bool]  # rows, pages of a row's table, and whether logits are wanted
+
+class Shape(NamedTuple):
+    """The steps that one graph can replay.
+
+    Attributes:
+        rows: The rows.
+        width: The pages of a row's table.
+        wants_logits: Whether logits are computed.
+        reach: What the adapters of the rows may change; nothing where no row has one.
+    """
+
+    rows: int
+    width: int
+    wants_logits: bool
+    reach: Reach = Reach()
 
 
 class DecodeGraphs:
@@ -51,6 +68,8 @@ class DecodeGraphs:
         recorded_rows: The rows up to which `record_all` records all shapes; a shape of more rows is
             recorded when it is first needed. By default max_batch_size.
         max_queries: The number of rows that a sequence usually has at most.
+        adapters: The adapters that rows may have. Graphs with adapters are recorded when they are
+            first needed, as their kernels would cost other steps 5 % and more.
     """
 
     def __init__(
@@ -61,10 +80,12 @@ class DecodeGraphs:
         last_ids: LastIds,
         recorded_rows: int | None = None,
         max_queries: int = 1,
+        adapters: NumberedAdapters | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._recorder = recorder
+        self.adapters = adapters
         self._recorded_rows = recorded_rows or model.params.max_batch_size
         self._last_rows = last_ids
         self._last_ids = last_ids.ids
@@ -97,7 +118,7 @@ class DecodeGraphs:
             self._outputs = (model.norm.weight.new_zeros(max_rows, model.params.dim),)
         # The widths of tables, in pages. With the attention kernel there is one.
         self._widths = [self._max_pages]
-        if not model.parallel.all_hold(model.kernels.has("paged_attention")):
+        if not model.parallel.all_hold(has_attention(model.kernels)):
             self._widths = _table_widths(self._max_pages)
         self.is_over = False
         self._graphs: dict[Shape, tuple[Outputs, Callable[[], None]]] = {}
@@ -111,7 +132,10 @@ class DecodeGraphs:
         tokens = [seq.tokens[-1] for seq in sequences]
         rows = self._last_rows.rows
         sources = [rows[seq] if seq.num_pending else -1 for seq in sequences]
-        return DecodeStep.of(tokens, sources, sampled, self._page_size, self._most)
+        numbers: list[int] | int = -1
+        if self.adapters is not None:
+            numbers = self.adapters.of_rows(seq.spec.adapter for seq in sequences)
+        return DecodeStep.of(tokens, sources, sampled, self._page_size, self._most, numbers)
 
     def _takes(self, num_rows: int) -> bool:
         """Return whether a step of so many single tokens that sample can be replayed.
@@ -146,12 +170,12 @@ class DecodeGraphs:
         shape = self._fill(step, x, wants_logits)
         if not self.is_over and shape not in self._graphs:
             try:
-                self._graphs[shape] = self._record(*shape)
+                self._graphs[shape] = self._record(shape)
             except CaptureError as error:
                 warn_of_no_graphs(error)
                 self.close()
         if self.is_over:
-            return self._results(self._step(*shape))
+            return self._results(self._step(shape))
         outputs, replay = self._graphs[shape]
         replay()
         return self._results(outputs)
@@ -160,7 +184,7 @@ class DecodeGraphs:
         self, step: DecodeStep, x: Tensor | None = None, *, wants_logits: bool
     ) -> Decoded | Tensor:
         """Run what `run` replays operator by operator, in the same shape."""
-        return self._results(self._step(*self._fill(step, x, wants_logits)))
+        return self._results(self._step(self._fill(step, x, wants_logits)))
 
     def _fill(self, step: DecodeStep, x: Tensor | None, wants_logits: bool) -> Shape:
         """Copy the inputs of a step to where the graphs read them, and return its shape."""
@@ -171,19 +195,23 @@ class DecodeGraphs:
             self._arrived[: len(x)].copy_(x, non_blocking=True)
         last_position = step.last_position
         width = next(n for n in self._widths if n * self._page_size > last_position)
-        return rows, width, wants_logits or not self._has_lm_head
+        reach = Reach()
+        if self.adapters is not None and step.has_adapters:
+            reach = self.adapters.table.reach
+        return Shape(rows, width, wants_logits or not self._has_lm_head, reach)
 
     def _results(self, outputs: Outputs) -> Decoded | Tensor:
         return Decoded(*outputs) if self._has_lm_head else outputs[0]
 
     def shapes(self) -> list[Shape]:
-        """Return all shapes up to `recorded_rows`, the largest first."""
+        """Return all shapes without adapters up to `recorded_rows`, the largest first."""
         buckets = {bucket_of(n + 1) for n in range(self._recorded_rows)}
         # Several ranks exchange the top ids of greedy rows, and need no logits for that.
         has_both = self._has_lm_head and self._model.parallel.size > 1
         wants_logits = (True, False) if has_both else (True,)
         descending = sorted(buckets, reverse=True)
-        return list(itertools.product(descending, reversed(self._widths), wants_logits))
+        shapes = itertools.product(descending, reversed(self._widths), wants_logits)
+        return [Shape(*shape) for shape in shapes]
 
     @torch.inference_mode()
     def num_bytes(self) -> int:
@@ -197,7 +225,7 @@ class DecodeGraphs:
         used = 0
         for shape in (*shapes, *shapes)[:2]:
             free = self._recorder.free_bytes()
-            self._record(*shape)
+            self._record(shape)
             used = free - self._recorder.free_bytes()
         return used * len(shapes) + self._outputs[-1].nbytes
 
@@ -209,11 +237,9 @@ class DecodeGraphs:
             CaptureError: A shape cannot be recorded, on this rank or on another one of the group.
         """
         for shape in self.shapes():
-            self._graphs[shape] = self._record(*shape)
+            self._graphs[shape] = self._record(shape)
 
-    def _record(
-        self, rows: int, width: int, wants_logits: bool
-    ) -> tuple[Outputs, Callable[[], None]]:
+    def _record(self, shape: Shape) -> tuple[Outputs, Callable[[], None]]:
         """Record one shape. All ranks of the group do so at once, and agree on whether all could.
 
         Raises:
@@ -224,16 +250,18 @@ class DecodeGraphs:
             self._path = self._model.execution_path()
 
         def step() -> Outputs:
-            results = self._step(rows, width, wants_logits)
+            results = self._step(shape)
             outputs = []
             for tensor, result in zip(self._outputs, results, strict=False):
-                used_rows = tensor[:rows]
+                used_rows = tensor[: shape.rows]
                 outputs.append(used_rows.copy_(result))
             return tuple(outputs)
 
         inputs = [*self._inputs.tensors, self._kv_cache, self._last_ids, *self._outputs]
         if self._arrived is not None:
             inputs.append(self._arrived)
+        if self.adapters is not None:
+            inputs.append(self.adapters.table.fields)
         recorded = None
         reason = "another rank could not"
         try:
@@ -243,16 +271,18 @@ class DecodeGraphs:
                 raise  # the step itself broke off, and other ranks may wait for this one's sums
             reason = str(e)
         if not self._model.parallel.all_hold(recorded is not None) or recorded is None:
-            raise CaptureError(f"a step of {rows} rows was not captured: {reason}")
+            raise CaptureError(f"a step of {shape.rows} rows was not captured: {reason}")
         return recorded
 
-    def _step(self, rows: int, width: int, wants_logits: bool) -> Outputs:
+    def _step(self, shape: Shape) -> Outputs:
         """Compute one step of a fixed shape, which is what a graph captures.
 
         It can run twice: it writes keys and values, and nothing that it reads before.
         """
         model = self._model
-        tokens, sources, batch = self._inputs.batch(rows, width)
+        rows = shape.rows
+        table = self.adapters.table if self.adapters and shape.reach.max_rank else None
+        tokens, sources, batch = self._inputs.batch(rows, shape.width, table)
         if self._arrived is None:
             known = self._last_ids[sources.clamp(min=0)]
             x = model.tok_embeddings(torch.where(sources < 0, tokens, known))
@@ -262,7 +292,7 @@ class DecodeGraphs:
         if not self._has_lm_head:
             return (x,)
         hidden = model.normalize(x, batch)
-        if not wants_logits:
+        if not shape.wants_logits:
             return (top_of_ranks(model, hidden),)
         logits = model.logits(hidden)
         greedy = [None] * rows

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from llama.common.allocation import pinned
 from llama.engine.rows import Scheduled
+from llama.ops.adapters import AdapterRows, AdapterTable
 from llama.ops.batch import Batch
 
-_ROW_FIELDS = 4  # token, source, position and slot
+_ROW_FIELDS = 5  # token, source, position, slot, and the number of the adapter
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class DecodeStep:
     """A step of single tokens, as its sequences are when it is scheduled.
 
     Attributes:
-        fields: (4, n) int64: token, source, position and slot of each row.
+        fields: (5, n) int64: token, source, position, slot and adapter of each row.
         counts: (m) The rows of each group.
         pages: The pages of each group's sequence. Pages that are appended later do no harm.
     """
@@ -46,6 +47,7 @@ class DecodeStep:
         scheduled: Seq[Scheduled],
         page_size: int,
         most: int = 1,
+        adapters: Seq[int] | int = -1,
     ) -> "DecodeStep":
         """Return the step of these items.
 
@@ -55,6 +57,7 @@ class DecodeStep:
             scheduled: The items of the step, one per row.
             page_size: The slots of a page.
             most: The maximum number of rows of a group.
+            adapters: The number of each row's adapter, or of all; -1 for none.
         """
         starts = np.array([item.start for item in scheduled], np.int64)
         last = [item.sequence.pages[item.start // page_size] for item in scheduled]
@@ -63,6 +66,7 @@ class DecodeStep:
         fields[1] = sources
         fields[2] = starts
         fields[3] = np.array(last, np.int64) * page_size + starts % page_size
+        fields[4] = adapters
         pages: list[Seq[int]] = [item.sequence.pages for item in scheduled]
         if most == 1:
             return cls(fields, [1] * len(pages), pages)
@@ -72,6 +76,11 @@ class DecodeStep:
     def last_position(self) -> int:
         """The largest position of a row."""
         return int(self.fields[2].max())
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether a row has an adapter."""
+        return bool((self.fields[4] >= 0).any())
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of each group's sequence up to its last row: (m)."""
@@ -105,8 +114,9 @@ def _groups(
 class DecodeInputs:
     """The inputs of steps of all shapes, at fixed addresses.
 
-    Each row has a token, the row of the previous step that gives its token, a position and a slot.
-    Each group has a length, a first row and a page table. There is room for as many groups as rows.
+    Each row has a token, the row of the previous step that gives its token, a position, a slot and
+    the number of its adapter. Each group has a length, a first row and a page table. There is room
+    for as many groups as rows.
 
     All but the tables is copied to the device with each step. Of the tables only changes are
     copied, which is one page per group every S steps unless the groups move. Rows beyond the
@@ -146,14 +156,22 @@ class DecodeInputs:
         self._null_page = null_page
         # The fields of a row beyond the sequences, one below the other.
         null_slot = null_page * page_size
-        self._unused_row = np.array([[0], [-1], [0], [null_slot]], np.int64)
+        self._unused_row = np.array([[0], [-1], [0], [null_slot], [-1]], np.int64)
         self._shown: list[Seq[int]] = [()] * rows  # the pages in each row of the table
         self._num_shown = [0] * rows
         self.fill(DecodeStep.of((), (), (), page_size), rows)
 
-    def batch(self, rows: int, width: int) -> tuple[Tensor, Tensor, Batch]:
-        """Return tokens, sources and the batch of the first rows, with tables of `width` pages."""
-        tokens, sources, positions, slots = self._rows[:, :rows]
+    def batch(
+        self, rows: int, width: int, table: AdapterTable | None = None
+    ) -> tuple[Tensor, Tensor, Batch]:
+        """Return tokens, sources and the batch of the first rows.
+
+        Args:
+            rows: The number of rows.
+            width: The pages of each table.
+            table: The adapters that the rows may have; None where no row has one.
+        """
+        tokens, sources, positions, slots, adapters = self._rows[:, :rows]
         batch = Batch(
             positions,
             slots,
@@ -163,6 +181,7 @@ class DecodeInputs:
             self._arange[:rows],
             [self._most] * rows,
             [width * self._page_size] * rows,
+            adapters=None if table is None else AdapterRows((), adapters, table),
         )
         return tokens, sources, batch
 

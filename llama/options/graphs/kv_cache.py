@@ -12,6 +12,7 @@ from torch import Tensor
 from llama.common.device import current, peak_bytes
 from llama.engine.runner import LastIds
 from llama.model.transformer import Transformer
+from llama.options.adapters import NumberedAdapters
 from llama.options.graphs.decode_graphs import DecodeGraphs, warn_of_no_graphs
 from llama.options.graphs.recorder import CaptureError, Recorder
 from llama.options.graphs.trial import replay_problem
@@ -47,6 +48,7 @@ def allocate(
     reserve: int = 0,
     recorded_rows: int | None = None,
     max_queries: int = 1,
+    adapters: NumberedAdapters | None = None,
     step_tokens: int = 0,
     captured_bytes: int = 0,
 ) -> Allocated:
@@ -61,6 +63,7 @@ def allocate(
         reserve: The bytes that a step needs.
         recorded_rows: The rows up to which graphs are recorded now, see `DecodeGraphs`.
         max_queries: The rows that a sequence usually has at most in a graph.
+        adapters: The adapters that the rows of graphs may have.
         step_tokens: The maximum number of tokens of a step. A GPU runs one such step first, whose
             memory is reserved as well; 0: none.
         captured_bytes: The bytes of the hidden states that a step may capture on a GPU.
@@ -76,7 +79,9 @@ def allocate(
             return Allocated(kv_cache, num_pages, last_ids, reserve)
 
         def graphs_of(kv_cache: Tensor) -> DecodeGraphs:
-            return DecodeGraphs(model, kv_cache, recorder, last_ids, recorded_rows, max_queries)
+            return DecodeGraphs(
+                model, kv_cache, recorder, last_ids, recorded_rows, max_queries, adapters
+            )
 
         return _allocate_with_graphs(
             model, num_pages, page_size, recorder, reserve, last_ids, graphs_of

@@ -53,7 +53,7 @@ def replay_problem(
     fill_cache(used_pages, model.params.head_dim, draw)
     last_ids.ids.copy_(torch.randint(model.vocab_size, (num_ids,), generator=generator))
     problem: CaptureError | None = None
-    for rows, width, wants_logits in graphs.shapes():
+    for rows, width, wants_logits, _ in graphs.shapes():
         num_rows = rows - 1 if rows > 1 and bucket_of(rows - 1) == rows else rows
         num_rows = min(num_rows, max_rows)
         tokens = torch.randint(model.vocab_size, (num_rows,), generator=generator)
@@ -90,7 +90,8 @@ def _step(tokens: np.ndarray, width: int, num_pages: int, page_size: int) -> Dec
     positions = (counts - 1) * page_size + offsets
     sources = np.where(rows % 2, -1, rows)  # every second token is on the device
     slots = last_pages * page_size + offsets
-    fields = np.stack([tokens, sources, positions, slots])
+    no_adapters = np.full_like(rows, -1)
+    fields = np.stack([tokens, sources, positions, slots, no_adapters])
     pages = [
         [(last + 1 + j) % num_pages for j in range(-count, 0)]
         for last, count in zip(last_pages.tolist(), counts.tolist(), strict=True)

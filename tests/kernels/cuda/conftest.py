@@ -108,7 +108,7 @@ def poisoned(monkeypatch) -> Callable[[], AbstractContextManager[None]]:
 @pytest.fixture
 def launches(monkeypatch) -> list[str]:
     """A list of the launched kernels, in order."""
-    from llama.kernels.cuda import attention, elementwise, linear, quantized, scaled
+    from llama.kernels.cuda import adapters, attention, elementwise, linear, quantized, scaled
 
     names: list[str] = []
 
@@ -120,7 +120,7 @@ def launches(monkeypatch) -> list[str]:
             names.append(self.name)
             return self.kernel[grid]
 
-    for module in (attention, elementwise, linear, quantized, scaled):
+    for module in (adapters, attention, elementwise, linear, quantized, scaled):
         for name in [x for x in vars(module) if x.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Noted(module, name))
     return names

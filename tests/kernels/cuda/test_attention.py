@@ -209,6 +209,8 @@ def test_a_static_batch_with_padding(monkeypatch, poisoned, dtype):
             got = paged_attention(queries, case.kv_cache, padded.with_kernels(INTERPRETED))
         assert ((got[:5] - want).abs() <= bound).all()
         assert (got[5:] == 0).all()
+    got = paged_attention(queries, case.kv_cache, padded)
+    assert ((got[:5] - want).abs() <= bound).all(), "the torch body"
 
 
 def test_a_cache_in_8_bits(monkeypatch, poisoned, launches):
@@ -292,7 +294,7 @@ def test_parts_have_about_the_same_size(lens):
         found_kernel[(len(found),)](*arguments, KEYS=64, LANES=4)
         size = -(-sum(blocks) // wanted)
         assert set(found[:, 2].tolist()) == {size}
-        expected = []
+        expected = list[tuple[int, int]]()
         for seq, count in enumerate(blocks):
             expected += [(seq, len(expected))] * -(-count // size)
         assert found[: len(expected), :2].tolist() == [[*pair] for pair in expected]

@@ -72,6 +72,7 @@ KERNELS = {  # the kernels that each comparison must launch
     "attention": {"decode_kernel", "merge_kernel", "prefill_kernel"},
     "add_norm": {"norm_kernel"},
     "rope_and_store": {"rope_kernel"},
+    "adapters": {"shrink_kernel", "expand_kernel"},
     "silu_mul": {"silu_mul_kernel"},
     "linear": {"product_kernel"},
     "round_rows": {"round_rows_kernel"},

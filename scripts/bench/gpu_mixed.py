@@ -1,0 +1,151 @@
+"""The sections `skew` and `lora` of `scripts/gpu_check.py`: steps whose rows differ.
+
+In: a section. Out: the time of replayed steps of 64 sequences of the 8B shape. In `skew` one of
+them is longer than the others, or each has several tokens to verify; in `lora` their rows have one
+adapter, eight or none. Steps read a cache that nobody has filled, so that no prompt is computed.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench import machine
+from bench.gpu_run import MODES, Section
+from llama.checkpoint.lora.unmerged import LoadedAdapter, products_of
+from llama.engine.core import PAGE_SIZE
+from llama.model.transformer import Transformer
+from llama.ops.adapters import AdapterWeights, Delta, DeltaPart
+from llama.options.graphs.decode_graphs import DecodeGraphs
+from llama.options.graphs.decode_inputs import DecodeStep
+
+LIMITS = {"skew": 100, "lora": 60}  # seconds of each section
+_ROWS = 64
+_CONTEXT = 2048
+_LONGEST = (2048, 8192, 32_768, 102_400)
+_DRAFTS = 4
+_RANK = 16
+_COUNTS = (0, 1, 8)  # adapters in a step
+
+
+def skew(at: Section) -> None:
+    """Time steps of 63 sequences of 2,048 tokens and a longer one, and the tokens of drafts."""
+    rows, context = at.size(_ROWS, 2), at.size(_CONTEXT, 20)
+    longest = [at.size(length, 20 * (1 + i)) for i, length in enumerate(_LONGEST)]
+    model = at.model("8b", max(longest) + 64, rows)
+    with at.engine(model, MODES[0], (rows - 1) * context + max(longest) + 64 * rows) as engine:
+        graphs = engine.core.runner.replayer
+        assert isinstance(graphs, DecodeGraphs), "steps run without graphs"
+        plain = 0.0
+        for length in longest:
+            step = _step([context] * (rows - 1) + [length])
+            seconds = _seconds(at, functools.partial(graphs.run, step, wants_logits=True))
+            plain = plain or seconds
+            what = f"8b {rows - 1} x {context} and {length}"
+            at.say(what, seconds * 1e3, "ms", times_alike=seconds / plain)
+    drafts = {"speculate": "lookup", "speculate_tokens": _DRAFTS}
+    with at.engine(model, MODES[0], rows * (context + 64), **drafts) as engine:
+        graphs = engine.core.runner.replayer
+        assert isinstance(graphs, DecodeGraphs), "steps run without graphs"
+        batch = at.size(rows // (1 + _DRAFTS), 2)
+        for count in (1, 1 + _DRAFTS):
+            step = _step([context] * batch, count)
+            seconds = _seconds(at, functools.partial(graphs.run, step, wants_logits=True))
+            at.say(f"8b {batch} x {context}, {count} tokens each", seconds * 1e3, "ms")
+
+
+def lora(at: Section) -> None:
+    """Time steps of rows with one adapter, with eight and with none; compare with no graph."""
+    rows, context = at.size(_ROWS, 4), at.size(512, 20)
+    model = at.model("8b", context + 64, rows)
+    with at.engine(model, MODES[0], rows * (context + 64)) as engine:
+        graphs = engine.core.runner.replayer
+        assert isinstance(graphs, DecodeGraphs), "steps run without graphs"
+        numbered = graphs.adapters
+        if numbered is None:
+            at.say("lora", "the kernel of adapters is not in use")
+            return
+        kept = [_adapter(model, number) for number in range(max(_COUNTS))]
+        for adapter in kept:
+            numbered.add(adapter)
+        plain = 0.0
+        for count in _COUNTS:
+            digests = [kept[i % count].digest if count else b"" for i in range(rows)]
+            step = _step([context] * rows, 1, numbered.of_rows(digests))
+            seconds = _seconds(at, functools.partial(graphs.run, step, wants_logits=True))
+            plain = plain or seconds
+            what = f"8b {rows} rows, {count} adapters"
+            at.say(what, seconds * 1e3, "ms", times_plain=seconds / plain)
+            eager = _logits(graphs.run_eagerly(step, wants_logits=True), rows)
+            replayed = _logits(graphs.run(step, wants_logits=True), rows)
+            error = float((replayed - eager).norm() / eager.norm())
+            at.say(f"{what}: error of the replay", error)
+
+
+def _step(lengths: Sequence[int], count: int = 1, numbers: Sequence[int] | int = -1) -> DecodeStep:
+    """Return a step of the last `count` tokens of sequences, each on pages of its own."""
+    pages: list[list[int]] = []
+    used = 0
+    for length in lengths:
+        end = used + -(-length // PAGE_SIZE)
+        pages.append([*range(used, end)])
+        used = end
+    positions, slots = [], []
+    for length, table in zip(lengths, pages, strict=True):
+        for position in range(length - count, length):
+            positions.append(position)
+            slots.append(table[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE)
+    fields = np.empty((5, len(positions)), np.int64)
+    fields[0] = 1
+    fields[1] = -1
+    fields[2] = positions
+    fields[3] = slots
+    fields[4] = numbers
+    return DecodeStep(fields, [count] * len(pages), list(pages))
+
+
+def _seconds(at: Section, run: functools.partial) -> float:
+    """Return the seconds of one of many runs that follow one another."""
+    run()
+    times = []
+    for _ in range(at.size(3, 1)):
+        machine.wait_for(at.device)
+        began = time.perf_counter()
+        count = at.size(20, 1)
+        for _ in range(count):
+            run()
+        machine.wait_for(at.device)
+        times.append((time.perf_counter() - began) / count)
+    return statistics.median(times)
+
+
+def _adapter(model: Transformer, seed: int) -> LoadedAdapter:
+    """Return a random adapter of all products, whose matrices stored as one it updates apart."""
+    generator = torch.Generator().manual_seed(seed)
+    like = model.norm.weight
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(like) * shape[-1] ** -0.5
+
+    deltas = {}
+    for block in model.blocks():
+        for linear in products_of(block):
+            n, k = linear.weight.shape
+            rows = n // len(linear.names)
+            deltas[linear.names[0]] = Delta(
+                [
+                    DeltaPart(i * rows, draw(rows, _RANK), draw(_RANK, k), 0.5)
+                    for i in range(len(linear.names))
+                ]
+            )
+    return LoadedAdapter(bytes([seed]) * 32, AdapterWeights(deltas), "", _RANK)
+
+
+def _logits(decoded: object, rows: int) -> Tensor:
+    """Return the logits of a step, copied."""
+    logits: Tensor = getattr(decoded, "logits")  # noqa: B009
+    return logits[:rows].clone()
