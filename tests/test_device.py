@@ -507,6 +507,7 @@ def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
     seen = []
     runner = ModelRunner.__new__(ModelRunner)
     runner.kv_cache = SimpleNamespace(device=torch.device("cuda", 3))  # type: ignore[assignment]
+    runner.hooks = []
     monkeypatch.setattr(
         "llama.engine.runner.RunningStep", lambda runner, step: seen.append(chosen[0])
     )

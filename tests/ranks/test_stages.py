@@ -244,7 +244,10 @@ def test_no_step_follows_one_that_broke_off():
     """
     parallel = SimpleNamespace(placement=Placement(stage=0, stages=2))
     runner: Any = SimpleNamespace(
-        model=SimpleNamespace(parallel=parallel), kv_cache=torch.zeros(1), start_stage=Mock()
+        model=SimpleNamespace(parallel=parallel),
+        kv_cache=torch.zeros(1),
+        hooks=[],
+        start_stage=Mock(),
     )
     pipeline = Pipeline(runner)
     pipeline.start(Step([], {}))
