@@ -26,7 +26,7 @@ class EngineSide(Peer):
     ) -> None:
         """Begin to read; see `Peer`."""
         super().__init__(end, loop, handlers, ended)
-        self.hosted: HostedSequences | None = None
+        self._hosted: HostedSequences | None = None
         self._admit: Callable[[EngineSide, HostedCall], None] | None = None
 
     def serve(self, port: LocalPort, admit: Callable[["EngineSide", HostedCall], None]) -> None:
@@ -36,16 +36,22 @@ class EngineSide(Peer):
             port: Where they are computed.
             admit: Called with each call, of which it starts or refuses the sequences.
         """
-        self.hosted = HostedSequences(port, self.send_report, self.send)
+        self._hosted = HostedSequences(port, self.send_report, self.send)
         self._admit = admit
+
+    def close(self) -> None:
+        """Close the stream, and remove the sequences of the other process."""
+        super().close()
+        if self._hosted is not None:
+            self._hosted.close()
 
     def take_report(self, data: bytes) -> None:
         """Ignore a report: the engine makes them."""
 
     def take_message(self, message: Message) -> None:
         """Take new sequences, or numbers of those that are not wanted any more."""
-        assert self.hosted is not None and self._admit is not None, "no model has been described"
+        assert self._hosted is not None and self._admit is not None, "no model has been described"
         if isinstance(message, Add):
-            self._admit(self, self.hosted.open(message))
+            self._admit(self, self._hosted.open(message))
         elif isinstance(message, Remove):
-            self.hosted.remove(message.numbers)
+            self._hosted.remove(message.numbers)

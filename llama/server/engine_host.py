@@ -188,6 +188,7 @@ class EngineHost:
         }
         process = ApiProcess(self._loop, handlers, self._ended)
         self._processes.append(process)
+        self._metrics.begin(process)
         process.side.tell("hello", **self._hello)
         if self._llama is not None:
             self._spawn(self._describe_again(process))
@@ -232,8 +233,6 @@ class EngineHost:
             return
         self._processes.remove(process)
         self._busy.discard(process)
-        if process.side.hosted is not None:
-            process.side.hosted.close()
         self._acceptor.note_end(process)
         self._metrics.end(process)
         process.kill()

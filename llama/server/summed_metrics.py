@@ -38,15 +38,18 @@ class SummedMetrics(Collector):
         self._latest: dict[object, list[Sample]] = {}
         self.registry.register(self)
 
+    def begin(self, process: object) -> None:
+        """Take samples of a process from now on."""
+        self._latest[process] = []
+
     def set(self, process: object, samples: list[Sample]) -> None:
-        """Keep the latest samples of a process."""
-        self._latest[process] = samples
+        """Keep the latest samples of a process, unless it has ended."""
+        if process in self._latest:
+            self._latest[process] = samples
 
     def end(self, process: object) -> None:
         """Keep the last samples of a process that has ended."""
-        samples = self._latest.pop(process, None)
-        if samples is not None:
-            self._ended = [_rows(_sums([*self._ended, samples]))]
+        self._ended = [_rows(_sums([*self._ended, self._latest.pop(process)]))]
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics with their sums."""

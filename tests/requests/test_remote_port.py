@@ -3,6 +3,7 @@
 Both sides run in this process, with a pair of sockets between them, over which every byte goes.
 """
 
+import asyncio
 import random
 import socket
 import struct
@@ -19,8 +20,9 @@ from llama.common.checks import FieldError
 from llama.engine.request import Pooling
 from llama.engine.sequence import SequenceState
 from llama.requests.book import RequestBook
+from llama.requests.engine_side import EngineSide
 from llama.requests.formats import FormatCompiler, RemoteFormats
-from llama.requests.hosted import HostedSequences
+from llama.requests.hosted import HostedCall, HostedSequences
 from llama.requests.messages import (
     Add,
     Message,
@@ -32,6 +34,7 @@ from llama.requests.messages import (
 from llama.requests.remote_port import RefusedError, RemotePort
 from llama.requests.reports import Cursor, apply_report, pack_report
 from llama.requests.request import Request, RequestOutput
+from llama.requests.text_side import TextSide
 
 REPORT = b"R"
 ASKED: list[dict[str, Any]] = [
@@ -252,6 +255,40 @@ def test_a_request_that_ends_early_leaves_nothing(demo, split):
     assert len(split.book.take_output(kept).outputs[0].token_ids) == 10
     assert demo.engine.scheduler.running == []
     assert not split.hosted._calls
+
+
+def test_the_end_of_a_process_removes_its_sequences(demo):
+    """What a process asked for is not computed to its end once the process is gone."""
+    port = demo.llm_engine.port
+    ended: list[str] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        own, other = socket.socketpair()
+        has_begun, is_over = asyncio.Event(), asyncio.Event()
+
+        def admit(side: EngineSide, call: HostedCall) -> None:
+            call.owner.start(call)
+            has_begun.set()
+
+        engine = EngineSide(own, loop, {}, is_over.set)
+        engine.serve(port, admit)
+        text = TextSide(other, loop, {}, lambda: ended.append("text"))
+        book = RequestBook(text.port, demo.tokenizer, RemoteFormats(), 512)
+        params = SamplingParams(max_tokens=400, ignore_eos=True, n=2)
+        book.submit([book.prepare("", [5, 6], params)])
+        await has_begun.wait()
+        first = port.threads.num_steps
+        port.wait_until(lambda: port.threads.num_steps > first)
+        assert len(demo.engine.scheduler.running) == 2
+        text.close()
+        await is_over.wait()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert not ended, "it closed the stream itself"
+    assert not port.has_sequences
+    assert demo.engine.scheduler.running == []
+    demo.engine.scheduler.check()
 
 
 def test_a_step_that_fails_ends_its_requests(demo, split, monkeypatch):

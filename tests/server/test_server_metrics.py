@@ -20,6 +20,8 @@ from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.placement import Placement
 from llama.ranks.rendezvous import Rendezvous
 from llama.ranks.watch import Watch
+from llama.server.metrics import Metrics
+from llama.server.summed_metrics import SummedMetrics, samples_of
 
 NAMES = """
     num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
@@ -138,6 +140,17 @@ def test_a_rank_that_left_or_was_killed_is_not_alive():
         assert parallel.ranks_alive() == [True, False, False]
     zero.close()
     assert ModelParallel().ranks_alive() == [True]
+
+
+def test_a_process_that_ends_while_its_samples_arrive_is_counted_once():
+    own = Metrics()
+    own.refused.inc(3)
+    summed = SummedMetrics()
+    summed.begin("one")
+    summed.set("one", samples_of(own))
+    summed.end("one")
+    summed.set("one", samples_of(own))
+    assert b"llama:request_refused_total 3.0" in summed.text()
 
 
 def test_the_dashboard_asks_for_figures_that_are_there(own_server):

@@ -45,6 +45,13 @@ def num_unfinished(server: RunningServer, key: str = "") -> int:
     return int(web.get(f"{server.url}/load", headers=headers).json()["server_load"])
 
 
+def is_healthy(server: RunningServer) -> bool:
+    try:
+        return web.get(f"{server.url}/health").status_code == 200
+    except httpx.TransportError:  # its process has ended
+        return False
+
+
 class Stream:
     """A stream that a thread reads: its text, whether it is complete, and its error."""
 
@@ -227,9 +234,11 @@ def test_limits_are_those_of_the_whole_server(long_demo_dir, tmp_path):
         refused = web.get(f"{server.url}/health")
         assert refused.status_code == 503
         assert "9 connections are open from one address" in refused.text
+        for pid in children(server.process.pid):
+            os.kill(pid, signal.SIGKILL)  # The connections of a process end with it.
+        wait_until(lambda: is_healthy(server))
         for each in sockets:
             each.close()
-        wait_until(lambda: web.get(f"{server.url}/health").status_code == 200)
 
 
 def test_api_processes_that_never_start_end_the_server(long_demo_dir):
