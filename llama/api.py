@@ -16,6 +16,7 @@ from typing import Any
 _MODULES = {  # module -> the names that it defines
     "checkpoint.find": ["find"],
     "checkpoint.generation_config": ["sampling_defaults"],
+    "checkpoint.tokenizer_files": ["load_tokenizer"],
     "checkpoint.verify": ["verify"],
     "checkpoint.write.convert": ["convert", "pack", "reshard"],
     "generation": ["Llama"],

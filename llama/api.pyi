@@ -1,5 +1,6 @@
 from llama.checkpoint.find import find
 from llama.checkpoint.generation_config import sampling_defaults
+from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import verify
 from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.generation import Llama
@@ -65,6 +66,7 @@ __all__ = [
     "describe_end",
     "find",
     "launch",
+    "load_tokenizer",
     "pack",
     "ranked",
     "reshard",

@@ -256,16 +256,6 @@ def test_three_ranks_read_what_one_has_written(root, tmp_path):
     assert [ids for ids, _ in found["first"][0]] == wanted
 
 
-SERVE = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-from helpers.kv_pages import always
-always()
-from llama.cli import main
-sys.exit(main())
-"""
-
-
 @pytest.mark.slow
 def test_a_server_that_was_killed(root, tmp_path):
     """After kill -9 each key finds its own prompts, and no other key does; clear leaves nothing."""
@@ -273,7 +263,7 @@ def test_a_server_that_was_killed(root, tmp_path):
     keys.write_text("one\ntwo\n")
     operator = tmp_path / "operator"
     operator.write_text("three\n")
-    program = ("-c", SERVE, str(Path(__file__).resolve().parent))
+    program = (str(PROGRAMS / "kv_server.py"),)
     flags = (
         str(DEMO), "--kv_cache_dir", str(root), "--api_key_file", str(keys),
         "--metrics_key_file", str(operator),

@@ -135,6 +135,7 @@ COMMANDS = {
             "tool_format": None,
             "reasoning_field": "reasoning_content",
             "lenient": False,
+            "shared_prefix": None,
             **BUILD_FLAGS,
             "ranks": 1,
             "replicas": 1,

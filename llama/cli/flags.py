@@ -232,6 +232,12 @@ _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a
             "File with further keys, one per line; with several keys, each is a tenant",
             "none",
         ),
+        "shared_prefix": Flag(
+            str,
+            "FILE",
+            "File with a system prompt that is no secret: tenants share its pages, and no others",
+            "none",
+        ),
         "metrics_key_file": Flag(
             str, "FILE", "File with keys that open /metrics and /load, and nothing else", "none"
         ),

@@ -19,6 +19,7 @@ from typing import Any
 from llama.api import SIGNALS
 from llama.cli.flags import NETWORK_FLAGS, UsageError, extra
 from llama.cli.model import check_alone, demo_dir, load, quick_imports
+from llama.cli.public_text import read_public_text
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.replicas.command import serve_replicas
 from llama.cli.replicas.supervisor import LISTENING, READY
@@ -200,6 +201,7 @@ def _listen(
         "lenient": options.lenient,
     }
     fastchat = _fastchat(options)
+    public_text = read_public_text(options)
     num_processes = _num_api_processes(options)
     log_to_stderr()
     if num_processes:
@@ -215,6 +217,7 @@ def _listen(
             reasoning_field=options.reasoning_field,
             sampling_defaults=defaults,
             lora_folder=options.lora_folder,
+            public_text=public_text,
         )
     service = Service(limits)
     service.add(
@@ -223,6 +226,7 @@ def _listen(
         reasoning_field=options.reasoning_field,
         sampling_defaults=defaults,
         lora_folder=_lora_folder(options),
+        public_text=public_text,
     )
     return Server(service, **network, host_routes=fastchat, listener=_listener(options, inherited))
 

@@ -59,7 +59,9 @@ class SequenceSpec:
         sender: Whoever sent it, such as a tenant. Senders share the batch fairly before their calls
             do; a sequence without a known sender has an empty one.
         prefix_root: The root of the chain of hashes by which its pages are shared. Sequences share
-            pages only if their roots are equal.
+            pages only if their roots are equal, except for public ones.
+        num_public: Its leading tokens that are no secret. The pages wholly inside them do not
+            depend on the root: all sequences with the same adapter share them.
         stays_in_memory: Whether its pages are written nowhere else.
         adapter: The hash of the LoRA adapter that the model runs with; empty for none.
         is_constrained: Whether a `Constraint` chooses among its tokens. It is true on every rank,
@@ -83,6 +85,7 @@ class SequenceSpec:
     call: int = 0
     sender: bytes = b""
     prefix_root: bytes = b""
+    num_public: int = 0
     stays_in_memory: bool = False
     adapter: bytes = b""
     is_constrained: bool = False

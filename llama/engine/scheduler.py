@@ -403,11 +403,17 @@ class Scheduler:
         return self._hashes(seq, full)[:full]
 
     def _hashes(self, seq: SequenceState, full: int) -> list[bytes]:
-        """Return the chain of hashes of its first `full` pages, which grows with the sequence."""
+        """Return the chain of hashes of its first `full` pages, which grows with the sequence.
+
+        The root is mixed into that of the first page that is not public.
+        """
         size = self.pool.page_size
+        num_public = seq.spec.num_public // size
         hashes = seq.page_hashes
         for i in range(len(hashes), full):
-            parent = hashes[-1] if hashes else seq.spec.prefix_root
+            parent = hashes[-1] if hashes else seq.spec.adapter
+            if i == num_public:
+                parent += seq.spec.prefix_root
             start = i * size
             tokens = seq.tokens[start : start + size]
             hashes.append(page_hash(parent, tokens))

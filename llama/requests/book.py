@@ -6,11 +6,13 @@ here is text; where the sequences are computed is the port's affair. Any thread 
 
 from collections.abc import Iterable
 
+from llama.prompts.dialog_format import DialogFormat
 from llama.requests.adapters import AdapterNames
 from llama.requests.formats import ConstraintMaker
 from llama.requests.interrupts import DeferredInterrupt
 from llama.requests.port import Port
 from llama.requests.prepare import Preparer
+from llama.requests.public_text import PublicText
 from llama.requests.registry import RequestRegistry
 from llama.requests.request import Request, RequestOutput
 from llama.tokenizer import Tokenizer
@@ -50,11 +52,25 @@ class RequestBook:
         self.why_silent = why_silent
         self.adapters: AdapterNames = port.adapters
         preparer = Preparer(tokenizer, max_seq_len, constraints, self.adapters, why_silent)
+        self._preparer = preparer
         self.prepare = preparer.prepare
         self.check_generates = preparer.check_generates
         self._lock = port.lock  # protects the registry
         self._registry = RequestRegistry(port)
         self._is_closed = False
+
+    def share(self, text: str, dialog_format: DialogFormat) -> int:
+        """Let all tenants share the pages of a text, from now on.
+
+        Args:
+            text: The text: prompts that begin with it, and chats whose system message it is.
+            dialog_format: The format of these chats.
+
+        Returns:
+            The largest number of tokens that they share.
+        """
+        self._preparer.public = PublicText(text, self.tokenizer, dialog_format)
+        return self._preparer.public.num_tokens
 
     def submit(self, requests: Iterable[Request]) -> list[Request]:
         """Queue the requests of one call, and return them.

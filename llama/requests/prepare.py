@@ -5,7 +5,8 @@ TypeError or ValueError that names the value at fault. Nothing is queued and no 
 changed, so any thread may call it at any time.
 
 Every sequence gets the root of its prefix hashes here, and nowhere else: whatever is reused between
-requests (pages, drafts, compiled grammars) is reused only between equal roots.
+requests (drafts, compiled grammars, and pages beyond a public text) is reused only between equal
+roots.
 """
 
 import functools
@@ -22,6 +23,7 @@ from llama.requests.adapters import AdapterNames
 from llama.requests.answer import Answer
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.requests.formats import AnswerFormat, ConstraintMaker
+from llama.requests.public_text import PublicText
 from llama.requests.reasoning_text import (
     ReasoningReader,
     reads_reasoning,
@@ -56,7 +58,7 @@ class ContextLengthError(FieldError):
         self.index = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Preparer:
     """A factory of the requests of one model."""
 
@@ -65,6 +67,7 @@ class Preparer:
     constraints: ConstraintMaker
     adapters: AdapterNames
     why_silent: str = ""  # why the model cannot generate; empty if it can
+    public: PublicText | None = None  # whose pages all tenants share
 
     def check_generates(self) -> None:
         """Raise a ValueError if the model cannot generate."""
@@ -100,8 +103,8 @@ class Preparer:
             must_fit: Whether `max_tokens` beyond the context length is an error. If not, the
                 answer ends at the context length.
             max_context: A context length for this request, if it is less than the model's.
-            tenant: The prefix root of whoever sends the request. Nothing is reused between
-                requests of different tenants.
+            tenant: The prefix root of whoever sends the request. Nothing but pages of the public
+                text is reused between requests of different tenants.
             reads: What is wanted of the hidden states of the prompt, behind which nothing is
                 generated; None: the prompt is continued.
             adapter: The name of a loaded LoRA adapter; None: the base model.
@@ -203,6 +206,7 @@ class Preparer:
             max_len=max_len,
             stop_ids=frozenset(params.stop_token_ids) | frozenset(model_stops),
             prefix_root=root,
+            num_public=0 if self.public is None else self.public.count(ids),
             stays_in_memory=params.prompt_cache_retention in IN_MEMORY,
             is_constrained=params.structured_output is not None or params.constrains_reasoning,
             # Of a prediction, as much as the context can hold.

@@ -100,6 +100,7 @@ class ApiServer:
         reasoning_field: str,
         sampling_defaults: dict[str, Any],
         lora_folder: str | None,
+        public_text: str,
         **app_options: Any,
     ) -> None:
         """Answer requests with 503 until the model is known."""
@@ -111,6 +112,7 @@ class ApiServer:
             reasoning_field=reasoning_field,
             sampling_defaults=sampling_defaults,
             lora_folder=None if lora_folder is None else Path(lora_folder),
+            public_text=public_text,
         )
         app = make_app(
             self._service,

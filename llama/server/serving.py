@@ -56,6 +56,7 @@ class Serving:
         sampling_defaults: sampling parameters of requests that give none, as the model's files have
             them. Ollama's API has its own.
         lora_folder: folder from which clients can load LoRA adapters; None if they cannot.
+        public_text: text that is no secret, whose pages all tenants share; empty for none.
         state: whether requests are answered.
         created: time of the start, in seconds since 1970.
         llama: the model, once it is loaded.
@@ -71,6 +72,7 @@ class Serving:
     reasoning_field: str = REASONING_FIELDS[0]
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     lora_folder: Path | None = None
+    public_text: str = ""
     state: State = State.LOADING
     created: int = field(default_factory=lambda: int(time.time()))
     llama: ServedModel | None = None
@@ -91,8 +93,7 @@ class Serving:
         Args:
             llama: the model.
             desk: what else its engine is asked.
-            admits: whether this process decides which requests are taken, and compiles grammars;
-                if not, the process of the engine does.
+            admits: whether this process admits requests and compiles grammars, not the engine's.
         """
         self.llama = llama
         self.desk = desk
@@ -102,6 +103,9 @@ class Serving:
         log.info("%s: %s", self.name, self.dialog_format.describe())
         defaults = ", ".join(f"{name}={x:g}" for name, x in self.sampling_defaults.items())
         log.info("%s: defaults of requests: %s", self.name, defaults or "those of each API")
+        if self.public_text:
+            count = llama.book.share(self.public_text, self.dialog_format)
+            log.info("%s: tenants share up to %d tokens of prompts", self.name, count)
 
     def drain(self) -> None:
         """Reject new requests from now on."""
@@ -389,9 +393,8 @@ class Serving:
             raise fields.refusal(FieldError(output.error_field, output.error))
         if output.error is not None:
             raise ApiError(500, output.error)
-        is_aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
-        if output.finished and is_aborted and active.gave_way:
-            raise queue_is_full()
-        if output.finished and is_aborted:
+        if output.finished and any(x.finish_reason == "abort" for x in output.outputs):
+            if active.gave_way:
+                raise queue_is_full()
             raise broken() if self.state is State.BROKEN else shutting_down()
         return output
