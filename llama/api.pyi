@@ -20,8 +20,8 @@ from llama.requests.engine_side import EngineSide
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.mask_budget import MaskBudget
 from llama.requests.pooling import EmbeddingOptions
+from llama.requests.port import RefusedError
 from llama.requests.prepare import ContextLengthError
-from llama.requests.remote_port import RefusedError
 from llama.requests.request import CompletionOutput, Request, RequestOutput, Usage
 from llama.requests.scoring import ClassificationHead, ranked
 from llama.requests.seeds import derived_seed

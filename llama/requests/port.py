@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from llama.engine.sequence import SequenceState
+from llama.engine.sequence import FinishReason, SequenceState
 from llama.requests.adapters import AdapterNames
 from llama.requests.seeds import derived_seed
 
@@ -27,6 +27,20 @@ class Group:
 
     sequences: Sequence[SequenceState]
     seed: int | None = None
+
+
+class RefusedError(RuntimeError):
+    """The engine does not compute a request.
+
+    Attributes:
+        reason: Why: see `messages.Reason`.
+        finish_reason: The finish_reason of its answers.
+    """
+
+    def __init__(self, reason: str, text: str = "") -> None:
+        super().__init__(text or f"the engine refused the request: {reason}")
+        self.reason = reason
+        self.finish_reason: FinishReason = "abort" if reason == "gave way" else "error"
 
 
 class Owner(Protocol):

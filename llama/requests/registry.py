@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from llama.common.checks import brief
 from llama.engine.sequence import SequenceState
 from llama.requests.answer import Answer
-from llama.requests.port import Port
+from llama.requests.port import Port, RefusedError
 from llama.requests.request import Request
 
 
@@ -93,11 +93,12 @@ class RequestRegistry:
             request.note_output()
 
     def failed(self, error: Exception, sequences: list[SequenceState]) -> None:
-        """End the requests of sequences that a failed step was computing with its exception."""
+        """End the requests of sequences that end with an exception; see `Owner.failed`."""
+        reason = error.finish_reason if isinstance(error, RefusedError) else "error"
         for request in dict.fromkeys(self._owner[seq][0] for seq in sequences):
             self._release([answer.sequence for answer in request.answers])
             request.exception = error
-            request.end("error")
+            request.end(reason)
 
     def _release(self, sequences: list[SequenceState]) -> None:
         """Let the port remove sequences that no request needs any more."""

@@ -14,20 +14,8 @@ from llama.engine.sequence import SequenceState
 from llama.requests.adapters import AdapterNames
 from llama.requests.formats import RemoteConstraint
 from llama.requests.messages import Add, AddedGroup, Message, Refuse, Remove
-from llama.requests.port import Group, Owner, Port
+from llama.requests.port import Group, Owner, Port, RefusedError
 from llama.requests.reports import apply_report
-
-
-class RefusedError(RuntimeError):
-    """The engine does not compute a request.
-
-    Attributes:
-        reason: Why: see `messages.Reason`.
-    """
-
-    def __init__(self, reason: str, text: str = "") -> None:
-        super().__init__(text or f"the engine refused the request: {reason}")
-        self.reason = reason
 
 
 class Sender(Protocol):

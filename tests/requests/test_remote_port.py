@@ -31,7 +31,8 @@ from llama.requests.messages import (
     from_bytes,
     to_bytes,
 )
-from llama.requests.remote_port import RefusedError, RemotePort
+from llama.requests.port import RefusedError
+from llama.requests.remote_port import RemotePort
 from llama.requests.reports import Cursor, apply_report, pack_report
 from llama.requests.request import Request, RequestOutput
 from llama.requests.text_side import TextSide
@@ -255,6 +256,22 @@ def test_a_request_that_ends_early_leaves_nothing(demo, split):
     assert len(split.book.take_output(kept).outputs[0].token_ids) == 10
     assert demo.engine.scheduler.running == []
     assert not split.hosted._calls
+
+
+def test_a_request_that_gave_way_counts_as_aborted(demo, split):
+    """The finish_reason, which metrics count, is that of one process, where it is aborted."""
+    requests = [split.book.prepare("", [5, 6], SamplingParams(max_tokens=50)) for _ in range(2)]
+    for request in requests:
+        split.book.submit([request])
+    calls = list(split.hosted._calls.values())
+    split.hosted.refuse(calls[0], "gave way")
+    split.hosted.refuse(calls[1], "failed")
+    split.read()
+    found = [request.answers[0].finish_reason for request in requests]
+    assert found == ["abort", "error"]
+    with pytest.raises(RefusedError, match="gave way"):
+        split.book.take_output(requests[0])
+    split.book.discard(requests)
 
 
 def test_the_end_of_a_process_removes_its_sequences(demo):
