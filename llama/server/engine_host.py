@@ -68,13 +68,12 @@ class EngineHost:
             num_processes: the number of API processes.
         """
         self.failure: BaseException | None = None
-        self._listener = listener
         self._limits = limits
         self._hello = hello
         self._num_processes = num_processes
         connections = Connections(limits.max_connections, limits.max_per_address)
         self._processes: list[ApiProcess] = []
-        self._acceptor = Acceptor(listener, connections, lambda: self._processes)
+        self._acceptor = Acceptor(listener, connections, self._takers)
         self._busy: set[ApiProcess] = set()  # processes that have not drained yet
         self._num_deaths = 0
         self._is_ending = False
@@ -83,6 +82,7 @@ class EngineHost:
         self._metrics = SummedMetrics()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._llama: Llama | None = None
+        self._has_opened = False
         self._has_work = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -144,8 +144,7 @@ class EngineHost:
         self._is_over = asyncio.Event()
         for _ in range(self._num_processes):
             self._start_process()
-        self._listener.setblocking(False)
-        self._loop.add_reader(self._listener, self._acceptor.accept)
+        self._acceptor.start(self._loop)
         has_begun()
         await self._is_over.wait()
 
@@ -162,10 +161,10 @@ class EngineHost:
         self._thread = threading.Thread(target=self._run_steps, name="llama-engine", daemon=True)
         self._thread.start()
         await asyncio.gather(*(self._describe(process) for process in list(self._processes)))
+        self._has_opened = True
 
     async def _close(self) -> None:
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
+        self._acceptor.stop()
         for process in self._processes:
             process.side.tell("end")
         waits = (asyncio.to_thread(_wait_for_end, process) for process in self._processes)
@@ -175,6 +174,10 @@ class EngineHost:
         if self._llama is not None:
             self._llama.llm_engine.port.wake()
         self._is_over.set()
+
+    def _takers(self) -> list[ApiProcess]:
+        """Return the processes that may get connections: once the model is loaded, ready ones."""
+        return [each for each in self._processes if each.is_ready or not self._has_opened]
 
     def _start_process(self) -> None:
         handlers: dict[str, Callable[..., Any]] = {

@@ -45,13 +45,6 @@ def num_unfinished(server: RunningServer, key: str = "") -> int:
     return int(web.get(f"{server.url}/load", headers=headers).json()["server_load"])
 
 
-def is_healthy(server: RunningServer) -> bool:
-    try:
-        return web.get(f"{server.url}/health").status_code == 200
-    except httpx.TransportError:  # its process has ended
-        return False
-
-
 class Stream:
     """A stream that a thread reads: its text, whether it is complete, and its error."""
 
@@ -234,9 +227,13 @@ def test_limits_are_those_of_the_whole_server(long_demo_dir, tmp_path):
         refused = web.get(f"{server.url}/health")
         assert refused.status_code == 503
         assert "9 connections are open from one address" in refused.text
-        for pid in children(server.process.pid):
-            os.kill(pid, signal.SIGKILL)  # The connections of a process end with it.
-        wait_until(lambda: is_healthy(server))
+        pids = children(server.process.pid)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        # Their connections count no more, and whoever comes now waits for the next process.
+        assert web.get(f"{server.url}/health").status_code == 200
+        assert web.post(url, json=body, headers=headers[0]).status_code == 200
         for each in sockets:
             each.close()
 
