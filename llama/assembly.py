@@ -135,7 +135,8 @@ def _page_store(
     )
     is_exact = options.kv_cache_reuse == "exact"
     folder = KVFolder(root, options.page_identity, part, is_exact=is_exact)
-    writer = KVWriter(folder, options.kv_cache_disk_bytes or default_bytes(root))
+    max_bytes = options.kv_cache_disk_bytes or default_bytes(root)
+    writer = KVWriter(folder, max_bytes, num_writers=runner.model.parallel.world_size)
     return PageStore(folder, writer, runner, scheduler)
 
 

@@ -206,6 +206,21 @@ def locked(path: Path, flags: int) -> int | None:
     return None
 
 
+@contextlib.contextmanager
+def alone(root: Path) -> Iterator[None]:
+    """Wait until no other process is in such a block with the folder.
+
+    Raises:
+        OSError: The folder is gone.
+    """
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def remove(path: Path) -> bool:
     """Remove a segment, unless a process writes it; return whether it is gone."""
     try:

@@ -1,8 +1,8 @@
 """Pages written to disk: to segments of this process, within the limits of the folder.
 
 In: pages as bytes, by the hashes of their content. Out: records, which a `KVFolder` finds. A
-process appends to a segment that it has locked, and never waits for a lock. No error is raised: a
-page that cannot be written is left out.
+process appends to a segment that it has locked, and waits for a lock only where another process
+makes a segment. No error is raised: a page that cannot be written is left out.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from llama.storage.kv_disk import (
     DAY_S,
     DESCRIPTION,
     SEGMENT_BYTES,
+    alone,
     locked,
     make_private,
     may_write,
@@ -42,16 +43,22 @@ class KVWriter:
     """
 
     def __init__(
-        self, folder: KVFolder, max_bytes: int, segment_bytes: int = SEGMENT_BYTES
+        self,
+        folder: KVFolder,
+        max_bytes: int,
+        segment_bytes: int = SEGMENT_BYTES,
+        num_writers: int = 1,
     ) -> None:
-        """Remove segments that were not used for days.
+        """Remove segments that were not used for days, and those beyond the limit.
 
         Args:
             folder: Finds what is written.
             max_bytes: The limit of all segments, those of other models included.
-            segment_bytes: The size of a segment.
+            segment_bytes: The largest size of a segment.
+            num_writers: The ranks that write to the folder; each can have two segments.
         """
         record_bytes = folder.part.record_bytes
+        segment_bytes = min(segment_bytes, max_bytes // (2 * num_writers))
         self.written_bytes = 0
         self.num_dropped = 0
         self._folder = folder
@@ -67,6 +74,7 @@ class KVWriter:
         for path, _, used in segments(folder.root):
             if used < oldest:
                 remove(path)
+        self._make_room(0)
 
     def append(self, key: bytes, page: memoryview) -> bool:
         """Write a page, unless a limit or an error forbids it; return whether it was written."""
@@ -127,11 +135,11 @@ class KVWriter:
 
     def _start(self) -> bool:
         """Make a new segment, if there is room or others can be removed."""
-        if not self._make_room():
-            return False
         name = f"{int(time.time())}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        descriptor = locked(self._folder.path / name, flags)
+        with alone(self._folder.root):  # Ranks fill their segments at the same time.
+            has_room = self._make_room(self._segment_bytes)
+            descriptor = locked(self._folder.path / name, flags) if has_room else None
         if descriptor is None:
             return False
         self._take(name, descriptor)
@@ -150,12 +158,16 @@ class KVWriter:
             self._segment = None
             self._folder.own("")
 
-    def _make_room(self) -> bool:
-        """Remove the segments unused for longest until a new one fits; return whether it does."""
+    def _make_room(self, num_bytes: int) -> bool:
+        """Remove the segments unused for longest until a file fits; return whether it does.
+
+        A segment that is not full counts as if it were, since any process may go on with it.
+        """
         folder = self._folder
         found = sorted(segments(folder.root), key=lambda entry: entry[2])
-        excess = sum(size for _, size, _ in found) + self._segment_bytes - self._max_bytes
-        for path, size, _ in found:
+        sizes = [max(size, self._segment_bytes) for _, size, _ in found]
+        excess = sum(sizes) + num_bytes - self._max_bytes
+        for (path, *_), size in zip(found, sizes, strict=True):
             if excess <= 0:
                 break
             if remove(path):

@@ -207,8 +207,38 @@ def test_the_limit_counts_every_file(root):
         assert total <= 4 * SMALL
     assert not list(old.glob("*.kv"))
     assert read(folder, 8 * fitting - 1) and read(folder, 0) is None
-    full = KVWriter(opened(root), SMALL // 2, SMALL)
+    full = KVWriter(opened(root), HEADER_BYTES, SMALL)
     assert not full.append(key_of(-1), memoryview(page_of(-1)))
+
+
+def test_the_limit_holds_for_ranks_that_write_at_once(root):
+    """Files of several ranks, which grow alike, are counted as large as they may become."""
+    parts = [PART._replace(first_head=head, num_heads=1) for head in range(4)]
+    folders = [opened(root, part) for part in parts]
+    writers = [KVWriter(folder, 8 * SMALL, SMALL, num_writers=4) for folder in folders]
+    fitting = (SMALL - HEADER_BYTES) // parts[0].record_bytes
+    for number in range(5 * fitting):
+        for part, writer in zip(parts, writers, strict=True):
+            assert writer.append(key_of(number), memoryview(page_of(number, part)))
+        assert sum(path.stat().st_size for path in root.glob("*/*.kv")) <= 8 * SMALL
+    for part, folder in zip(parts, folders, strict=True):
+        assert read(folder, number) == page_of(number, part)
+    few = [KVWriter(folder, 2 * SMALL, SMALL, num_writers=4) for folder in folders]
+    for part, writer in zip(parts, few, strict=True):
+        assert writer.append(key_of(-1), memoryview(page_of(-1, part))), "one has no room"
+
+
+def test_a_lower_limit_holds_from_the_start(root):
+    """A process with a lower limit than the one before removes what is beyond it."""
+    folder = opened(root)
+    writer = KVWriter(folder, 8 * SMALL, SMALL)
+    for number in range(80):
+        assert writer.append(key_of(number), memoryview(page_of(number)))
+    writer.close()
+    assert len(list(root.glob("*/*.kv"))) > 3
+    KVWriter(opened(root), 3 * SMALL, SMALL)
+    assert sum(path.stat().st_size for path in root.glob("*/*.kv")) <= 3 * SMALL
+    assert read(opened(root), 79) == page_of(79)
 
 
 def test_a_process_leaves_the_files_of_others_alone(root):
