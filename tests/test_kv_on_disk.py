@@ -1,6 +1,7 @@
 """KV pages on disk: a later process computes nothing twice, and answers with the same bits."""
 
 import json
+import random
 import sys
 import threading
 from pathlib import Path
@@ -20,7 +21,7 @@ from helpers.kv_pages import (
     num_cached,
     wait_until_written,
 )
-from helpers.launch import DEMO, PROGRAMS, run_program
+from helpers.launch import DEMO, PROGRAMS, environment, run_program
 from helpers.server import run_server
 from helpers.waiting import wait_until
 from helpers.web import web
@@ -254,6 +255,29 @@ def test_three_ranks_read_what_one_has_written(root, tmp_path):
     found = run_ranks(tmp_path, 3, root, "1", "close", "fp32", "2")
     assert found["first"][1] >= max(FULL)
     assert [ids for ids, _ in found["first"][0]] == wanted
+
+
+@pytest.mark.slow
+def test_a_server_on_a_slow_disk(root, tmp_path):
+    """A server whose reads take long stops to load prompts, and answers all the same."""
+    prompts = [random.Random(i).choices(range(300, 1800), k=200) for i in range(10)]
+    with build(DEMO, root, dtype="bf16") as llama:
+        found = [answers(llama, [prompt], temperature=0.0)[0][0] for prompt in prompts]
+        wanted = [llama.tokenizer.decode(ids) for ids in found]
+    program = (str(PROGRAMS / "kv_server.py"),)
+    flags = (str(DEMO), "--dtype", "bf16", "--kv_cache_dir", str(root))
+    env = environment(SLOW_READS_S="0.1")
+    num_cached = []
+    with run_server(*flags, program=program, env=env) as server:
+        for prompt, text in zip(prompts, wanted, strict=True):
+            body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
+            answer = web.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == text
+            usage = answer.json()["usage"]
+            num_cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        assert server.stop() == 0
+    assert num_cached[0] == 192 and sum(num_cached) <= 3 * 192
 
 
 @pytest.mark.slow

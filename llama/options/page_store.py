@@ -38,6 +38,7 @@ _CLOSE_S = 30.0  # seconds in which they are written in the end
 _MEASURED_TOKENS = 128  # tokens of a step whose time says how long prompts take
 _WEIGHT = 0.2  # the weight of a new measurement in a mean
 _RETRY_S = 60.0  # seconds after which a slow disk is tried again
+_UNCOMPARED_S = 1.0  # a load may take so long, times `min_gain`, before computing was measured
 
 
 @dataclass
@@ -143,17 +144,19 @@ class PageStore(StepHook):
 
     def before_pack(self, step: Step) -> None:
         """Read what was planned, on all ranks alike; let the step compute what any rank misses."""
+        if self._planned:
+            self._load_planned(step)
+        num_tokens = sum([item.count for item in step.items])
+        if num_tokens >= _MEASURED_TOKENS:
+            self._timed = (step, time.perf_counter(), num_tokens)
+
+    def _load_planned(self, step: Step) -> None:
         loads = self._planned
         self._planned = []
-        now = time.perf_counter()
-        if not loads:
-            num_tokens = sum([item.count for item in step.items])
-            if num_tokens >= _MEASURED_TOKENS:
-                self._timed = (step, now, num_tokens)
-            return
+        began = time.perf_counter()
         found = [self._read(load) for load in loads]
         counts = self._model.parallel.lowest([count for count, _ in found])
-        seconds = time.perf_counter() - now
+        seconds = time.perf_counter() - began
         num_planned = sum(len(load.pages) for load in loads)
         self._page_seconds = _mean(self._page_seconds, seconds / num_planned)
         for load, count, (_, data) in zip(loads, counts, found, strict=True):
@@ -208,25 +211,29 @@ class PageStore(StepHook):
         return self._path is not None and self._model.execution_path() is self._path
 
     def _num_worth_reading(self, contents: Sequence[bytes]) -> int:
-        """Return how many leading pages are found, if reading is faster than computing."""
+        """Return how many leading pages are found, if reading is faster than computing.
+
+        Where computing was not measured yet and reading is slow, enough is left to measure it. A
+        slow disk is tried with a few pages now and then.
+        """
         self.folder.refresh()
         count = 0
         while count < len(contents) and contents[count] in self.folder:
             count += 1
-        return count if count and self._is_reading_faster() else 0
-
-    def _is_reading_faster(self) -> bool:
-        """Return whether a page is read sooner than computed; a slow disk is tried now and then."""
-        if self._page_seconds is None or self._token_seconds is None:
-            return True
-        if self._policy.min_gain * self._page_seconds <= self._size * self._token_seconds:
-            return True
+        if not count or self._page_seconds is None:
+            return count
+        num_measured = -(-_MEASURED_TOKENS // self._size)
+        least = self._policy.min_gain * self._page_seconds  # seconds that computing a page takes
+        if self._token_seconds is None:
+            return count if least * count <= _UNCOMPARED_S else max(0, count - num_measured)
+        if least <= self._size * self._token_seconds:
+            return count
         now = time.monotonic()
         if now < self._retry_at:
-            return False
+            return 0
         is_due = self._retry_at > 0
         self._retry_at = now + _RETRY_S
-        return is_due
+        return min(count, num_measured) if is_due else 0
 
     def _read(self, load: _Load) -> tuple[int, Tensor]:
         """Read this rank's heads of pages.
