@@ -35,6 +35,7 @@ FLOORS = [
     "llama/weights",
     "llama/ranks",
     "llama/model",
+    "llama/vision",
     "llama/engine",
     "llama/checkpoint",
     "llama/options",

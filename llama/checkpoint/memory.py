@@ -19,6 +19,8 @@ from llama.model.transformer import Transformer
 from llama.ops.formats import num_blocks
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
+from llama.vision.parts import with_image_parts
+from llama.vision.tensors import ENCODER
 from llama.weights import choice
 from llama.weights.groups import GroupedWeight, QuantKey
 from llama.weights.weight import Weight
@@ -66,7 +68,8 @@ def bytes_of_params(
     }
     num_bytes = 0
     for name, shape in rank_shapes(params, placement).items():
-        weight_format = ends.get(name, quantize)
+        is_plain = name.startswith(ENCODER)
+        weight_format = None if is_plain else ends.get(name, quantize)
         num_bytes += choice.bytes_of(shape, dtype, weight_format)
     return num_bytes
 
@@ -96,7 +99,9 @@ def _weights_in_codes(
     """
     reader = CheckpointReader(checkpoint)
     parallel = Parallel(placement)
-    model = Transformer(checkpoint.params, parallel=parallel, device="meta", dtype=dtype)
+    model = with_image_parts(
+        Transformer(checkpoint.params, parallel=parallel, device="meta", dtype=dtype)
+    )
     num_bytes = 0.0
     formats = set()
     for module, shards in model.loading_order():

@@ -48,7 +48,8 @@ def pack_model(
                 model.output.weight = module.weight
         elif isinstance(module, Linear) or module is only_tied:
             is_end = module is lm_head or module is only_tied
-            pack_matrix(module, choice.lm_head_format(quantize) if is_end else quantize)
+            quantize_to = choice.lm_head_format(quantize) if is_end else quantize
+            pack_matrix(module, quantize_to if module.may_quantize else None)
         if module is lm_head:
             model.tie()
 

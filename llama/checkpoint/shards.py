@@ -38,7 +38,7 @@ def open_shards(checkpoint: Checkpoint) -> list[Shard]:
     first = checkpoint.header or checkpoint.shards[0]  # a header need not be read again
     shards = [open_model_tensors(file) for file in (first, *checkpoint.shards[1:])]
     if checkpoint.vision is not None:
-        shards = [checkpoint.vision.text_tensors(shard) for shard in shards]
+        shards = checkpoint.vision.tensors(shards)
     for shard in shards:
         if checkpoint.params_of_files.tied_output and is_tied(shard):
             del shard["output.weight"]

@@ -15,6 +15,7 @@ from llama.model.kinds import KINDS, HalfKind, TensorEntry
 from llama.model.plan import LayerPlan
 from llama.model.shares import RankShare
 from llama.ranks.placement import WHOLE, Placement
+from llama.vision import tensors as vision
 
 
 def _in_layer(kinds: Iterable[HalfKind | type[HalfKind]]) -> dict[str, TensorEntry]:
@@ -39,7 +40,7 @@ _OTHERS = {
 def _entry(name: str) -> TensorEntry:
     if name.startswith("layers."):
         return _OF_LAYERS[name.split(".", 2)[2]]
-    return _OTHERS[name]
+    return vision.entry_of(name) or _OTHERS[name]
 
 
 def name_in(layout: str, name: str) -> str:
@@ -49,7 +50,7 @@ def name_in(layout: str, name: str) -> str:
         layout: "meta", "hf" or "gguf".
         name: Meta's name, or that of a tensor which GGUF alone has.
     """
-    if layout not in ("hf", "gguf") or name == ROPE_DIVISORS:
+    if layout not in ("hf", "gguf") or name == ROPE_DIVISORS or vision.entry_of(name):
         return name
     entry = _entry(name)
     prefix = ""
@@ -78,7 +79,13 @@ def whole_shapes(params: ModelArgs) -> dict[str, Size]:
     if not params.tied_output:
         entries[_LM_HEAD] = _OTHERS[_LM_HEAD]
     sizes = {letter: len(plan.share.rows(letter)) for letter in "VEFQK"}
-    return {name: Size(sizes[letter] for letter in entry.shape) for name, entry in entries.items()}
+    shapes = {
+        name: Size(sizes[letter] for letter in entry.shape) for name, entry in entries.items()
+    }
+    for name, entry in vision.entries(params):
+        whole = vision.VisionShare.of(params, WHOLE)
+        shapes[name] = Size(len(whole.rows(letter)) for letter in entry.shape)
+    return shapes
 
 
 def share(params: ModelArgs, name: str, placement: Placement) -> tuple[int, range]:
@@ -88,7 +95,15 @@ def share(params: ModelArgs, name: str, placement: Placement) -> tuple[int, rang
     """
     entry = _entry(name)
     dim = entry.dim or 0
-    return dim, RankShare.of(params, placement).rows(entry.shape[dim])
+    if entry.dim is None:  # the letters of divided dimensions also name whole ones
+        placement = WHOLE
+    return dim, _share_of(params, name, placement).rows(entry.shape[dim])
+
+
+def _share_of(params: ModelArgs, name: str, placement: Placement) -> RankShare | vision.VisionShare:
+    """Return the part of each dimension of a tensor that a rank holds."""
+    of = RankShare.of if vision.entry_of(name) is None else vision.VisionShare.of
+    return of(params, placement)
 
 
 def rank_shapes(params: ModelArgs, placement: Placement) -> dict[str, Size]:
@@ -96,12 +111,16 @@ def rank_shapes(params: ModelArgs, placement: Placement) -> dict[str, Size]:
     rank_share = RankShare.of(params, placement)
     shapes = {}
     for name, shape in whole_shapes(params).items():
-        if not _has(rank_share, name):
+        is_of_images = vision.entry_of(name) is not None
+        if not (
+            vision.is_held(params, rank_share, name) if is_of_images else _has(rank_share, name)
+        ):
             continue
         entry = _entry(name)
         sizes = list(shape)
         if entry.dim is not None:
-            sizes[entry.dim] = len(rank_share.rows(entry.shape[entry.dim]))
+            own_share = _share_of(params, name, placement)
+            sizes[entry.dim] = len(own_share.rows(entry.shape[entry.dim]))
         shapes[name] = Size(sizes)
     return shapes
 

@@ -1,29 +1,34 @@
-"""The text model in a vision checkpoint, such as Llama 3.2 11B Vision and 90B Vision.
+"""The text model in a vision checkpoint, such as Llama 3.2 11B Vision and 90B Vision, and the rest.
 
-In: the content of params.json or config.json, and the tensors of a file. Out: the same of the text
-model. Its cross-attention layers attend to images only. Without an image Meta's code leaves them
-out, so that the other layers alone are a Llama; the image encoder, the projector of its results and
-the embeddings of image tokens are left out as well. Names and numbers follow Meta's
-llama_models/llama3/multimodal and the conversion of transformers. No file is opened here.
+In: the content of params.json or config.json, and the tensors of files. Out: the same of the text
+model, and with `reads_images` of the whole model, under Meta's names. The cross-attention layers
+attend to images only. Without an image Meta's code leaves them out, so that the other layers alone
+are a Llama. Names and numbers follow Meta's llama_models/llama3/multimodal and the conversion of
+transformers; `llama.checkpoint.hf.vision` gives the encoder of Hugging Face's layout Meta's names
+and shapes. No file is opened here.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from llama.checkpoint.files import MappedTensor
+from llama.checkpoint.hf import vision as hf
 from llama.common.checks import brief, errors_in, whole_number
+from llama.model.args import VisionArgs
+from llama.vision.tensors import CROSS, IMAGE_TOKEN
 
 _MAX_LAYERS = 2**13
 _NUM_CROSS_LAYERS = "vision_num_cross_attention_layers"
-_META_KEYS = (_NUM_CROSS_LAYERS, "vision_chunk_size", "vision_max_num_chunks", "vision_model")
+_CHUNK_SIZE = "vision_chunk_size"
+_MAX_CHUNKS = "vision_max_num_chunks"
+# The key of sizes that are constants in Meta's code, by their names in `VisionArgs`.
+_SIZES = "vision_sizes"
+_META_KEYS = (_NUM_CROSS_LAYERS, _CHUNK_SIZE, _MAX_CHUNKS, _SIZES, "vision_model")
 _META_PREFIX = "text_model."
-_META_LEFT_OUT = (
-    "vision_model.",
-    "text_model.cross_attention_layers.",
-    "text_model.learnable_embedding.",
-)
+_META_IMAGE_TOKEN = "text_model.learnable_embedding.weight"  # its first row, of eight
+_META_LEFT_OUT = ("vision_model.", "text_model.cross_attention_layers.", _META_IMAGE_TOKEN)
 # Hugging Face's prefixes of the text model, and what follows in the names of a Llama. Those that
 # begin with "model." are transformers' own since version 4.52.
 _HF_PREFIXES = {
@@ -37,6 +42,7 @@ _HF_LEFT_OUT = (
     "multi_modal_projector.",
     "model.multi_modal_projector.",
 )
+_HF_ENCODER = re.compile(r"(?:model\.)?((?:vision_model|multi_modal_projector)\..*)")
 _HF_EMBEDDING = "model.embed_tokens.weight"
 # The rows that Hugging Face's embedding has behind those of the vocabulary.
 _NUM_IMAGE_ROWS = 8
@@ -53,32 +59,100 @@ class VisionParts:
         layers: In Hugging Face's layout, which numbers all layers together: the number in the text
             model of each of its layers, by the number in the files. Empty in Meta's layout.
         vocab_size: In Hugging Face's layout, the rows of the embedding that are tokens of text.
+        settings: What the file says of the encoder: vision_config, or the keys of params.json.
+        reads_images: Whether the other parts are loaded, too.
     """
 
     num_cross_layers: int
     layers: Mapping[int, int] = field(default_factory=dict)
     vocab_size: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    reads_images: bool = False
+
+    def args(self, source: str) -> VisionArgs:
+        """Return the sizes of the parts that read images.
+
+        Args:
+            source: What errors name.
+
+        Raises:
+            ValueError: They are not described as those of a vision model, or do not fit.
+        """
+        with errors_in(source):
+            if not self.layers:
+                return _meta_args(self.settings, self.num_cross_layers)
+            args = hf.args_of(self.settings, self.num_cross_layers)
+            expected = args.cross_layers(len(self.layers))
+            before = tuple(self.layers[number + 1] for number in self._cross_numbers)
+            if before != expected:
+                raise ValueError(
+                    f"the cross-attention layers run before layers {before} of text, and those of "
+                    f"Llama 3.2 before {expected}"
+                )
+        return args
+
+    @property
+    def _cross_numbers(self) -> list[int]:
+        """Return the numbers of the cross-attention layers in Hugging Face's layout."""
+        count = len(self.layers) + self.num_cross_layers
+        return [number for number in range(count) if number not in self.layers]
 
     def describe(self) -> str:
         """Return which part of the checkpoint is loaded, for reports."""
+        if self.reads_images:
+            return (
+                f"a vision model with {self.num_cross_layers} cross-attention layers: it reads "
+                "images"
+            )
         return (
             f"the text model of a vision checkpoint, without its {self.num_cross_layers} "
             "cross-attention layers and its image encoder: images are refused"
         )
 
-    def text_tensors(self, tensors: dict[str, MappedTensor]) -> dict[str, MappedTensor]:
-        """Return the tensors of the text model, under the names that a Llama's have."""
-        text: dict[str, MappedTensor] = {}
+    def tensors(self, shards: list[dict[str, MappedTensor]]) -> list[dict[str, MappedTensor]]:
+        """Return the tensors of the parts that are loaded, under their names here.
+
+        Those of the text model have the names of a Llama in this layout, and the others Meta's.
+
+        Args:
+            shards: The tensors of each file.
+        """
+        if self.layers:
+            return [self._hf_tensors(shard) for shard in shards]
+        loaded = []
+        for shard in shards:
+            tensors = {name.removeprefix(_META_PREFIX): x for name, x in shard.items()}
+            if not self.reads_images:
+                left_out = [x.removeprefix(_META_PREFIX) for x in _META_LEFT_OUT]
+                names = [name for name in tensors if not name.startswith(tuple(left_out))]
+                tensors = {name: tensors[name] for name in names}
+            elif _META_IMAGE_TOKEN in shards[0]:
+                tensors.pop(_META_IMAGE_TOKEN.removeprefix(_META_PREFIX), None)
+                first = shards[0][_META_IMAGE_TOKEN]
+                tensors[IMAGE_TOKEN] = first._replace(data=first.data[0])
+            loaded.append(tensors)
+        return loaded
+
+    def _hf_tensors(self, tensors: dict[str, MappedTensor]) -> dict[str, MappedTensor]:
+        loaded: dict[str, MappedTensor] = {}
         for name, tensor in tensors.items():
-            text_name = self._hf_name(name) if self.layers else _meta_name(name)
+            text_name = self._hf_name(name)
+            encoder_name = _HF_ENCODER.fullmatch(name)
+            if text_name is None and encoder_name and self.reads_images:
+                text_name, data = hf.metas_tensor(encoder_name[1], tensor.data, self.settings)
+                is_same = data.data_ptr() == tensor.data.data_ptr()
+                tensor = tensor._replace(data=data, offset=tensor.offset if is_same else None)
             if text_name is None:
                 continue
             rows = tensor.data
             has_image_rows = len(rows) == self.vocab_size + _NUM_IMAGE_ROWS
             if text_name == _HF_EMBEDDING and rows.dim() == 2 and has_image_rows:
+                if self.reads_images:
+                    image_row = rows[self.vocab_size]
+                    loaded[IMAGE_TOKEN] = tensor._replace(data=image_row, offset=None)
                 tensor = tensor._replace(data=rows[: self.vocab_size])
-            text[text_name] = tensor
-        return text
+            loaded[text_name] = tensor
+        return loaded
 
     def _hf_name(self, name: str) -> str | None:
         """Return the name in a Llama of a tensor of Hugging Face's layout; None: it has none."""
@@ -95,15 +169,26 @@ class VisionParts:
         if number >= len(self.layers) + self.num_cross_layers:
             return name  # one layer too many, which the check of all names refuses
         if number not in self.layers:
-            return None
+            index = self._cross_numbers.index(number)
+            within = hf.cross_name(name[match.end() :])
+            return f"{CROSS}{index}.{within}" if self.reads_images else None
         return f"model.layers.{self.layers[number]}.{name[match.end() :]}"
 
 
-def _meta_name(name: str) -> str | None:
-    """Return the name in a Llama of a tensor of Meta's layout; None: it has none."""
-    if name.startswith(_META_LEFT_OUT):
-        return None
-    return name.removeprefix(_META_PREFIX)
+def _meta_args(params: Mapping[str, Any], num_cross_layers: int) -> VisionArgs:
+    """Return the sizes of the encoder that params.json gives, or those of Meta's models."""
+    given: dict[str, Any] = {}
+    for key, name in ((_CHUNK_SIZE, "chunk_size"), (_MAX_CHUNKS, "max_tiles")):
+        if params.get(key, -1) != -1:
+            given[name] = params[key]
+    sizes = params.get(_SIZES, {})
+    known = {each.name for each in fields(VisionArgs)}
+    if not isinstance(sizes, dict) or not sizes.keys() <= known:
+        raise ValueError(f"{_SIZES}={brief(sizes)} must have some of {', '.join(sorted(known))}")
+    given |= sizes
+    if "features" in given:
+        given["features"] = tuple(given["features"])
+    return VisionArgs(num_cross_layers, **given)
 
 
 def split_params(params: dict[str, Any], source: str) -> tuple[dict[str, Any], VisionParts | None]:
@@ -127,7 +212,9 @@ def split_params(params: dict[str, Any], source: str) -> tuple[dict[str, Any], V
     if count == -1:  # Meta's value for a model without images
         return text, None
     with errors_in(source):
-        return text, VisionParts(whole_number(_NUM_CROSS_LAYERS, count, 1, _MAX_LAYERS))
+        count = whole_number(_NUM_CROSS_LAYERS, count, 1, _MAX_LAYERS)
+        settings = {key: params[key] for key in _META_KEYS if key in params}
+        return text, VisionParts(count, settings=settings)
 
 
 def split_config(config: dict[str, Any], source: str) -> tuple[dict[str, Any], VisionParts | None]:
@@ -160,5 +247,8 @@ def split_config(config: dict[str, Any], source: str) -> tuple[dict[str, Any], V
         self_layers = [number for number in range(count) if number not in cross_layers]
         layers = {number: index for index, number in enumerate(self_layers)}
         vocab_size = whole_number("vocab_size", text.get("vocab_size"), 1, 2**24)
-    parts = VisionParts(count - len(layers), layers, vocab_size)
+    settings = config.get("vision_config")
+    parts = VisionParts(
+        count - len(layers), layers, vocab_size, settings if isinstance(settings, dict) else {}
+    )
     return text | {"model_type": "llama", "num_hidden_layers": len(layers)}, parts

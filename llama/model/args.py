@@ -17,6 +17,76 @@ MAX_SIZE = 2**24  # largest vocabulary, and largest multiple of the ffn size
 
 
 @dataclass(frozen=True)
+class VisionArgs:
+    """The sizes of the parts of a model that read images; the defaults are those of Meta's models.
+
+    Attributes:
+        num_cross_layers: The cross-attention layers, spread among the layers of text.
+        chunk_size: The pixels of a tile's side.
+        max_tiles: The largest number of tiles of an image.
+        patch_size: The pixels of a patch's side; each patch is a token.
+        width: The elements of a token in the encoder.
+        n_heads: The attention heads of the encoder.
+        ffn_dim: The columns of its feed-forward blocks.
+        n_layers: Its blocks within which tiles differ by their pixels and places.
+        n_global_layers: The gated blocks after these.
+        features: The blocks whose inputs are a part of the result.
+    """
+
+    num_cross_layers: Annotated[int, Range(1, 2**13)]
+    chunk_size: Annotated[int, Range(1, 2**14)] = 560
+    max_tiles: Annotated[int, Range(1, 16)] = 4
+    patch_size: Annotated[int, Range(1, 2**10)] = 14
+    width: Annotated[int, Range(1, 2**16)] = 1280
+    n_heads: Annotated[int, Range(1, 2**10)] = 16
+    ffn_dim: Annotated[int, Range(1, 2**18)] = 5120
+    n_layers: Annotated[int, Range(1, 2**10)] = 32
+    n_global_layers: Annotated[int, Range(1, 2**10)] = 8
+    features: tuple[int, ...] = (3, 7, 15, 23, 30)
+
+    @property
+    def head_dim(self) -> int:
+        """Return the elements of a head of the encoder."""
+        return self.width // self.n_heads
+
+    @property
+    def tokens_per_tile(self) -> int:
+        """Return the tokens of a tile: its patches and the class token."""
+        return (self.chunk_size // self.patch_size) ** 2 + 1
+
+    @property
+    def features_dim(self) -> int:
+        """Return the elements of a token of the encoder's result."""
+        return self.width * (1 + len(self.features))
+
+    def cross_layers(self, n_layers: int) -> tuple[int, ...]:
+        """Return the layers of text before which the cross-attention layers run, in order."""
+        step = -(-n_layers // self.num_cross_layers)
+        last_first = range(n_layers - 1, -1, -step)[: self.num_cross_layers]
+        return tuple(reversed(last_first))
+
+    def check(self, n_layers: int) -> None:
+        """Check that the sizes fit one another, and a model of so many layers.
+
+        Raises:
+            ValueError: They do not.
+        """
+        check_ranges(self)
+        if len(self.cross_layers(n_layers)) != self.num_cross_layers:
+            raise ValueError(
+                f"{self.num_cross_layers} cross-attention layers cannot be spread among "
+                f"{n_layers} layers"
+            )
+        if self.chunk_size % self.patch_size or self.width % self.n_heads:
+            raise ValueError(
+                f"chunk_size={self.chunk_size} must be a multiple of "
+                f"patch_size={self.patch_size}, and width={self.width} of n_heads={self.n_heads}"
+            )
+        if not all(0 <= block < self.n_layers for block in self.features):
+            raise ValueError(f"features={self.features} are not all below {self.n_layers} blocks")
+
+
+@dataclass(frozen=True)
 class ModelArgs:
     """The contents of params.json, under Meta's names, and the two sizes of the run.
 
@@ -51,6 +121,7 @@ class ModelArgs:
     context_length: Annotated[int | None, Range(1, 2**40)] = None
     tied_output: bool = False
     is_causal: bool = True  # whether a token attends only to those before it
+    vision: VisionArgs | None = None  # the parts that read images; None: the model reads text alone
 
     max_batch_size: int = 32  # sequences that run at once
     max_seq_len: int = 2048  # tokens of prompt and answer together
@@ -121,7 +192,7 @@ class ModelArgs:
         Raises:
             ValueError: A key is unknown or missing, or a value is out of range.
         """
-        known = {f.name for f in fields(cls)} - HARMLESS_PARAMS
+        known = {f.name for f in fields(cls)} - HARMLESS_PARAMS - {"vision"}
         for key in sorted(params.keys() - known - HARMLESS_PARAMS):
             raise ValueError(
                 f"{source}: unknown key {brief(key)}. This runtime knows text models with the keys "
@@ -169,6 +240,8 @@ class ModelArgs:
                 )
             if self.ffn_dim < 1:
                 raise ValueError(f"ffn_dim_multiplier={self.ffn_dim_multiplier} leaves no ffn")
+            if self.vision is not None:
+                self.vision.check(self.n_layers)
 
     def check_ranks(self, size: int) -> None:
         """Check that a model-parallel group of `size` ranks can divide this model.
@@ -207,4 +280,7 @@ class ModelArgs:
 
     def _divided(self) -> dict[str, int]:
         """Return the sizes that ranks or shards divide, by name."""
-        return {"n_heads": self.n_heads, "ffn_dim": self.ffn_dim, "vocab_size": self.vocab_size}
+        sizes = {"n_heads": self.n_heads, "ffn_dim": self.ffn_dim, "vocab_size": self.vocab_size}
+        if self.vision is not None:
+            sizes["vision n_heads"] = self.vision.n_heads
+        return sizes

@@ -14,7 +14,7 @@ Shapes: L layers, T tokens, E model dim, H query heads, K kv heads, D head dim, 
 slots per page. H, K and F are this rank's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from llama.model.kinds import HalfKind, HalfLayer
 from llama.model.layers import Changes, RMSNorm, WatchedList, WatchedModule
 from llama.model.plan import LayerPlan
-from llama.ops.batch import Batch
+from llama.ops.batch import Batch, CrossRows
 from llama.ops.kernels import Kernels
 from llama.ops.norm import add_norm, rms_norm
 from llama.ranks.parallel import Parallel
@@ -168,6 +168,26 @@ class Executor(Protocol):
         """Run the layers, with the arguments and the result of `OpLayers.run`."""
 
 
+class ImageLayers(Protocol):
+    """The parts of a rank's model that read images: `llama.vision.parts.ImageParts`."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Return the layers of text before which a cross-attention layer runs, in order."""
+
+    def loading_order(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+        """Yield each part with its tensors, as `Transformer.loading_order` does."""
+
+    def embed(self, embedding: nn.Module, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens (T), among which are positions of images, (T, E)."""
+
+    def store(self, cross: CrossRows, batch: Batch, kv_cache: Tensor) -> None:
+        """Encode the images that are new in a step, and store their keys and values."""
+
+    def run_before(self, layer: int, x: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+        """Run the cross-attention layer before a layer of text, if there is one, on (T, E)."""
+
+
 class LayerExecution:
     """Finds the executor of the layers, and makes it again when they have changed.
 
@@ -194,11 +214,13 @@ class LayerExecution:
         self._changes = Changes()
         self._kernels: Kernels | None = None  # the kernels of the executor
         self._executor: Executor | None = None
+        self._sublayers: list[SubLayer] = []  # what the executor runs
+        self._parts: list[tuple[int, Executor]] = []
         self._hooks: list[Mapping[int, Any]] = []  # the forward hooks of all modules
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which makes an executor of its own weights."""
-        return {**self.__dict__, "_kernels": None, "_executor": None, "_hooks": []}
+        return {**self.__dict__, "_kernels": None, "_executor": None, "_parts": [], "_hooks": []}
 
     def find(self, kernels: Kernels) -> Executor | None:
         """Return the executor that is valid now, or None if the modules must run.
@@ -216,6 +238,29 @@ class LayerExecution:
             return None
         return self._executor
 
+    def parts(self, layers: Sequence[int]) -> list[tuple[int, Executor]]:
+        """Return executors of the layers between some, each with the first layer that it runs.
+
+        Args:
+            layers: Layers of this rank with which an executor begins; the same at each call.
+        """
+        if not self._parts:
+            assert self._kernels is not None and self._sublayers
+            begins = [sublayer.begins for sublayer in self._sublayers]
+            first = begins[0]
+            starts = [0, *(begins.index(layer) for layer in layers if layer != first)]
+            ends = [*starts[1:], len(begins)]
+            for start, end in zip(starts, ends, strict=True):
+                layer = begins[start]
+                assert layer is not None
+                part = self._executor_of(self._sublayers[start:end], self._kernels)
+                self._parts.append((layer, part))
+        return self._parts
+
+    def _executor_of(self, sublayers: list[SubLayer], kernels: Kernels) -> Executor:
+        executor: Executor | None = kernels.run("layers", self._plan, sublayers, self._parallel)
+        return executor or OpLayers(self._plan, sublayers, self._parallel)
+
     def make_again(self) -> None:
         """Look at all modules again before the next step."""
         self._changes.has_any = True
@@ -224,6 +269,7 @@ class LayerExecution:
         modules = self._layers.modules()
         called = [x for x in modules if x is not self._layers and not isinstance(x, Weight)]
         self._hooks = []
+        self._parts = []
         self._layers.report_to(self._changes)
         for module in called:
             self._hooks += [module._forward_hooks, module._forward_pre_hooks]
@@ -239,5 +285,5 @@ class LayerExecution:
             layer: Any = self._layers[spec.index]
             first, *others = layer.sublayers(spec.kv_plane)
             sublayers += [replace(first, begins=spec.index), *others]
-        executor: Executor | None = kernels.run("layers", self._plan, sublayers, self._parallel)
-        return executor or OpLayers(self._plan, sublayers, self._parallel)
+        self._sublayers = sublayers
+        return self._executor_of(sublayers, kernels)

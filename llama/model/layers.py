@@ -9,12 +9,13 @@ Shapes: ... any leading dimensions; N outputs and K inputs of a weight; E model 
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from llama.common.allocation import use_huge_pages
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.norm import rms_norm
 from llama.ranks.parallel import Parallel
@@ -94,10 +95,12 @@ class Matrix(WatchedModule):
     Attributes:
         weight: The weight.
         names: Meta's names of the tensors that it is made of, in order.
+        may_quantize: Whether it is quantized where the model is; else it keeps the model's type.
     """
 
     weight: Weight
     names: Sequence[str] = ()
+    may_quantize: ClassVar[bool] = True
 
     def __init__(self, n_out: int, n_in: int) -> None:
         super().__init__()
@@ -249,6 +252,46 @@ class FusedBlock(WatchedModule):
             if name in self.__dict__.get("rows", {}):
                 hint = f"it is part of {self.fused}; state_dict() and parts() have it by this name"
             raise (AttributeError(f"{error}: {hint}") if hint else error) from None
+
+
+def allocate(
+    root: nn.Module,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    late: Container[nn.Module] = (),
+) -> None:
+    """Give every parameter of some modules its memory.
+
+    Args:
+        root: The modules.
+        device: Where the memory is.
+        dtype: The type of the elements.
+        late: Matrices that get their memory when their turn comes.
+    """
+    for module in list(root.modules()):
+        if isinstance(module, Matrix):
+            module_device = "meta" if module in late else device
+            module.weight = PlainWeight.empty(*module.weight.shape, module_device, dtype)
+            use_huge_pages(module.weight.values)  # before the first access, which decides it
+    for module in root.modules():
+        if isinstance(module, PlainWeight):
+            continue
+        for name, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, name, unfilled(*weight.shape, device=device, dtype=dtype))
+
+
+def name_matrices(root: nn.Module) -> None:
+    """Give every matrix Meta's names of the tensors that it is made of."""
+    modules = dict(root.named_modules())
+    for path, module in modules.items():
+        if not isinstance(module, Matrix):
+            continue
+        parent_path, _, name = path.rpartition(".")
+        parent: Any = modules[parent_path]
+        is_fused = getattr(parent, "fused", None) == name
+        names = parent.rows if is_fused else [name]
+        prefix = f"{parent_path}." if parent_path else ""
+        module.names = [f"{prefix}{part}.weight" for part in names]
 
 
 def _show_parts(block: FusedBlock, state_dict: Any, prefix: str, _: Any) -> None:

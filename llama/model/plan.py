@@ -6,7 +6,7 @@ weights.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -52,6 +52,8 @@ class LayerPlan:
         head_dim: Elements of one head.
         eps: The epsilon of the norms.
         kv_format: How the KV cache stores keys and values.
+        image_ratio: The tokens of an image that a page holds for each token of text; 0 for a model
+            of text. Each cross-attention layer has as many planes of the KV cache, on every stage.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -60,6 +62,7 @@ class LayerPlan:
     head_dim: int
     eps: float
     kv_format: KVFormat = AS_COMPUTED
+    image_ratio: int = 0
 
     @classmethod
     def of(
@@ -81,6 +84,7 @@ class LayerPlan:
             head_dim=args.head_dim,
             eps=args.norm_eps,
             kv_format=kv_format,
+            image_ratio=_image_ratio(args, placement),
         )
 
     @cached_property
@@ -145,6 +149,20 @@ class LayerPlan:
         """Return the bytes that the keys and values of one token take on this rank."""
         shape, row_dtype = self.kv_cache(1, 1, dtype)
         return torch.Size(shape).numel() * row_dtype.itemsize
+
+
+def _image_ratio(args: ModelArgs, placement: Placement) -> int:
+    """Return how many planes of the KV cache each cross-attention layer of any stage can have."""
+    if args.vision is None:
+        return 0
+    cross_layers = args.vision.cross_layers(args.n_layers)
+    ratios = []
+    for stage in range(placement.stages):
+        layers = RankShare.of(args, replace(placement, stage=stage)).layers
+        num_cross = sum(layer in layers for layer in cross_layers)
+        if num_cross:
+            ratios.append(len(layers) // num_cross)
+    return min(ratios)
 
 
 def _with_kv_planes(kinds: Mapping[int, tuple[HalfKind, ...]]) -> tuple[LayerSpec, ...]:

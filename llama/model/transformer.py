@@ -17,12 +17,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from llama.common.allocation import use_huge_pages, zeros
+from llama.common.allocation import zeros
 from llama.common.device import current
 from llama.model.args import ModelArgs
 from llama.model.execution import (
     NOTHING_WATCHED,
     Executor,
+    ImageLayers,
     LayerExecution,
     SubLayer,
     Watched,
@@ -37,8 +38,9 @@ from llama.model.layers import (
     VocabParallelEmbedding,
     WatchedList,
     WatchedModule,
+    allocate,
     apply,
-    unfilled,
+    name_matrices,
 )
 from llama.model.plan import LayerPlan, LayerSpec
 from llama.model.shares import vocab_widths
@@ -130,11 +132,13 @@ class Transformer(nn.Module):
         quantization: The format that the weights were rounded to; None: none.
         kernels: The kernels that the operators may run.
         plan: What the layers of this rank are.
+        image_parts: The parts that read images, see `llama.vision`; None for a model of text.
     """
 
     tok_embeddings: VocabParallelEmbedding
     output: ColumnParallelLinear
     quantization: str | None = None
+    image_parts: ImageLayers | None
 
     def __init__(
         self,
@@ -168,6 +172,7 @@ class Transformer(nn.Module):
         self.plan = plan = LayerPlan.of(params, placement, kv_format)
         self.vocab_size = params.vocab_size
         self.n_layers = params.n_layers
+        self.image_parts = None
         share = plan.share
         if share.has_embedding:
             self.tok_embeddings = VocabParallelEmbedding(share.vocab, params.dim, parallel)
@@ -183,42 +188,16 @@ class Transformer(nn.Module):
             self.output = ColumnParallelLinear(
                 params.dim, len(share.vocab), parallel, widths=vocab_widths(params, placement)
             )
-        self._allocate(device, dtype, fills_late)
-        self._name_matrices()
+        late: set[nn.Module] = set()
+        if fills_late:
+            late = {module for module in self.layers.modules() if isinstance(module, Matrix)}
+        allocate(self, device, dtype, late)
+        name_matrices(self)
         self.tie()
         module: Any = self  # PyTorch does not annotate this method
         module.register_load_state_dict_post_hook(_tie_again)
         self.freqs_cis = _rotations(params).to(device)
         self._forward_cache = self._new_forward_cache()
-
-    def _allocate(self, device: torch.device | str, dtype: torch.dtype, fills_late: bool) -> None:
-        """Give every parameter its memory, or none until its turn comes."""
-        late: set[nn.Module] = set()
-        if fills_late:
-            late = {module for module in self.layers.modules() if isinstance(module, Matrix)}
-        for module in list(self.modules()):
-            if isinstance(module, Matrix):
-                module_device = "meta" if module in late else device
-                module.weight = PlainWeight.empty(*module.weight.shape, module_device, dtype)
-                use_huge_pages(module.weight.values)  # before the first access, which decides it
-        for module in self.modules():
-            if isinstance(module, PlainWeight):
-                continue
-            for name, weight in list(module.named_parameters(recurse=False)):
-                setattr(module, name, unfilled(*weight.shape, device=device, dtype=dtype))
-
-    def _name_matrices(self) -> None:
-        """Give every matrix Meta's names of the tensors that it is made of."""
-        modules = dict(self.named_modules())
-        for path, module in modules.items():
-            if not isinstance(module, Matrix):
-                continue
-            parent_path, _, name = path.rpartition(".")
-            parent: Any = modules[parent_path]
-            is_fused = getattr(parent, "fused", None) == name
-            names = parent.rows if is_fused else [name]
-            prefix = f"{parent_path}." if parent_path else ""
-            module.names = [f"{prefix}{part}.weight" for part in names]
 
     def blocks(self) -> list[TransformerBlock]:
         """Return the layers that this rank's stage holds, in order."""
@@ -247,6 +226,8 @@ class Transformer(nn.Module):
         if share.has_lm_head:
             tied = self.params.tied_output
             yield self.output, {} if tied else {"output.weight": self.output.weight.plain()}
+        if self.image_parts is not None:
+            yield from self.image_parts.loading_order()
 
     def named_shards(self) -> dict[str, Tensor]:
         """Return the view that holds this rank's share of each weight, by Meta's name."""
@@ -303,8 +284,16 @@ class Transformer(nn.Module):
         Returns:
             (R, E): the normalised hidden states of the batch's `logit_rows`.
         """
-        x = self.run_layers(self.tok_embeddings(tokens), batch, kv_cache, watched)
+        x = self.run_layers(self.embed(tokens, batch), batch, kv_cache, watched)
         return self.normalize(x, batch, watched)
+
+    def embed(self, tokens: Tensor, batch: Batch) -> Tensor:
+        """Return the embeddings of the tokens of a step: (T) -> (T, E)."""
+        if batch.cross is None:
+            x: Tensor = self.tok_embeddings(tokens)
+            return x
+        assert self.image_parts is not None, "images, and a model of text"
+        return self.image_parts.embed(self.tok_embeddings, tokens)
 
     def run_layers(
         self, x: Tensor, batch: Batch, kv_cache: Tensor, watched: Watched = NOTHING_WATCHED
@@ -321,11 +310,19 @@ class Transformer(nn.Module):
             (T, E): the hidden states, which are not normalised.
         """
         batch = batch.with_kernels(self.kernels)
+        images = self.image_parts
+        if images is not None and batch.cross is not None:
+            images.store(batch.cross, batch, kv_cache)
         executor = self._execution.find(self.kernels)
         if executor is None or not executor.supports(kv_cache):
             return self._run_modules(x, batch, kv_cache, watched)
         freqs_cis = self.freqs_cis[batch.positions]
-        return executor.run(x, freqs_cis, kv_cache, batch, watched)
+        if images is None or batch.cross is None:
+            return executor.run(x, freqs_cis, kv_cache, batch, watched)
+        for layer, part in self._execution.parts(images.layers):
+            x = images.run_before(layer, x, batch, kv_cache)
+            x = part.run(x, freqs_cis, kv_cache, batch, watched)
+        return x
 
     def normalize(self, x: Tensor, batch: Batch, watched: Watched = NOTHING_WATCHED) -> Tensor:
         """Normalise the `logit_rows` of a step's hidden states: x (T, E) -> (R, E).
@@ -353,6 +350,8 @@ class Transformer(nn.Module):
         freqs_cis = self.freqs_cis[batch.positions]
         planes = kv_cache.unbind()
         for spec, layer in zip(self.plan.layers, self.blocks(), strict=True):
+            if self.image_parts is not None:
+                x = self.image_parts.run_before(spec.index, x, batch, kv_cache)
             watched.see(spec.index, x, batch)
             plane = None if spec.kv_plane is None else planes[spec.kv_plane]
             x = layer(x, freqs_cis, batch, plane)

@@ -54,6 +54,41 @@ DEFAULT_CONTEXT = ForwardContext()  # rows of which nothing is known: PyTorch co
 
 
 @dataclass(frozen=True)
+class NewImage:
+    """An image that a step encodes before its rows are computed.
+
+    Attributes:
+        pixels: (r, T, T, 3) uint8, r tiles row by row.
+        rows: The rows of tiles.
+        columns: The columns of tiles.
+        pages: The pages of the tokens that are seen together with the image's, (M).
+        first: The place of its first token among these.
+    """
+
+    pixels: Tensor
+    rows: int
+    columns: int
+    pages: Tensor
+    first: int
+
+
+@dataclass(frozen=True)
+class CrossRows:
+    """The rows of a step that see images.
+
+    Attributes:
+        rows: The rows (N) of the step, in the order of `batch`.
+        batch: What they see. A sequence of it are rows that see the same tokens, and its page table
+            has entries of `llama.vision.cross.plane_of`.
+        new: The images that are encoded first.
+    """
+
+    rows: Tensor
+    batch: "Batch"
+    new: Seq[NewImage]
+
+
+@dataclass(frozen=True)
 class Batch(ForwardContext):
     """The tokens of one step, sequence after sequence; those with a single new token come first.
 
@@ -74,6 +109,7 @@ class Batch(ForwardContext):
             step, where a kernel for attention reads `query_starts`.
         seq_lens_cpu: (B) The elements of `seq_lens`, or upper bounds.
         wants_all: Whether `logit_rows` are all rows in order, so that none must be selected.
+        cross: The rows that see images; None if none does.
     """
 
     positions: Tensor
@@ -85,6 +121,7 @@ class Batch(ForwardContext):
     query_lens_cpu: list[int]
     seq_lens_cpu: list[int]
     wants_all: bool = False
+    cross: CrossRows | None = None
 
     def with_kernels(self, kernels: Kernels) -> "Batch":
         """Return this batch for a model that may run these kernels."""
@@ -93,6 +130,10 @@ class Batch(ForwardContext):
     def with_adapters(self, adapters: AdapterRows) -> "Batch":
         """Return this batch with the adapters of its rows."""
         return replace(self, adapters=adapters)
+
+    def with_cross(self, cross: CrossRows) -> "Batch":
+        """Return this batch with what its rows see of images."""
+        return replace(self, cross=cross)
 
     @cached_property
     def num_decodes(self) -> int:

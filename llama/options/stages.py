@@ -263,7 +263,7 @@ class _Pass:
     def _run_layers(self, x: Tensor | None) -> Tensor:
         model = self._runner.model
         if x is None:
-            x = model.tok_embeddings(self._ids)
+            x = model.embed(self._ids, self._batch)
         return model.run_layers(x, self._batch, self._runner.kv_cache, self.watched)
 
 

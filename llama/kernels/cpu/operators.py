@@ -58,21 +58,21 @@ def rope_and_store(
     if kv_format is None:
         return None
     num_rows, n, head_dim = qkv.shape
-    _, num_pages, page_size, n_kv_heads, _ = kv_cache.shape
+    page_size, n_kv_heads = kv_cache.shape[2:4]
     n_heads = n - 2 * n_kv_heads
     queries = qkv.new_empty(num_rows, n_heads, head_dim)
     native.call(
         "rope_and_store_bf16",
         qkv.contiguous(),
         freqs_cis.contiguous(),
-        kv_cache,
+        kv_cache[0],
         slots.contiguous(),
         queries,
         num_rows,
         n_heads,
         n_kv_heads,
         head_dim,
-        num_pages,
+        _pages_between(kv_cache),
         page_size,
         kv_format,
     )
@@ -88,7 +88,7 @@ def paged_attention(
         return None
     queries = queries.contiguous()
     _, n_heads, head_dim = queries.shape
-    _, num_pages, page_size, n_kv_heads, _ = kv_cache.shape
+    page_size, n_kv_heads = kv_cache.shape[2:4]
     page_table = batch.page_table.contiguous()
     n, width = page_table.shape
     assert max(batch.seq_lens_cpu) <= width * page_size, (
@@ -112,7 +112,7 @@ def paged_attention(
     native.call(
         "paged_attention_bf16",
         queries,
-        kv_cache,
+        kv_cache[0],
         page_table,
         query_starts,
         seq_lens,
@@ -122,7 +122,7 @@ def paged_attention(
         n_heads,
         n_kv_heads,
         head_dim,
-        num_pages,
+        _pages_between(kv_cache),
         page_size,
         width,
         kv_format,
@@ -148,6 +148,11 @@ def _format_of(heads: Tensor, kv_cache: Tensor) -> int | None:
         return None
     if kv_cache.device.type != "cpu":
         return None
-    if not kv_cache.is_contiguous():
+    if not kv_cache[0].is_contiguous() or kv_cache.stride(0) % kv_cache[0, 0].numel():
         return None
     return CACHE_FORMATS.get(kv_cache.dtype)
+
+
+def _pages_between(kv_cache: Tensor) -> int:
+    """Return how many pages the values lie behind the keys: (2, P, S, K, W) -> P or another."""
+    return kv_cache.stride(0) // kv_cache[0, 0].numel()
