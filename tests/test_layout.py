@@ -186,6 +186,7 @@ def test_a_format_of_weights_is_a_file():
         ),
         ("jinja2", r"llama/prompts/jinja/(sandbox|filters)\.py"),
         ("llguidance", r"llama/requests/grammar\.py"),
+        ("PIL", r"llama/prompts/pictures\.py"),
         ("transformers", r"nowhere"),
         ("llama_models", r"nowhere"),
         ("pickle", r"nowhere"),

@@ -16,6 +16,7 @@ _MODULES = {
     "client": "httpx2",
     "download": "huggingface_hub",
     "gguf": "gguf",
+    "vision": "PIL",
 }
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
