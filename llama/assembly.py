@@ -19,6 +19,7 @@ from llama.model.transformer import Transformer
 from llama.options.adapters import AdapterStore, NumberedAdapters
 from llama.options.engine_options import EngineOptions
 from llama.options.graphs.kv_cache import Allocated, allocate
+from llama.options.images import ImageStore
 from llama.options.openmp import ShortSpins
 from llama.options.page_store import PageStore
 from llama.options.speculation.draft_model import ModelDrafter
@@ -46,11 +47,13 @@ class Assembled:
         core: The core.
         adapters: The LoRA adapters that its sequences can choose.
         pages: The KV pages on disk, if there are any.
+        images: The images of its sequences; None for a model of text.
     """
 
     core: EngineCore
     adapters: AdapterStore
     pages: PageStore | None = None
+    images: ImageStore | None = None
 
 
 def assemble(model: Transformer, options: EngineOptions) -> Assembled:
@@ -103,6 +106,10 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
         hooks.append(ShortSpins(spin))
     adapters = AdapterStore(model, scheduler, memory.reserve, numbered)
     hooks.append(adapters)
+    images = None
+    if params.vision is not None:
+        images = ImageStore(model, scheduler, runner.kv_cache.shape[2])
+        hooks.append(images)
     stepper: Stepper | None = None
     if isinstance(runner, StageRunner):
         stepper = StageStepper(Pipeline(runner))
@@ -112,7 +119,7 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
         speculate(core, ModelDrafter(options.speculate_tokens, draft_runner, scheduler))
     elif (kind := kind_of(options.speculate)) is not None:
         speculate(core, kind.make(options, core))
-    return Assembled(core, adapters, pages)
+    return Assembled(core, adapters, pages, images)
 
 
 def _page_store(

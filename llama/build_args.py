@@ -461,6 +461,7 @@ class BuildArgs:
     speculate_shared: Annotated[
         _Switch, Flag("", "Let lookup use the texts of other requests, too", group=_DRAFTS)
     ] = False
+    images: _Switch = True
 
     def checked(self) -> "BuildArgs":
         """Return the same arguments with plain Python values.

@@ -120,6 +120,7 @@ class Llama:
         speculate: str | None = None,
         speculate_tokens: int = 7,
         speculate_shared: bool = False,
+        images: bool = True,
     ) -> "Llama":
         """Load a checkpoint in one process, or in all processes that torchrun has started.
 
@@ -229,6 +230,9 @@ class Llama:
             speculate_tokens: the maximum number of tokens drafted per step.
             speculate_shared: "lookup" may also use the texts of other requests that have ended. The
                 speed of an answer then reveals something about them.
+            images: load the parts of a vision model that read images, if the files hold them. They
+                take 0.8 billion parameters for the encoder, and a quarter of the text model's for
+                cross-attention.
         """
         args = BuildArgs(**locals())  # A test holds the names and defaults of both equal.
         began = time.perf_counter()
@@ -290,6 +294,7 @@ class Llama:
             tool_format = tool_format_of(args.rope_factor, is_guard=False)
             dialog_format = MetaFormat(tokenizer, tool_format)
         self.dialog_format = tokenizer.dialog_format = dialog_format
+        tokenizer.image_id = None if args.vision is None else args.vocab_size
         self.seed = seed
         self.load_seconds = 0.0
         self._muted: MutedStdout | None = None
@@ -304,7 +309,13 @@ class Llama:
         assembled = assemble(model, options)
         self.pages_on_disk = assembled.pages
         self.llm_engine = LLMEngine(
-            assembled.core, assembled.adapters, tokenizer, args.max_seq_len, seed, why_silent
+            assembled.core,
+            assembled.adapters,
+            tokenizer,
+            args.max_seq_len,
+            seed,
+            why_silent,
+            images=None if assembled.images is None else assembled.images.sizes,
         )
         self.pooler = Pooler(
             pooling,
@@ -449,7 +460,7 @@ class Llama:
 
     def text_completion(
         self,
-        prompts: list[str],
+        prompts: Seq[str | Seq[Any]],
         temperature: float = 0.6,
         top_p: float = 0.9,
         max_gen_len: int | None = None,
@@ -459,7 +470,7 @@ class Llama:
         seed: int | None = None,
         adapter: str | None = None,
     ) -> list[CompletionPrediction]:
-        """Continue each text.
+        """Continue each text; for a vision model also lists of texts and images, [image, "text"].
 
         The arguments are those of `generate`.
 
@@ -492,7 +503,10 @@ class Llama:
         """Answer each dialog.
 
         A message may also be in OpenAI's format: with content in parts, with tool calls, or with
-        the result of a call and the role "tool". tools, tool_choice, parallel_tool_calls and
+        the result of a call and the role "tool". For a vision model, content is a list of texts and
+        images, which are {"type": "image", "image": source} or OpenAI's image_url; a source is
+        bytes, a path of pathlib, a binary file, base64, a data: URL or an image of Pillow. Meta's
+        RawMessage is read, too. tools, tool_choice, parallel_tool_calls and
         response_format are OpenAI's, and apply to all dialogs. With tools an answer may have
         "tool_calls": append the answer and the results to the dialog, and call again.
         chat_template_kwargs are variables of the model's chat template, and thinking_token_budget

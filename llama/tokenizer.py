@@ -41,6 +41,7 @@ class Message(TypedDict):
 
 
 Dialog = Sequence[Message]
+IMAGE = "<|image|>"  # what an image of a prompt is decoded to
 
 # tiktoken's Rust core fails on very long texts, and its regex on very long runs. Where a text is
 # cut is part of the tokenizer's definition: cut elsewhere, a long text has other ids.
@@ -104,6 +105,8 @@ class Tokenizer:
         eos_id: the id behind a text.
         eot_id: the id of Meta's `<|eot_id|>`, as `eom_id` and `python_tag_id` of theirs; None if
             the model has no such token.
+        image_id: the id of an image in a prompt, behind those of the vocabulary; None if the model
+            reads text alone. Loading sets it.
         dialog_format: the format of its model's dialogs, for whoever has the tokenizer alone; a
             `Llama` sets it.
 
@@ -157,6 +160,7 @@ class Tokenizer:
             # Meta's Instruct releases name the end of a turn, where Meta's own code names this one.
             self.eos_id = names.get(END, self.eos_id)
         self.dialog_format: object = None
+        self.image_id: int | None = None
         self.pad_id = -1  # not a token id; the value of Meta's package
         ends = (self.eos_id, names.get(END), self.eot_id, self.eom_id)
         self.stop_tokens = {i for i in ends if i is not None} | vocabulary.stop_ids
@@ -262,6 +266,13 @@ class Tokenizer:
         Raises:
             ValueError: an id is not in the vocabulary.
         """
+        if self.image_id is not None and self.image_id in ids:
+            at = ids.index(self.image_id)
+            before, after = (
+                self.decode_bytes(part, skip_special_tokens=skip_special_tokens)
+                for part in (ids[:at], ids[at + 1 :])
+            )
+            return before + (b"" if skip_special_tokens else IMAGE.encode()) + after
         for i in ids:
             _check_id(i, self.n_words)
         if skip_special_tokens:

@@ -190,7 +190,7 @@ def test_the_arguments_of_a_build_are_a_table(checkpoint_dir):
     ]  # fmt: skip
     doc = inspect.getdoc(Llama.build) or ""
     assert all(f"\n    {name}: " in doc for name in parameters)
-    assert {"mute_ranks", "verbose"} == parameters.keys() - BUILD_FLAGS.keys()
+    assert {"images", "mute_ranks", "verbose"} == parameters.keys() - BUILD_FLAGS.keys()
     flags = {**BUILD_FLAGS, "ckpt_dir": inspect.Parameter.empty}
     assert all(parameters[name].default == default for name, default in flags.items())
     kinds = {name: FLAGS[name].kind for name in ("timeout_s", "verify", "dtype")}

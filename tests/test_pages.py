@@ -44,6 +44,7 @@ SHOWN_ONLY = {
     "docs/guides/gpu.md": (2, "a GPU"),
     "docs/guides/hosts.md": (3, "FastChat"),
     "docs/guides/lm-eval.md": (1, "lm-eval"),
+    "docs/guides/python.md": (1, "a vision model"),
     "docs/guides/quantize.md": (1, "a CPU without AMX"),
     "docs/guides/ranks.md": (6, "several GPUs or machines, or seconds for each rank"),
     "docs/guides/replicas.md": (2, "several GPUs or machines"),

@@ -114,7 +114,8 @@ def load(options: argparse.Namespace) -> Any:
     with quick_imports():
         from llama import Llama
     with contextlib.redirect_stdout(sys.stderr):  # stdout is reserved for answers.
-        return Llama.build(**{name: x for name, x in given.items() if x is not None})
+        # The commands and the server take no images yet.
+        return Llama.build(**{name: x for name, x in given.items() if x is not None}, images=False)
 
 
 def _check_address_space() -> None:

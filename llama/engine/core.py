@@ -191,7 +191,7 @@ class EngineCore:
         longest = seq.spec.max_len
         if not 0 < len(seq.tokens) <= longest:
             raise ValueError(f"the prompt has {len(seq.tokens)} tokens: give 1 to {longest}")
-        if pool.pages_for(longest) > pool.num_pages:
+        if self.scheduler.max_pages(seq) > pool.num_pages:
             raise ValueError(
                 f"a sequence of up to {longest} tokens does not fit the KV cache of "
                 f"{pool.num_pages * pool.page_size} tokens"

@@ -226,7 +226,7 @@ class LogitsProcessors:
                 continue
             slot = self._slots[seq]
             counts = self._counts[slot].zero_()
-            prompt_ids = seq.tokens[: seq.num_prompt]
+            prompt_ids = [x for x in seq.tokens[: seq.num_prompt] if x < counts.shape[-1]]
             prompt = on_device_of(counts, prompt_ids)
             counts[prompt] = _IN_PROMPT
             if seq.output:

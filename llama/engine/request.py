@@ -46,6 +46,28 @@ class Capture:
 
 
 @dataclass(frozen=True)
+class ImageSpan:
+    """An image in a prompt, without its pixels.
+
+    Attributes:
+        position: The index of its token.
+        digest: The SHA-256 of its pixels and of their arrangement.
+        rows: The rows of its tiles.
+        columns: The columns of its tiles.
+    """
+
+    position: int
+    digest: bytes
+    rows: int
+    columns: int
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {
+        "ser_json_bytes": "base64",
+        "val_json_bytes": "base64",
+    }
+
+
+@dataclass(frozen=True)
 class SequenceSpec:
     """A prompt, how its next tokens are chosen, and when they end.
 
@@ -73,6 +95,7 @@ class SequenceSpec:
         pooling: How the prompt becomes one vector; None: it does not. A sequence with `pooling` or
             `capture` generates nothing: its `max_len` is the length of its prompt.
         capture: The hidden states of the prompt that are wanted; None: none.
+        images: The images of the prompt, in order.
 
     The other fields are those of `llama.sampling_params.SamplingParams`.
     """
@@ -104,6 +127,7 @@ class SequenceSpec:
     prompt_logprobs: int | None = None
     pooling: Pooling | None = None
     capture: Capture | None = None
+    images: tuple[ImageSpan, ...] = ()
 
     # As JSON, bytes are written in base64: a hash is no UTF-8.
     __pydantic_config__: ClassVar[dict[str, str]] = {
@@ -121,6 +145,11 @@ class SequenceSpec:
         """Whether the top token is all that is asked for, unless a token is banned."""
         changes_logits = self.logit_bias or self.has_penalties
         return self.greedy and self.logprobs is None and not changes_logits
+
+    @functools.cached_property
+    def image_positions(self) -> frozenset[int]:
+        """The indices of the prompt's tokens that stand for images."""
+        return frozenset(image.position for image in self.images)
 
     @property
     def is_only_read(self) -> bool:

@@ -280,8 +280,9 @@ class _Score(RowKind[Tokens]):
         seq = item.sequence
         num_top = seq.spec.prompt_logprobs
         for row in part:
-            tops = results.tops[row]
-            seq.prompt_logprobs.append(results.logprobs[row])
+            is_image = len(seq.prompt_logprobs) in seq.spec.image_positions
+            tops = [] if is_image else results.tops[row]
+            seq.prompt_logprobs.append(0.0 if is_image else results.logprobs[row])
             seq.prompt_top_logprobs.append(tops[:num_top])
 
     def needs_all_rows(self, seq: SequenceState) -> bool:

@@ -282,7 +282,8 @@ class RunningStep:
         parts = []
         for start in range(0, len(ids), _SCORED_ROWS):
             chunk = slice(start, start + _SCORED_ROWS)
-            targets = on_device_of(hidden, ids[chunk])
+            # The id of an image is no row of the logits, and its result is not read.
+            targets = on_device_of(hidden, ids[chunk]).clamp(max=self._model.vocab_size - 1)
             logits = self._model.logits(hidden[chunk])
             scored = Sampled(targets, *score(logits, targets, num_top))
             parts.append(sampler.to_host(self._columns(scored))())

@@ -16,8 +16,9 @@ The file has over 400 lines because admission, growth and preemption share the c
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
+from typing import Protocol
 
 from llama.engine.pages import PagePool, page_hash
 from llama.engine.rows import PROMPT_KINDS, Scheduled
@@ -26,6 +27,44 @@ from llama.engine.step import Step, StepResults
 from llama.engine.waiting import Places, PromptShares, WaitingQueue
 
 _PROMPT_STEPS = 4  # steps of each stage of a pipeline among which waiting prompts are divided
+
+
+class SidePages(Protocol):
+    """Pages that sequences have beside those of their tokens, such as the ones of images."""
+
+    def pages_of(self, seq: SequenceState) -> int:
+        """Return how many of these pages a sequence can have at most."""
+
+    def used(self) -> Iterator[Sequence[int]]:
+        """Return the pages of all sequences."""
+
+    def wanted(self, seq: SequenceState, start: int) -> tuple[list[int], int]:
+        """Return what a sequence needs whose tokens before `start` are computed.
+
+        Returns:
+            The pages that have their content already, and how many more it needs.
+        """
+
+    def admit(self, seq: SequenceState, start: int) -> None:
+        """Take the pages that `wanted` names."""
+
+    def fitting(self, seq: SequenceState, count: int, budget: int | None) -> int:
+        """Return how many of the next `count` tokens a step may compute.
+
+        Args:
+            seq: A running sequence.
+            count: The number of tokens.
+            budget: The tokens that are left of the step; None where it computes nothing else.
+        """
+
+    def schedule(self, seq: SequenceState, start: int, count: int) -> int:
+        """Let the next step fill what these tokens need; return its cost in tokens of text."""
+
+    def release(self, seq: SequenceState) -> None:
+        """Give up the pages of a sequence."""
+
+    def reset(self) -> None:
+        """Forget the pages of all sequences."""
 
 
 class Scheduler:
@@ -65,6 +104,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._num_steps = 0  # steps of a pipeline so far
         self.has_adapters = False  # whether sequences can have adapters
+        self.side: SidePages | None = None  # further pages of sequences
 
     def schedule(self, resting: frozenset[SequenceState] = frozenset()) -> Step:
         """Choose the tokens of the next step.
@@ -93,12 +133,14 @@ class Scheduler:
                 shares = shares or self._prompt_shares(budget, row, left_out)
                 count = min(count, shares.left_of(seq.spec.sender))
                 shares.take(seq.spec.sender, count)
+            if count and self.side is not None:
+                count = self.side.fitting(seq, count, budget if chosen else None)
             if not self._grow(seq, count):
                 continue  # it was preempted: the next one is at its row
             if count:
                 num_loaded = self._load(seq, count)
                 chosen.append(self._schedule(seq, count - num_loaded))
-                budget -= count
+                budget -= count + self._side_cost(chosen[-1])
             row += 1
         while self.waiting and len(self.running) < self.max_batch_size:
             shares = shares or self._prompt_shares(budget, row, left_out)
@@ -112,10 +154,14 @@ class Scheduler:
                 break
             left = shares.left_of(first.spec.sender)
             count = min(first.num_new, budget if self.has_whole_prompts else left, most)
+            if self.side is not None:
+                count = self.side.fitting(first, count, budget if chosen else None)
+            if not count:
+                continue
             num_loaded = self._load(first, count)
             chosen.append(self._schedule(first, count - num_loaded))
             shares.take(first.spec.sender, count)
-            budget -= count
+            budget -= count + self._side_cost(chosen[-1])
         chosen.sort(key=lambda item: item.count > 1)  # single tokens first, see `Step`
         if self.has_adapters:  # the rows of an adapter lie together
             chosen.sort(key=lambda item: (item.count > 1, item.sequence.spec.adapter))
@@ -130,6 +176,17 @@ class Scheduler:
             return self.token_budget
         used = [item.count for item in chosen if item.sequence.spec.capture is not None]
         return max(0, self.max_captured - sum(used))
+
+    def _side_cost(self, item: Scheduled) -> int:
+        """Return what the further pages of an item cost the step, in tokens."""
+        if self.side is None:
+            return 0
+        return self.side.schedule(item.sequence, item.start, item.count)
+
+    def max_pages(self, seq: SequenceState) -> int:
+        """Return how many pages a sequence can have at most."""
+        num_pages = self.pool.pages_for(seq.spec.max_len)
+        return num_pages if self.side is None else num_pages + self.side.pages_of(seq)
 
     def _left_out(self) -> frozenset[SequenceState]:
         """Return the running sequences that have no token in the next step of a pipeline.
@@ -215,7 +272,10 @@ class Scheduler:
         has_drafts = False
         for item, draft in zip(step.items, drafts, strict=True):
             seq = item.sequence
-            num_usable = _num_before_stop(draft, seq.spec.stop_ids)
+            stop_ids = seq.spec.stop_ids
+            for image in seq.spec.images[:1]:  # its id is none that the model can write
+                stop_ids |= {seq.tokens[image.position]}
+            num_usable = _num_before_stop(draft, stop_ids)
             longest = seq.spec.max_len - len(seq.tokens) - 1
             num_wanted = min(num_usable, budget, longest)
             num_drafts = self.reserve(seq, num_wanted)
@@ -284,6 +344,8 @@ class Scheduler:
     def clear_started(self) -> None:
         """Forget every page, as after a step that broke off, and what `started` returns."""
         self.pool.reset()
+        if self.side is not None:
+            self.side.reset()
         self.running.clear()
         self.waiting.front.clear()
 
@@ -301,7 +363,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that each page is free or belongs to a live sequence, and lengths are in order."""
-        self.pool.check(seq.pages for seq in self.live())
+        further = () if self.side is None else self.side.used()
+        self.pool.check(chain((seq.pages for seq in self.live()), further))
         for seq in self.live():
             assert 0 <= seq.num_computed <= seq.spec.max_len, vars(seq)
             # A pipeline may have drafts in flight, which are not known to be right.
@@ -374,6 +437,8 @@ class Scheduler:
         seq.pages.extend(cached)
         seq.num_computed = len(cached) * self.pool.page_size
         seq.num_offered = len(cached)
+        if self.side is not None:
+            self.side.admit(seq, seq.num_computed)
         fits = self._grow(seq, seq.num_new)
         assert fits, "admitted without enough pages"
         if not seq.num_output:
@@ -387,7 +452,12 @@ class Scheduler:
         cached = self.pool.match_prefix(self._reusable_hashes(seq))
         num_pages = self.pool.pages_for(len(seq.tokens))
         num_missing = num_pages - len(cached)
-        return cached if num_missing <= self.pool.num_free_without(cached) else None
+        taken = cached
+        if self.side is not None:
+            found, num_further = self.side.wanted(seq, len(cached) * self.pool.page_size)
+            num_missing += num_further
+            taken = cached + found
+        return cached if num_missing <= self.pool.num_free_without(taken) else None
 
     def _reusable_hashes(self, seq: SequenceState) -> list[bytes]:
         """Return the hashes of the full pages that a sequence can take from the prefix cache.
@@ -416,6 +486,9 @@ class Scheduler:
                 parent += seq.spec.prefix_root
             start = i * size
             tokens = seq.tokens[start : start + size]
+            for image in seq.spec.images:
+                if start <= image.position < start + size:
+                    parent += image.digest
             hashes.append(page_hash(parent, tokens))
         return hashes
 
@@ -483,6 +556,8 @@ class Scheduler:
 
     def _release(self, seq: SequenceState) -> None:
         self.pool.release(seq.pages)
+        if self.side is not None:  # these are evicted later than the text that they precede
+            self.side.release(seq)
         seq.pages = no_pages()
         seq.num_computed = 0
         seq.num_offered = 0

@@ -57,6 +57,8 @@ class SequenceState:
             are computed; in the end the vector, (E) float32.
         captured: By the number of a state, its parts on the host, (N, E) each, in the order of the
             tokens.
+        pixels: The pixels of its images by their digests, (r, T, T, 3) uint8; empty on ranks that
+            follow.
     """
 
     spec: SequenceSpec
@@ -80,6 +82,7 @@ class SequenceState:
     prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     pooled: "np.ndarray | None" = None
     captured: dict[int, list[Any]] = field(default_factory=dict)
+    pixels: dict[bytes, "np.ndarray"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.spec.tokens)

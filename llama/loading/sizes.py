@@ -11,7 +11,7 @@ import torch
 
 from llama.common.checks import FieldError
 from llama.engine.core import PAGE_SIZE, step_tokens
-from llama.model.args import ModelArgs
+from llama.model.args import ModelArgs, VisionArgs
 from llama.model.plan import LayerPlan
 
 MEMORY_FRACTION = 0.9  # the share of free memory that is used; the allocator's slack is the rest
@@ -149,7 +149,19 @@ def step_bytes(
     tokens = tokens or step_tokens(params, batch_size)
     layer_bytes = tokens * plan.elements_per_token() * dtype.itemsize
     rows = max(batch_size, _SCORED_ROWS)
+    if params.vision is not None:
+        layer_bytes += _encoder_elements(params.vision, params.dim) * dtype.itemsize
     return layer_bytes + _LOGITS_COPIES * _LOGITS_BYTES * rows * params.vocab_size
+
+
+def _encoder_elements(args: VisionArgs, dim: int) -> int:
+    """Return the elements that encoding the largest image needs at once.
+
+    These are, for each token, the features and the result, a block's heads with their padded
+    copies, and its feed-forward columns, twice.
+    """
+    num_tokens = (args.max_tiles + 1) * args.tokens_per_tile
+    return num_tokens * (args.features_dim + dim + 12 * args.width + 2 * args.ffn_dim)
 
 
 def choose_sizes(

@@ -28,6 +28,7 @@ from llama.model.transformer import Transformer
 from llama.ops.kv_cache import KVFormat
 from llama.ranks.parallel import Parallel
 from llama.storage.downloads import AGAIN
+from llama.vision.parts import with_image_parts
 from llama.weights import choice
 from llama.weights.plain import PlainWeight, all_finite
 
@@ -69,6 +70,7 @@ def load_weights(
         fills_late=files.device.type == "cuda",
     )
     model.use_kernels(files.kernels)
+    with_image_parts(model)
     is_first = parallel.global_rank == 0
     has_stages = parallel.placement.stages > 1
     check = None

@@ -25,6 +25,7 @@ from pydantic_core import ErrorDetails, PydanticOmit
 
 from llama.common.checks import FieldError, brief
 from llama.common.validation import field_error, join_path
+from llama.prompts.pictures import Picture
 
 _T = TypeVar("_T")
 UNUSED = object()  # marks a field without effect: a lenient reader ignores values it cannot take
@@ -132,7 +133,8 @@ SKIP_OTHER_TYPES = WrapValidator(_unless_other_type)
 def _check_no_images(content: Any) -> Any:
     for index, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind in _IMAGE_TYPES:
+        is_image = isinstance(kind, str) and kind in _IMAGE_TYPES
+        if is_image and not isinstance(part.get("picture"), Picture):
             raise FieldError(
                 "", f"[{index}] is an image, and the model reads text alone: leave it out"
             )
@@ -140,7 +142,7 @@ def _check_no_images(content: Any) -> Any:
 
 
 NO_IMAGES = BeforeValidator(_check_no_images)
-"""Annotation of the content of a message: an image among its parts is refused as such."""
+"""Annotation of the content of a message: an image that nobody has read is refused as such."""
 
 
 def _replace_later_images(messages: Any, info: ValidationInfo) -> Any:

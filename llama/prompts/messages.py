@@ -14,17 +14,21 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    InstanceOf,
     TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
     model_validator,
 )
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import from_json
 
 from llama.common.checks import FieldError, brief
 from llama.common.validation import field_error, json_type, with_message
 from llama.prompts.fields import LATER_IMAGES, NO_IMAGES, Fields, read_as
+from llama.prompts.pictures import Picture
 from llama.tokenizer import Role
 
 # The roles of messages, and the role that the prompt has for each of them. A new role is also a
@@ -82,6 +86,13 @@ class TextPart(PartLabels):
     text: str
 
 
+class ImagePart(PartLabels):
+    """A part of a message that is an image, once it is read: JSON alone cannot have one."""
+
+    type: Literal["image"]
+    picture: Annotated[InstanceOf[Picture], WithJsonSchema({"not": {}})]
+
+
 class RefusalPart(PartLabels):
     """A part of a message of the assistant in which it refuses to answer."""
 
@@ -90,6 +101,11 @@ class RefusalPart(PartLabels):
 
 
 Content = Annotated[str | list[TextPart], with_message(_CONTENT, of_parts=True), NO_IMAGES]
+ContentWithImages = Annotated[
+    str | list[TextPart | SkipJsonSchema[ImagePart]],
+    with_message(_CONTENT, of_parts=True),
+    NO_IMAGES,
+]
 AnswerContent = Annotated[
     str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]],
     with_message(_CONTENT, of_parts=True),
@@ -163,7 +179,7 @@ class TextMessage(_Labelled):
     """A message of the system, the developer or the user."""
 
     role: Literal["system", "developer", "user"]
-    content: Content
+    content: ContentWithImages
 
 
 class AssistantMessage(_Labelled):
@@ -230,12 +246,17 @@ def read_messages(
     return read_as(_DIALOG, list(messages), "messages")
 
 
+def has_images(content: Any) -> bool:
+    """Return whether the content of a message has images."""
+    return isinstance(content, list) and any(isinstance(part, ImagePart) for part in content)
+
+
 def text_of(content: Any) -> str:
     """Return the text of a message's content, in any API.
 
     The texts of several parts are joined by line breaks. The text of None is empty.
     """
     if isinstance(content, list):
-        return "\n".join(part.text for part in content)
+        return "\n".join(part.text for part in content if not isinstance(part, ImagePart))
     text: str = content or ""
     return text

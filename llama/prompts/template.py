@@ -19,12 +19,15 @@ from llama.prompts.messages import (
     HEADER_ROLES,
     AssistantMessage,
     ChatMessage,
+    ImagePart,
     ToolCall,
     ToolMessage,
+    has_images,
     read_messages,
     text_of,
 )
 from llama.prompts.parser import is_keyword
+from llama.prompts.pictures import Picture
 from llama.prompts.tools import CODE, ToolFormat, Tools, function_of
 from llama.tokenizer import ChatFormat, Role, Tokenizer
 
@@ -94,8 +97,7 @@ def encode_chat(
         ids += chat.encode_header({"role": turn.role, "content": ""})
         if turn.has_tag and tokenizer.python_tag_id is not None:
             ids.append(tokenizer.python_tag_id)
-        # Content and the call behind it are one text, since tokens may span their border.
-        ids += tokenizer.encode("".join(turn.texts), bos=False, eos=False)
+        ids += _content_ids(tokenizer, turn.texts)
         eom_id = tokenizer.eom_id if turn.ends_message else None
         ids.append(chat.eot_id if eom_id is None else eom_id)
     if continue_final_message:
@@ -106,6 +108,29 @@ def encode_chat(
         return ids[:-1] + tokenizer.encode(space, bos=False, eos=False)
     if add_generation_prompt:
         ids += chat.encode_header({"role": "assistant", "content": ""})
+    return ids
+
+
+def _content_ids(tokenizer: Tokenizer, parts: Sequence[str | Picture]) -> list[int]:
+    """Return the token ids of a message, in which each image is one token.
+
+    Without images content and the call behind it are one text, since tokens may span their border.
+    With images each text is encoded for itself, as in Meta's package.
+
+    Raises:
+        FieldError: There is an image, and the model reads text alone.
+    """
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return tokenizer.encode("".join(texts), bos=False, eos=False)
+    if tokenizer.image_id is None:
+        raise FieldError("messages", "messages have an image, and the model reads text alone")
+    ids: list[int] = []
+    for part in parts:
+        if isinstance(part, str):
+            ids += tokenizer.encode(part, bos=False, eos=False)
+        else:
+            ids.append(tokenizer.image_id)
     return ids
 
 
@@ -143,7 +168,7 @@ class Turn:
 
     Attributes:
         role: the role in the header.
-        texts: the parts of the text.
+        texts: the parts of the text, and images between them.
         has_tag: <|python_tag|> precedes the text.
         ends_message: <|eom_id|> follows the text, as the model waits for a result.
         call_index: index of the call that this is the result of.
@@ -152,7 +177,7 @@ class Turn:
     """
 
     role: Role
-    texts: list[str]
+    texts: list[str | Picture]
     has_tag: bool = False
     ends_message: bool = False
     call_index: int = 0
@@ -187,7 +212,12 @@ class _Reader:
             return self._result(message)
         if isinstance(message, AssistantMessage) and message.tool_calls:
             return self._calls(message, message_index)
-        return Turn(HEADER_ROLES[message.role], [text_of(message.content).strip()])
+        role = HEADER_ROLES[message.role]
+        content: Any = message.content
+        if has_images(content):
+            parts = [part.picture if isinstance(part, ImagePart) else part.text for part in content]
+            return Turn(role, parts)
+        return Turn(role, [text_of(content).strip()])
 
     def _result(self, message: ToolMessage) -> Turn:
         content: Any = message.content
@@ -307,7 +337,9 @@ def _with_tools(turns: list[Turn], tools: Tools, tool_format: ToolFormat, date: 
     """
     system = ""
     if turns[0].role == "system":
-        system = turns[0].texts[0]
+        system = "".join(part for part in turns[0].texts if isinstance(part, str))
+        if system not in turns[0].texts:
+            raise _error(0, "a system message with images cannot have tools")
         turns = turns[1:]
     dates = _DATES.format(date=date)
     if not tools.functions:
@@ -325,7 +357,10 @@ def _with_tools(turns: list[Turn], tools: Tools, tool_format: ToolFormat, date: 
     built_in = f"Tools: {', '.join(tools.searches)}\n\n" if tools.built_in else ""
     text = f"Environment: ipython\n{built_in}{dates}\n{system}"
     functions = "".join(_to_json(tool, indent=4) + "\n\n" for tool in tools.functions)
-    question = Turn("user", [_INSTRUCTION + functions + turns[0].texts[0]])
+    first, *others = turns[0].texts
+    instruction = _INSTRUCTION + functions
+    texts = [instruction + first] if isinstance(first, str) else [instruction, first]
+    question = Turn("user", [*texts, *others])
     return [Turn("system", [text]), question, *turns[1:]]
 
 

@@ -33,6 +33,7 @@ from llama.prompts.messages import (
     ChatMessage,
     ToolCall,
     ToolMessage,
+    has_images,
     read_messages,
     text_of,
 )
@@ -268,6 +269,12 @@ class TemplateFormat(DialogFormat):
         given: dict[str, Any] = {"role": _ROLES.get(message.role, message.role)}
         if isinstance(message, ToolMessage):
             given["content"] = _result_text(message)
+        elif has_images(message.content):
+            text = (
+                f"message {index}: images are written in Meta's format alone, and this model's "
+                "chat template is another one: build with chat_template='llama3'"
+            )
+            raise FieldError(f"messages[{index}]", text)
         else:
             given["content"] = text_of(message.content)
         labels = ("name", "tool_call_id") if isinstance(message, ToolMessage) else ("name",)

@@ -6,6 +6,7 @@ here is text; where the sequences are computed is the port's affair. Any thread 
 
 from collections.abc import Iterable
 
+from llama.options.image_sizes import ImageSizes
 from llama.prompts.dialog_format import DialogFormat
 from llama.requests.adapters import AdapterNames
 from llama.requests.formats import ConstraintMaker
@@ -26,6 +27,7 @@ class RequestBook:
         tokenizer: The tokenizer of the model.
         max_seq_len: The largest number of tokens of a sequence, prompt and answer together.
         why_silent: Why the model cannot generate; empty if it can.
+        images: The sizes of images; None where requests cannot have any.
         adapters: The adapters that requests can choose.
     """
 
@@ -36,6 +38,7 @@ class RequestBook:
         constraints: ConstraintMaker,
         max_seq_len: int,
         why_silent: str = "",
+        images: ImageSizes | None = None,
     ) -> None:
         """Begin without requests.
 
@@ -45,13 +48,15 @@ class RequestBook:
             constraints: Makes what constrains answers.
             max_seq_len: The largest number of tokens of a sequence.
             why_silent: Why the model cannot generate; empty if it can.
+            images: The sizes of images; None where requests cannot have any.
         """
         self.port = port
         self.tokenizer = tokenizer
         self.max_seq_len = max_seq_len
         self.why_silent = why_silent
         self.adapters: AdapterNames = port.adapters
-        preparer = Preparer(tokenizer, max_seq_len, constraints, self.adapters, why_silent)
+        self.images = images
+        preparer = Preparer(tokenizer, max_seq_len, constraints, self.adapters, why_silent, images)
         self._preparer = preparer
         self.prepare = preparer.prepare
         self.check_generates = preparer.check_generates

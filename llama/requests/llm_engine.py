@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from llama.engine.core import EngineCore
 from llama.options.adapters import AdapterStore
+from llama.options.image_sizes import ImageSizes
 from llama.requests.adapters import AdapterInfo
 from llama.requests.book import RequestBook
 from llama.requests.formats import FormatCompiler
@@ -54,6 +55,7 @@ class LLMEngine(RequestBook):
         max_seq_len: int,
         seed: int,
         why_silent: str = "",
+        images: ImageSizes | None = None,
     ) -> None:
         """Begin without requests; see `RequestBook`."""
         self.core = core
@@ -65,7 +67,7 @@ class LLMEngine(RequestBook):
         self.constraints = FormatCompiler(tokenizer)
         self.grammars = self.constraints.grammars
         port = LocalPort(core, self._ranks, seed)
-        super().__init__(port, tokenizer, self.constraints, max_seq_len, why_silent)
+        super().__init__(port, tokenizer, self.constraints, max_seq_len, why_silent, images)
 
     def add_request(
         self,

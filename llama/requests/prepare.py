@@ -12,13 +12,15 @@ roots.
 import functools
 import hmac
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from llama.common.checks import FieldError, brief, index_of
-from llama.engine.request import Capture, Constraint, Pooling, SequenceSpec
+from llama.engine.request import Capture, Constraint, ImageSpan, Pooling, SequenceSpec
 from llama.engine.sequence import SequenceState
+from llama.options.image_sizes import ImageSizes
+from llama.prompts.pictures import Picture
 from llama.requests.adapters import AdapterNames
 from llama.requests.answer import Answer
 from llama.requests.detokenizer import Detokenizer, StopStrings
@@ -67,6 +69,7 @@ class Preparer:
     constraints: ConstraintMaker
     adapters: AdapterNames
     why_silent: str = ""  # why the model cannot generate; empty if it can
+    images: ImageSizes | None = None  # the sizes of images; None for a model of text
     public: PublicText | None = None  # whose pages all tenants share
 
     def check_generates(self) -> None:
@@ -89,6 +92,7 @@ class Preparer:
         reads: Pooling | Capture | None = None,
         adapter: str | None = None,
         parse_special: bool = False,
+        pictures: Sequence[Picture] = (),
     ) -> Request:
         """Check a request and create its sequences without queueing them.
 
@@ -110,6 +114,7 @@ class Preparer:
             adapter: The name of a loaded LoRA adapter; None: the base model.
             parse_special: Whether names of special tokens in a text are those tokens, whoever
                 wrote them. If not, they are plain text.
+            pictures: The images of a prompt of ids, one for each `Tokenizer.image_id` in it.
 
         Raises:
             TypeError: A value has the wrong type.
@@ -124,14 +129,22 @@ class Preparer:
         context = min(max_context or self.max_seq_len, self.max_seq_len)
         text = prompt if isinstance(prompt, str) else None
         ids = prompt if text is None else self._text_ids(text, parse_special=parse_special)
-        ids = _token_ids(name, ids, context, self.tokenizer.n_words, index or 0)
+        num_ids = self.tokenizer.n_words + (self.images is not None and bool(pictures))
+        ids = _token_ids(name, ids, context, num_ids, index or 0)
+        spans = self._spans(name, ids, pictures)
         params.check_vocab(self.tokenizer.n_words)
         _check_reads(name, reads, len(ids))
         max_len = _max_len(len(ids), params, context) if reads is None else len(ids)
         if must_fit:
             _check_fits(len(ids), params, max_len, context)
         root = prefix_root(tenant, params.cache_salt)
+        if self.images is not None:
+            self.images.check_fits(spans, min(max_len, context))
         answers = self._answers(ids, params, min(max_len, context), root)
+        if spans:
+            _change_spec(answers, images=spans)
+            for answer in answers:
+                answer.sequence.pixels = {x.digest: x.pixels for x in pictures}
         _set_reads(answers, reads)
         if digest:
             _change_spec(answers, adapter=digest, prefix_root=adapter_root(root, digest))
@@ -139,6 +152,27 @@ class Preparer:
         if params.seed is not None:
             request.set_seed(derived_seed(params.seed, request.index))
         return request
+
+    def _spans(
+        self, name: str, ids: list[int], pictures: Sequence[Picture]
+    ) -> tuple[ImageSpan, ...]:
+        """Return where the images of a prompt are.
+
+        Raises:
+            ValueError: There are more or fewer tokens of images than images, or the model reads
+                text alone.
+        """
+        positions = [i for i, token in enumerate(ids) if token == self.tokenizer.image_id]
+        if pictures and self.images is None:
+            raise ValueError(f"{name} has images, and the model reads text alone: leave them out")
+        if len(positions) != len(pictures):
+            raise ValueError(
+                f"{name} has {len(pictures)} images, and {len(positions)} tokens that stand for one"
+            )
+        return tuple(
+            ImageSpan(position, picture.digest, picture.rows, picture.columns)
+            for position, picture in zip(positions, pictures, strict=True)
+        )
 
     def _text_ids(self, text: str, *, parse_special: bool) -> list[int]:
         """Return the token ids of a text."""

@@ -12,10 +12,25 @@ from typing import Any
 from llama.common.checks import FieldError, FieldTypeError, whole_number
 from llama.prompts.chat import ChatOptions
 from llama.prompts.dialog_format import DialogFormat
+from llama.prompts.pictures import (
+    Picture,
+    PictureReader,
+    pictures_of,
+    split_text,
+    with_pictures,
+)
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.prepare import not_ids
 from llama.requests.request import Request
 from llama.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The token ids of a prompt, and its images in order."""
+
+    ids: list[int]
+    pictures: list[Picture]
 
 
 @dataclass(frozen=True)
@@ -69,20 +84,44 @@ class PromptReader:
     engine: LLMEngine
     dialog_format: DialogFormat
 
-    def texts(self, prompts: Any) -> Iterator[list[int]]:
-        """Yield the token ids of each text of a list."""
-        for i, prompt in enumerate(rows("prompts", prompts)):
-            if not isinstance(prompt, str):
-                raise TypeError(f"prompts[{i}] is {type(prompt).__name__}, not a string")
-            yield self.engine.tokenizer.encode(prompt, bos=True, eos=False)
+    @property
+    def pictures(self) -> PictureReader | None:
+        """The reader of images for the model; None if it reads text alone."""
+        sizes = self.engine.images
+        return None if sizes is None else PictureReader(sizes.chunk_size, sizes.max_tiles)
 
-    def dialogs(self, dialogs: Any, chat: ChatOptions) -> Iterator[list[int]]:
-        """Yield the token ids of each dialog of a list."""
+    def texts(self, prompts: Any) -> Iterator[list[int] | Prompt]:
+        """Yield each prompt of a list: the ids of a text, or of texts and images."""
+        tokenizer = self.engine.tokenizer
+        for i, prompt in enumerate(rows("prompts", prompts)):
+            if isinstance(prompt, str):
+                yield tokenizer.encode(prompt, bos=True, eos=False)
+                continue
+            reader = self.pictures
+            if reader is None or tokenizer.image_id is None or not isinstance(prompt, list):
+                raise TypeError(f"prompts[{i}] is {type(prompt).__name__}, not a string")
+            try:
+                parts = split_text(prompt, reader)
+            except (TypeError, ValueError) as e:
+                raise FieldError("prompts", f"prompts[{i}]{e}") from None
+            ids = [tokenizer.bos_id]
+            for part in parts:
+                if isinstance(part, str):
+                    ids += tokenizer.encode(part, bos=False, eos=False)
+                else:
+                    ids.append(tokenizer.image_id)
+            yield Prompt(ids, [part for part in parts if isinstance(part, Picture)])
+
+    def dialogs(self, dialogs: Any, chat: ChatOptions) -> Iterator[list[int] | Prompt]:
+        """Yield the token ids of each dialog of a list, with its images."""
         self.engine.check_generates()
+        reader = self.pictures
         for i, dialog in enumerate(rows("dialogs", dialogs)):
             tools = chat.tool_request
             try:
-                yield self.dialog_format.encode(dialog, tools, chat.prompt_options)
+                read = dialog if reader is None else with_pictures(dialog, reader)
+                ids = self.dialog_format.encode(read, tools, chat.prompt_options)
+                yield ids if reader is None else Prompt(ids, pictures_of(read))
             except (TypeError, ValueError) as e:
                 field = getattr(e, "field", "dialogs")
                 message = f"dialog {i}, {e}"
@@ -91,12 +130,17 @@ class PromptReader:
                 raise FieldError(field, message) from None
 
     def requests(self, prompts: Iterable[Any], options: CallOptions) -> Iterator[Request]:
-        """Yield a request for each prompt, which is a list of token ids."""
+        """Yield a request for each prompt: a list of token ids, or a `Prompt`."""
         params = options.params(self.dialog_format)
-        for i, ids in enumerate(prompts):
+        for i, prompt in enumerate(prompts):
+            ids, pictures = prompt, []
+            if isinstance(prompt, Prompt):
+                ids, pictures = prompt.ids, prompt.pictures
             if isinstance(ids, str):  # the engine would accept a text as a prompt
                 raise not_ids(f"prompt {i}", ids)
-            yield self.engine.prepare("", ids, params, index=i, adapter=options.adapter)
+            yield self.engine.prepare(
+                "", ids, params, index=i, adapter=options.adapter, pictures=pictures
+            )
 
 
 def rows(name: str, prompts: Any) -> Iterator[Any]:

@@ -308,7 +308,7 @@ class Request:
         """Return the data that must be equal on every rank."""
         first = self.answers[0].sequence
         spec = first.spec
-        asked = (spec.max_len, spec.pooling, spec.capture, spec.adapter)
+        asked = (spec.max_len, spec.pooling, spec.capture, spec.adapter, spec.images)
         return self.request_id, first.tokens, *asked, self.seed, self.params
 
     def set_seed(self, seed: int) -> None:

@@ -1,12 +1,7 @@
 """The text model in a vision checkpoint, against transformers' Mllama and Meta's llama-models."""
 
-import contextlib
-import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,19 +10,23 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from helpers import meta
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import KERNELS_RUN
+from helpers.vision import metas_modules
 from helpers.weights import expect_files, expect_shards
 from llama import Llama, Transformer
 from llama.checkpoint.find import find
+from llama.checkpoint.hf.vision import grids_of
 from llama.checkpoint.loader import load
 from llama.checkpoint.verify import verify
 from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.cli import main
 from llama.model.args import ModelArgs
+from llama.prompts.pictures import Picture
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
+from llama.sampling_params import SamplingParams
+from llama.vision.encoder import normalized
 
 TEXT: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -151,25 +150,14 @@ def test_verify_and_doctor_say_what_is_loaded(mllama, capsys):
 
 def test_an_image_in_a_request_is_refused(mllama):
     llama = Llama.build(
-        str(mllama[0]), None, 64, 1, device="cpu", dtype="fp32", chat_template="llama3"
-    )
+        str(mllama[0]), None, 64, 1, device="cpu", dtype="fp32", chat_template="llama3",
+        images=False,
+    )  # fmt: skip
     dialog = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, IMAGE]}]
     with pytest.raises(ValueError, match=r"content\[1\] is an image, and the model reads text"):
         llama.chat_completion([dialog])
     (answer,) = llama.text_completion(["Hi"], max_gen_len=3, temperature=0.0)
     assert isinstance(answer["generation"], str)
-
-
-@contextlib.contextmanager
-def metas_model() -> Iterator[Any]:
-    """Import llama-models' vision model with stand-ins for torchvision."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
-            patch.setitem(sys.modules, name, ModuleType(name))
-        sys.modules["torchvision.transforms"].functional = sys.modules[name]  # type: ignore[attr-defined]
-        meta.join_a_world_of_one()
-        yield importlib.import_module("llama_models.llama3.multimodal.model")
-        meta.leave_the_world()
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +170,7 @@ def metas() -> tuple[dict[str, Tensor], Tensor]:
     from llama_models.llama3.args import ModelArgs as MetasArgs
 
     text = random_state(PARAMS, seed=5)
-    with metas_model() as module, torch.inference_mode():
+    with metas_modules() as module, torch.inference_mode():
         args = MetasArgs(**PARAMS, **KEYS, max_seq_len=32, max_batch_size=2)
         model = module.CrossAttentionTransformerText(args)
         model.setup_cache(2, torch.device("cpu"), dtype=torch.float32)
@@ -293,3 +281,83 @@ def test_the_published_sizes(tmp_path):
     torch.save({}, tmp_path / "consolidated.00.pth")
     params = find(tmp_path).params
     assert params == ModelArgs(**sizes) and params.rope_factor == 8
+
+
+@pytest.fixture(scope="module")
+def mllama_with_images(tmp_path_factory) -> tuple[Path, Any]:
+    """A folder of transformers' vision model, and the model.
+
+    transformers takes the results of the blocks that its configuration names, where Meta and the
+    published models take their inputs: so the folder names the blocks after them. The tables of
+    places agree among grids, as those of converted models do.
+    """
+    folder = tmp_path_factory.mktemp("mllama_images")
+    torch.manual_seed(4)
+    sizes = VISION | {
+        "num_hidden_layers": 3, "intermediate_layers_indices": [0, 1], "vision_output_dim": 96,
+    }  # fmt: skip
+    config = transformers.MllamaConfig(text_config=TEXT, vision_config=sizes, image_token_index=512)
+    model = transformers.MllamaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "tile" in name and weight.dim() == 2:
+                places = torch.randn(4, 4, weight.shape[1] // 4)
+                weight.zero_()
+                for number, (rows, columns) in enumerate(grids_of(4), 1):
+                    values = places[:rows, :columns].reshape(-1)
+                    weight[number, : len(values)] = values
+            elif "gate" in name and weight.dim() == 1:
+                weight.fill_(0.7)
+            elif weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    config_path = folder / "config.json"
+    written = json.loads(config_path.read_text())
+    written["vision_config"]["intermediate_layers_indices"] = [1, 2]
+    config_path.write_text(json.dumps(written))
+    write_byte_tokenizer(folder)
+    return folder, model
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 1), (2, 2), (1, 3)])
+def test_images_are_read_as_by_transformers(mllama_with_images, rows, columns):
+    """With the image as the first token: transformers lets rows before an image see it."""
+    folder, model = mllama_with_images
+    built = Llama.build(str(folder), None, 64, 1, device="cpu", dtype="fp32", verbose=False,
+                        chat_template="llama3")  # fmt: skip
+    draw = torch.Generator().manual_seed(rows * 4 + columns)
+    pixels = torch.randint(0, 256, (rows * columns, 28, 28, 3), generator=draw, dtype=torch.uint8)
+    ids = [512, *TOKENS[0, :9].tolist()]
+    tiles = torch.zeros(1, 1, 4, 3, 28, 28)
+    tiles[0, 0, : len(pixels)] = normalized(pixels)
+    is_tile = (torch.arange(4) < len(pixels)).long()
+    with torch.inference_mode():
+        expected = model(
+            input_ids=torch.tensor([ids]), pixel_values=tiles,
+            aspect_ratio_ids=torch.tensor([[grids_of(4).index((rows, columns)) + 1]]),
+            aspect_ratio_mask=is_tile[None, None],
+            cross_attention_mask=is_tile.expand(1, len(ids), 1, 4),
+        ).logits[0].log_softmax(-1)  # fmt: skip
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    picture = Picture(pixels.numpy(), rows, columns)
+    request = built.llm_engine.prepare("", ids, params, pictures=[picture])
+    (output,) = built.run_prompts([request])
+    assert output.prompt_logprobs is not None
+    for position, (token, found) in enumerate(zip(ids, output.prompt_logprobs, strict=True)):
+        if position:
+            assert found is not None
+            assert found[token] == pytest.approx(float(expected[position - 1, token]), abs=1e-4)
+
+
+def test_a_tuned_table_of_places_is_named(mllama_with_images, tmp_path):
+    folder = renamed(mllama_with_images[0], tmp_path / "tuned", {})
+    tensors = load_file(folder / "model.safetensors")
+    name = next(x for x in tensors if x.endswith("pre_tile_positional_embedding.embedding.weight"))
+    tensors[name][2, 0] += 1
+    save_file(tensors, folder / "model.safetensors")
+    write_byte_tokenizer(folder)
+    with pytest.raises(ValueError, match=r"the place \(0, 0\) has other elements"):
+        Llama.build(str(folder), None, 64, 1, device="cpu", dtype="fp32")
+    with Llama.build(str(folder), None, 64, 1, device="cpu", dtype="fp32", images=False,
+                     chat_template="llama3") as built:  # fmt: skip
+        assert built.model.image_parts is None

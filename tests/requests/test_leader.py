@@ -14,7 +14,7 @@ import pytest
 from helpers.scheduling import VOCAB, FakeEngine, engine, next_token, sequence
 from helpers.waiting import wait_until
 from llama.engine.core import EngineCore
-from llama.engine.request import Capture, Pooling, SequenceSpec
+from llama.engine.request import Capture, ImageSpan, Pooling, SequenceSpec
 from llama.engine.sequence import SequenceState
 from llama.ranks.parallel import Parallel, RankError
 from llama.ranks.placement import Placement
@@ -120,7 +120,7 @@ def test_a_message_carries_every_field() -> None:
         presence_penalty=-0.5, frequency_penalty=0.25, logit_bias=((3, -100.0), (5, 1.5)),
         bad_words=((1,), (2, 3)), min_tokens=4, logprobs=0, prompt_logprobs=1,
         pooling=Pooling("mean", 3), capture=Capture((0, 2), True), adapter=b"\xff",
-        sender=b"192.0.2.1",
+        sender=b"192.0.2.1", images=(ImageSpan(2, b"\xff" * 32, 1, 3),),
     )  # fmt: skip
     default = SequenceSpec((), 0)
     same = {f.name for f in fields(spec) if getattr(spec, f.name) == getattr(default, f.name)}
