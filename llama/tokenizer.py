@@ -23,6 +23,7 @@ from llama.storage.token_files import (
     END_HEADER,
     EOM,
     EOT,
+    IMAGE,
     NUM_RESERVED,
     PATTERN,
     PYTHON_TAG,
@@ -41,7 +42,6 @@ class Message(TypedDict):
 
 
 Dialog = Sequence[Message]
-IMAGE = "<|image|>"  # what an image of a prompt is decoded to
 
 # tiktoken's Rust core fails on very long texts, and its regex on very long runs. Where a text is
 # cut is part of the tokenizer's definition: cut elsewhere, a long text has other ids.

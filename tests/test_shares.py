@@ -14,8 +14,7 @@ import torch
 from llama.build_args import BuildArgs, read_shares
 from llama.checkpoint.column_blocks import columns_per_block
 from llama.checkpoint.find import Checkpoint
-from llama.checkpoint.table import rank_shapes
-from llama.cli.plan.models import num_elements
+from llama.checkpoint.table import num_elements, rank_shapes
 from llama.common.checks import FieldError
 from llama.common.device import available_cores, free_bytes, part_of_machine
 from llama.loading.files import Files

@@ -8,13 +8,12 @@ the tensors in Meta's files; no tensor is.
 
 import hashlib
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llama.checkpoint import meta_quantized
+from llama.checkpoint import guard, meta_quantized
 from llama.checkpoint.alike import is_lm_head_the_embedding
 from llama.checkpoint.files import MappedTensor, read_metadata
 from llama.checkpoint.gguf import args as gguf_args
@@ -39,20 +38,6 @@ from llama.storage.downloads import check_utf8, read_json, shown
 from llama.storage.hub import model_folder
 from llama.weights.choice import GGUF_ACTIVATIONS
 
-# Llama Guard is recognised by the name of its folder; or, in a file beside the weights, by the name
-# of the model that was saved or by the task in a chat template of Llama Guard 1 to 3.
-_GUARD_FOLDER = re.compile(r"llama[-_ ]?guard", re.IGNORECASE)
-_GUARD_FILE = re.compile(
-    rb'<BEGIN UNSAFE CONTENT CATEGORIES>|"_name_or_path"\s*:\s*"[^"]*llama[-_ ]?guard',
-    re.IGNORECASE,
-)
-_GUARD_FILE_NAMES = (
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "config.json",
-)
-_MAX_GUARD_BYTES = 4 << 20  # bytes of one of these files that are searched
 _NUM_SAMPLES = 16
 _SAMPLE_BYTES = 4096
 PACKED_FORMAT = f"{PACKED_PREFIX}2"  # the number changes when packed_weight.h changes the layout
@@ -115,6 +100,19 @@ class Checkpoint:
         vocab_size = adapters[-1].vocab_size
         params = replace(self.params, tied_output=is_tied, vocab_size=vocab_size)
         return replace(self, params=params, adapters=adapters, base_params=self.params)
+
+    def with_images(self) -> "Checkpoint":
+        """Return the same checkpoint with the parts that read images, if its files hold them.
+
+        Raises:
+            ValueError: The files describe other parts than those of Llama 3.2 Vision.
+        """
+        if self.vision is None or not self.vision.settings:
+            return self
+        source = str(self.params_path)
+        params = replace(self.params, vision=self.vision.args(source))
+        params.check(source)
+        return replace(self, params=params, vision=replace(self.vision, reads_images=True))
 
     @property
     def why_silent(self) -> str:
@@ -237,14 +235,8 @@ class Checkpoint:
         if self.packed is not None:
             return self.packed["is_guard"] == "True"
         if self.header is not None:
-            template = str(self.header.metadata.get("tokenizer.chat_template")).encode()
-            return bool(_GUARD_FILE.search(template) or _GUARD_FOLDER.search(self.header.file.name))
-        model = self.model_folder
-        # Hugging Face's cache has models--meta-llama--Llama-Guard-3-8B/snapshots/HASH.
-        named = model.parent.parent if model.parent.name == "snapshots" else model
-        if _GUARD_FOLDER.search(named.name):
-            return True
-        return any(_GUARD_FILE.search(_beginning(model / name)) for name in _GUARD_FILE_NAMES)
+            return guard.is_in_gguf(self.header)
+        return guard.is_in_folder(self.model_folder)
 
     def samples(self) -> list[str]:
         """Return a line for each file of weights that differs between files of the same size.
@@ -365,8 +357,9 @@ def _find_packed(folder: Path, files: list[Path]) -> Checkpoint:
             f"llama convert {source} OUT --packed"
         )
     path = folder / "params.json"
-    params = ModelArgs.from_params(read_json(path), source=str(path))
-    return Checkpoint(folder, params, files, "packed", packed=metadata)
+    content, vision_parts = split_params(read_json(path), str(path))
+    params = ModelArgs.from_params(content, source=str(path))
+    return Checkpoint(folder, params, files, "packed", packed=metadata, vision=vision_parts)
 
 
 def _find_gguf(path: Path) -> Checkpoint:
@@ -386,14 +379,3 @@ def _sample(path: Path) -> str:
             file.seek(last * i // _NUM_SAMPLES)
             digest.update(file.read(_SAMPLE_BYTES))
     return f"{path.name}: {size} bytes, sample {digest.hexdigest()[:8]}"
-
-
-def _beginning(path: Path) -> bytes:
-    """Read the first bytes of a file; none if it is not a regular file or cannot be read."""
-    try:
-        if not path.is_file():  # reading a pipe could block forever
-            return b""
-        with path.open("rb") as file:
-            return file.read(_MAX_GUARD_BYTES)
-    except OSError:
-        return b""

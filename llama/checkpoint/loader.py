@@ -22,9 +22,9 @@ from llama.weights.coded import CodedRows
 
 
 def matrices_in(module: nn.Module, shards: dict[str, Tensor]) -> list[Matrix]:
-    """Return the matrices in a part of a model that are filled with that part."""
+    """Return the matrices in a part of a model that it fills, and that may be in codes."""
     matrices = [part for part in module.modules() if isinstance(part, Matrix)]
-    return [matrix for matrix in matrices if matrix.names[0] in shards]
+    return [each for each in matrices if each.names[0] in shards and each.may_quantize]
 
 
 def load(

@@ -20,7 +20,7 @@ from llama.ops.formats import num_blocks
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.vision.parts import with_image_parts
-from llama.vision.tensors import ENCODER
+from llama.vision.tensors import ENCODER, IMAGE_ROWS
 from llama.weights import choice
 from llama.weights.groups import GroupedWeight, QuantKey
 from llama.weights.weight import Weight
@@ -68,7 +68,7 @@ def bytes_of_params(
     }
     num_bytes = 0
     for name, shape in rank_shapes(params, placement).items():
-        is_plain = name.startswith(ENCODER)
+        is_plain = name.startswith((ENCODER, IMAGE_ROWS))
         weight_format = None if is_plain else ends.get(name, quantize)
         num_bytes += choice.bytes_of(shape, dtype, weight_format)
     return num_bytes

@@ -20,7 +20,7 @@ from llama.checkpoint import loader
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.find import PACKED_FORMAT, Checkpoint
 from llama.checkpoint.packing import pack_model
-from llama.checkpoint.table import part_of, share, whole_shapes
+from llama.checkpoint.table import num_elements, rank_shapes, share, whole_shapes
 from llama.checkpoint.write import atomic as writing
 from llama.common.checks import brief, torchrun_number
 from llama.kernels.cpu import native
@@ -28,12 +28,15 @@ from llama.model.layers import Matrix, RMSNorm
 from llama.model.transformer import Transformer
 from llama.ranks.placement import WHOLE, Placement
 from llama.storage.page_cache import cache_anew, read_ahead
+from llama.vision.parts import with_image_parts
 from llama.weights import choice
 from llama.weights.choice import FORMATS
 from llama.weights.coded import CodedRows
 from llama.weights.plain import PlainWeight
 from llama.weights.weight import Weight
 
+_IMAGE_PARTS = "image_parts."  # the path of the parts that read images
+_PARAMETER = "parameter"  # what stands for a format where a tensor is no matrix
 _HEADER_BYTES_PER_MODULE = 512  # the most that names and shapes of a module's tensors can take
 # Errors that a format can raise for tensors of other sizes and types.
 _MISFITS = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
@@ -50,7 +53,7 @@ def write(checkpoint: Checkpoint, folder: Path, quantize: str | None, progress: 
         quantize: The format of `build`.
         progress: Whether a bar is drawn on stderr.
     """
-    model = Transformer(checkpoint.params, dtype=torch.bfloat16)
+    model = with_image_parts(Transformer(checkpoint.params, dtype=torch.bfloat16))
     metadata = {
         "activations": (checkpoint.activations if checkpoint.in_codes else None) or "",
         "format": PACKED_FORMAT,
@@ -60,7 +63,8 @@ def write(checkpoint: Checkpoint, folder: Path, quantize: str | None, progress: 
         "source": str(checkpoint.weights_path.absolute()),
     }
     file = folder / "packed.safetensors"
-    max_header = _HEADER_BYTES_PER_MODULE * len(list(model.modules()))
+    num_tensors = len(list(model.modules())) + len(list(_image_parameters(model)))
+    max_header = _HEADER_BYTES_PER_MODULE * num_tensors
     with writing.tensor_file(file, max_header, metadata) as add:
         filled = functools.partial(_pack_and_write, model, add, quantize)
         loader.load(checkpoint, model, filled=filled, progress=progress)
@@ -89,6 +93,9 @@ def _pack_and_write(
             add(f"{path}.{format_name}.{name}", tensor)
         if isinstance(module, Matrix):
             module.weight = PlainWeight.pack(torch.empty(0, 0, device="meta"))
+    for path, owner, name in _image_parameters(model):
+        if owner in modules:
+            add(f"{path}.{_PARAMETER}", getattr(owner, name).data)
 
 
 def _parts(model: Transformer) -> Iterator[tuple[str, Matrix | RMSNorm]]:
@@ -100,6 +107,18 @@ def _parts(model: Transformer) -> Iterator[tuple[str, Matrix | RMSNorm]]:
         is_second = tied is not None and module is tied
         if isinstance(module, Matrix | RMSNorm) and not is_second:
             yield path, module
+
+
+def _image_parameters(model: Transformer) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield what the parts that read images hold beside matrices and norms.
+
+    Yields:
+        The path of a parameter, the module that has it, and its name there.
+    """
+    for path, module in model.named_modules():
+        if path.startswith(_IMAGE_PARTS) and not isinstance(module, Weight | RMSNorm):
+            for name, _ in module.named_parameters(recurse=False):
+                yield f"{path}.{name}", module, name
 
 
 def check_use(
@@ -142,7 +161,8 @@ def bytes_of(checkpoint: Checkpoint, placement: Placement) -> int:
 
     The ranks of this machine, and replicas, share the pages of the file.
     """
-    part = part_of(checkpoint.params, placement)
+    own = num_elements(rank_shapes(checkpoint.params, placement))
+    part = own / num_elements(whole_shapes(checkpoint.with_images().params))
     num_ranks = placement.size * placement.stages
     replicas = max(1.0, torchrun_number("LOCAL_WORLD_SIZE") / num_ranks)
     return int(checkpoint.shards[0].stat().st_size * part / replicas)
@@ -164,7 +184,10 @@ def attach(checkpoint: Checkpoint, model: Transformer) -> dict[str, MappedTensor
     """
     (file,) = checkpoint.shards
     is_whole = model.parallel.placement == WHOLE
-    whole = model if is_whole else Transformer(model.params, device="meta", dtype=torch.bfloat16)
+    whole = model
+    if not is_whole:
+        whole = Transformer(model.params, device="meta", dtype=torch.bfloat16)
+        whole = with_image_parts(whole)
     read_ahead(file)
     tensors = open_tensors(file)
     misfit = _attach_whole(tensors, whole)
@@ -202,12 +225,20 @@ def _attach_whole(tensors: dict[str, MappedTensor], model: Transformer) -> str |
             module.weight = weight
         else:
             module.weight = weight.values
+    for path, owner, name in _image_parameters(model):
+        stored = parts.pop(path, {}).get(_PARAMETER)
+        if stored is None or stored.shape != getattr(owner, name).shape:
+            return path
+        setattr(owner, name, nn.Parameter(stored, requires_grad=False))
+    if model.image_parts is None:  # the text model alone is wanted
+        parts = {path: part for path, part in parts.items() if not path.startswith(_IMAGE_PARTS)}
     return next(iter(parts), None)  # a tensor that belongs to no module
 
 
 def _attach_share(whole: Transformer, model: Transformer) -> None:
     """Give a rank's model its parts of the weights of a whole one."""
-    shapes = whole_shapes(replace(model.params, tied_output=False))
+    params = replace(model.params, tied_output=False)
+    shapes = whole_shapes(params)
     for path, module in _parts(model):
         is_tied = model.params.tied_output and path == "tok_embeddings"
         source = whole.get_submodule("output" if is_tied else path)
@@ -217,6 +248,10 @@ def _attach_share(whole: Transformer, model: Transformer) -> None:
         else:
             assert isinstance(source, RMSNorm), path
             module.weight = source.weight
+    for path, owner, name in _image_parameters(model):
+        dim, wanted = share(params, path.removeprefix(_IMAGE_PARTS), model.parallel.placement)
+        part = whole.get_parameter(path).data.narrow(dim, wanted.start, len(wanted))
+        setattr(owner, name, nn.Parameter(part, requires_grad=False))
 
 
 def _share(

@@ -125,15 +125,16 @@ def rank_shapes(params: ModelArgs, placement: Placement) -> dict[str, Size]:
     return shapes
 
 
+def num_elements(shapes: dict[str, Size]) -> int:
+    """Return the elements of all these tensors."""
+    return sum(shape.numel() for shape in shapes.values())
+
+
 def part_of(params: ModelArgs, placement: Placement) -> float:
     """Return the part of a model's elements that one rank holds; 1 for all of them."""
     if placement == WHOLE:
         return 1.0
-    own, whole = (
-        sum(shape.numel() for shape in shapes.values())
-        for shapes in (rank_shapes(params, placement), whole_shapes(params))
-    )
-    return own / whole
+    return num_elements(rank_shapes(params, placement)) / num_elements(whole_shapes(params))
 
 
 def _has(rank_share: RankShare, name: str) -> bool:

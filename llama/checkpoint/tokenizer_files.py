@@ -34,13 +34,16 @@ def load_tokenizer(checkpoint: Checkpoint, path: str | os.PathLike[str] | None =
         if checkpoint.header is not None and given == checkpoint.header.file:
             given = checkpoint.header
     has_config = checkpoint.layout in ("hf", "packed")
-    return Tokenizer(
+    tokenizer = Tokenizer(
         given,
         # Only the rotary embedding tells 3.0 from later releases: their tokenizer files are equal.
         llama_3_0=not checkpoint.params.use_scaled_rope,
         vocab_size=checkpoint.params.vocab_size,
         config_folder=checkpoint.model_folder if has_config else None,
     )
+    if checkpoint.params.vision is not None:
+        tokenizer.image_id = checkpoint.params.vocab_size
+    return tokenizer
 
 
 def tokenizer_for_meta(checkpoint: Checkpoint) -> Path:

@@ -40,6 +40,7 @@ from llama.storage.downloads import (
     check_download,
     read_small,
 )
+from llama.vision.parts import with_image_parts
 
 _CHECKLIST = "checklist.chk"  # Meta's list of MD5 sums
 _BLOCK_BYTES = 4 << 20  # bytes that a thread reads at a time
@@ -76,12 +77,13 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
         OSError: A file is missing or cannot be read.
         ValueError: A file is bad; the first one is named.
     """
-    checkpoint = find(ckpt_dir)
+    checkpoint = find(ckpt_dir).with_images()
     if checkpoint.packed is None:
         reader = CheckpointReader(checkpoint, compares=False)
         shards = reader.shards
     else:
-        shards = [packed.attach(checkpoint, Transformer(checkpoint.params, device="meta"))]
+        model = with_image_parts(Transformer(checkpoint.params, device="meta"))
+        shards = [packed.attach(checkpoint, model)]
     listed = (checkpoint.folder / _CHECKLIST).exists()
     files = _file_checks(checkpoint)
     total = sum(path.stat().st_size for path, file in files.items() if file.checks)

@@ -1,7 +1,8 @@
 """The text model in a vision checkpoint, such as Llama 3.2 11B Vision and 90B Vision, and the rest.
 
 In: the content of params.json or config.json, and the tensors of files. Out: the same of the text
-model, and with `reads_images` of the whole model, under Meta's names. The cross-attention layers
+model, and with `reads_images` of the whole model, under Meta's names; and the reverse, what Meta's
+files have of a whole model. The cross-attention layers
 attend to images only. Without an image Meta's code leaves them out, so that the other layers alone
 are a Llama. Names and numbers follow Meta's llama_models/llama3/multimodal and the conversion of
 transformers; `llama.checkpoint.hf.vision` gives the encoder of Hugging Face's layout Meta's names
@@ -13,22 +14,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from llama.checkpoint.files import MappedTensor
 from llama.checkpoint.hf import vision as hf
+from llama.checkpoint.table import as_slice
 from llama.common.checks import brief, errors_in, whole_number
 from llama.model.args import VisionArgs
-from llama.vision.tensors import CROSS, IMAGE_TOKEN
+from llama.ranks.placement import Placement
+from llama.vision.tensors import CROSS, ENCODER, IMAGE_ROWS, NUM_IMAGE_ROWS
 
 _MAX_LAYERS = 2**13
 _NUM_CROSS_LAYERS = "vision_num_cross_attention_layers"
-_CHUNK_SIZE = "vision_chunk_size"
-_MAX_CHUNKS = "vision_max_num_chunks"
+# Meta's keys of sizes, and their names in `VisionArgs`.
+_META_SIZES = {
+    _NUM_CROSS_LAYERS: "num_cross_layers",
+    "vision_chunk_size": "chunk_size",
+    "vision_max_num_chunks": "max_tiles",
+}
 # The key of sizes that are constants in Meta's code, by their names in `VisionArgs`.
 _SIZES = "vision_sizes"
-_META_KEYS = (_NUM_CROSS_LAYERS, _CHUNK_SIZE, _MAX_CHUNKS, _SIZES, "vision_model")
+_META_KEYS = (*_META_SIZES, _SIZES, "vision_model")
 _META_PREFIX = "text_model."
-_META_IMAGE_TOKEN = "text_model.learnable_embedding.weight"  # its first row, of eight
-_META_LEFT_OUT = ("vision_model.", "text_model.cross_attention_layers.", _META_IMAGE_TOKEN)
+_META_LEFT_OUT = (ENCODER, CROSS, IMAGE_ROWS)  # without the prefix
 # Hugging Face's prefixes of the text model, and what follows in the names of a Llama. Those that
 # begin with "model." are transformers' own since version 4.52.
 _HF_PREFIXES = {
@@ -44,8 +53,6 @@ _HF_LEFT_OUT = (
 )
 _HF_ENCODER = re.compile(r"(?:model\.)?((?:vision_model|multi_modal_projector)\..*)")
 _HF_EMBEDDING = "model.embed_tokens.weight"
-# The rows that Hugging Face's embedding has behind those of the vocabulary.
-_NUM_IMAGE_ROWS = 8
 # The model type of a vision model, and that of its text model if it was saved alone.
 _MODEL_TYPES = ("mllama", "mllama_text_model")
 
@@ -120,16 +127,14 @@ class VisionParts:
         if self.layers:
             return [self._hf_tensors(shard) for shard in shards]
         loaded = []
+        image_rows = _joined_rows([shard.get(_META_PREFIX + IMAGE_ROWS) for shard in shards])
         for shard in shards:
             tensors = {name.removeprefix(_META_PREFIX): x for name, x in shard.items()}
             if not self.reads_images:
-                left_out = [x.removeprefix(_META_PREFIX) for x in _META_LEFT_OUT]
-                names = [name for name in tensors if not name.startswith(tuple(left_out))]
+                names = [name for name in tensors if not name.startswith(_META_LEFT_OUT)]
                 tensors = {name: tensors[name] for name in names}
-            elif _META_IMAGE_TOKEN in shards[0]:
-                tensors.pop(_META_IMAGE_TOKEN.removeprefix(_META_PREFIX), None)
-                first = shards[0][_META_IMAGE_TOKEN]
-                tensors[IMAGE_TOKEN] = first._replace(data=first.data[0])
+            elif image_rows is not None:
+                tensors[IMAGE_ROWS] = image_rows
             loaded.append(tensors)
         return loaded
 
@@ -145,11 +150,11 @@ class VisionParts:
             if text_name is None:
                 continue
             rows = tensor.data
-            has_image_rows = len(rows) == self.vocab_size + _NUM_IMAGE_ROWS
+            has_image_rows = len(rows) == self.vocab_size + NUM_IMAGE_ROWS
             if text_name == _HF_EMBEDDING and rows.dim() == 2 and has_image_rows:
                 if self.reads_images:
-                    image_row = rows[self.vocab_size]
-                    loaded[IMAGE_TOKEN] = tensor._replace(data=image_row, offset=None)
+                    image_rows = rows[self.vocab_size :]
+                    loaded[IMAGE_ROWS] = tensor._replace(data=image_rows, offset=None)
                 tensor = tensor._replace(data=rows[: self.vocab_size])
             loaded[text_name] = tensor
         return loaded
@@ -175,11 +180,24 @@ class VisionParts:
         return f"model.layers.{self.layers[number]}.{name[match.end() :]}"
 
 
+def _joined_rows(parts: list[MappedTensor | None]) -> MappedTensor | None:
+    """Return the embeddings of further ids, which Meta's shards divide where they can, as one.
+
+    Args:
+        parts: Those of each shard, whole in each or divided among them; None where one has none.
+    """
+    first = parts[0]
+    if first is None or len(first.data) == NUM_IMAGE_ROWS:
+        return first
+    rows = torch.cat([part.data for part in parts if part is not None])
+    return first._replace(data=rows, offset=None)
+
+
 def _meta_args(params: Mapping[str, Any], num_cross_layers: int) -> VisionArgs:
     """Return the sizes of the encoder that params.json gives, or those of Meta's models."""
     given: dict[str, Any] = {}
-    for key, name in ((_CHUNK_SIZE, "chunk_size"), (_MAX_CHUNKS, "max_tiles")):
-        if params.get(key, -1) != -1:
+    for key, name in _META_SIZES.items():
+        if key != _NUM_CROSS_LAYERS and params.get(key, -1) != -1:
             given[name] = params[key]
     sizes = params.get(_SIZES, {})
     known = {each.name for each in fields(VisionArgs)}
@@ -189,6 +207,36 @@ def _meta_args(params: Mapping[str, Any], num_cross_layers: int) -> VisionArgs:
     if "features" in given:
         given["features"] = tuple(given["features"])
     return VisionArgs(num_cross_layers, **given)
+
+
+def file_name(name: str) -> str:
+    """Return the name in Meta's files of a tensor of a vision model."""
+    return name if name.startswith(ENCODER) else f"{_META_PREFIX}{name}"
+
+
+def shard_of(name: str, tensor: Tensor, placement: Placement) -> Tensor:
+    """Return what one of Meta's shards has of a tensor that a rank holds.
+
+    The embeddings of further ids are divided among shards, of which Meta's code knows up to eight;
+    where they cannot be, each shard has all of them.
+
+    Args:
+        name: The name here.
+        tensor: What the rank holds.
+        placement: The shard.
+    """
+    if name != IMAGE_ROWS or NUM_IMAGE_ROWS % placement.size:
+        return tensor
+    return tensor[as_slice(placement.span(NUM_IMAGE_ROWS))]
+
+
+def params_of(args: VisionArgs) -> dict[str, Any]:
+    """Return what params.json has beside the sizes of the text model."""
+    params: dict[str, Any] = {key: getattr(args, name) for key, name in _META_SIZES.items()}
+    others = [each for each in fields(VisionArgs) if each.name not in _META_SIZES.values()]
+    sizes = {each.name: getattr(args, each.name) for each in others}
+    changed = {each.name: sizes[each.name] for each in others if sizes[each.name] != each.default}
+    return params | ({_SIZES: changed} if changed else {})
 
 
 def split_params(params: dict[str, Any], source: str) -> tuple[dict[str, Any], VisionParts | None]:

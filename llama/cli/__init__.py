@@ -220,6 +220,7 @@ COMMANDS = {
             "ckpt_dir": REQUIRED,
             "out_dir": REQUIRED,
             "packed": False,
+            "text_only": False,
             "quantize": None,
             "activations": None,
             "lora": None,

@@ -298,7 +298,7 @@ def convert(options: argparse.Namespace) -> int:
     from llama.api import convert as write_layout
     from llama.api import pack
 
-    asked = _picked(options, "quantize", "lora")
+    asked = _picked(options, "quantize", "lora") | {"images": not options.text_only}
     if not options.packed:
         return _write_weights(write_layout, options, activations=options.activations, **asked)
     if options.activations is not None:

@@ -128,6 +128,7 @@ _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a
         "packed": Flag(
             bool, "", "Write a layout that a CPU maps and runs at once, on any number of ranks"
         ),
+        "text_only": Flag(bool, "", "Write the text model of a vision model as a Llama"),
         "prompt": Flag(str, "TEXT", "Text to continue", "the content of prompt_file"),
         "prompt_file": Flag(
             str, "FILE", "File with the text to continue; - is standard input", "standard input"

@@ -143,7 +143,7 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
     choice.check_quantize(quantize, chosen_dtype, device)
     checkpoint = find(path_like("ckpt_dir", args.ckpt_dir))
     if args.images:
-        checkpoint = _with_images(checkpoint)
+        checkpoint = checkpoint.with_images()
     log_choice(checkpoint.choice)
     checkpoint.params.check_ranks(placement.size)
     check_stages(checkpoint.params, placement.stages)
@@ -186,20 +186,6 @@ def find_files(args: BuildArgs, placement: Placement, device: torch.device) -> F
     )
     counts = layer_counts(args.pipeline_layers, args.max_batch_size, files)
     return replace(files, placement=replace(placement, layer_counts=counts))
-
-
-def _with_images(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the parts that read images, if its files hold some.
-
-    Raises:
-        ValueError: The files describe other parts than those of Llama 3.2 Vision.
-    """
-    if checkpoint.vision is None or not checkpoint.vision.settings:
-        return checkpoint
-    source = str(checkpoint.params_path)
-    params = replace(checkpoint.params, vision=checkpoint.vision.args(source))
-    params.check(source)
-    return replace(checkpoint, params=params, vision=replace(checkpoint.vision, reads_images=True))
 
 
 def _rounding(

@@ -29,6 +29,7 @@ from llama.prompts.messages import (
 from llama.prompts.parser import is_keyword
 from llama.prompts.pictures import Picture
 from llama.prompts.tools import CODE, ToolFormat, Tools, function_of
+from llama.storage.token_files import IMAGE
 from llama.tokenizer import ChatFormat, Role, Tokenizer
 
 # The models were trained on exactly these texts, without a space after the full stops.
@@ -150,9 +151,10 @@ def _check_tools(tokenizer: Tokenizer, tools: Tools, tool_format: ToolFormat) ->
         )
 
 
-def jinja_template(tool_format: ToolFormat) -> str:
+def jinja_template(tool_format: ToolFormat, *, has_images: bool = False) -> str:
     """Return a Jinja template of the same prompts, for programs that read Hugging Face folders."""
     constants = {
+        "image": IMAGE if has_images else "",
         "tool_format": tool_format.value,
         "instruction": _INSTRUCTION,
         "python_instruction": _PYTHON_INSTRUCTION,

@@ -41,6 +41,7 @@ EOM = "<|eom_id|>"
 START_HEADER = "<|start_header_id|>"
 END_HEADER = "<|end_header_id|>"
 PYTHON_TAG = "<|python_tag|>"
+IMAGE = "<|image|>"
 NUM_RESERVED = 256  # special tokens of Meta's vocabularies
 # The first special tokens of each release, in the order of their ids. None stands for the next
 # reserved token, and further reserved tokens follow, up to 256 in all.
@@ -58,7 +59,7 @@ _FIRST_SPECIAL = {
         EOM,
         EOT,
         PYTHON_TAG,
-        "<|image|>",
+        IMAGE,
     ),
 }
 _GGUF_PRE = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe")  # names of Llama 3's pattern

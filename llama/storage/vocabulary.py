@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llama.common.checks import torchrun_number
 from llama.storage.gguf import Header
-from llama.storage.token_files import AddedToken, Parsed, check_ranks, parse
+from llama.storage.token_files import IMAGE, AddedToken, Parsed, check_ranks, parse
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -130,10 +130,12 @@ def _fit(parsed: Parsed, vocab_size: int | None) -> int:
         )
     beyond = [name for token_id, name in parsed.names.items() if token_id >= vocab_size]
     for name in beyond:
-        _log(
-            f"{parsed.path}: {name!r} has the id {parsed.remove(name)}, but the model has "
-            f"{vocab_size} rows: the token is left out"
-        )
+        token_id = parsed.remove(name)
+        if (name, token_id) != (IMAGE, vocab_size):  # That one stands for images in prompts.
+            _log(
+                f"{parsed.path}: {name!r} has the id {token_id}, but the model has "
+                f"{vocab_size} rows: the token is left out"
+            )
     return vocab_size
 
 

@@ -30,8 +30,8 @@ _EPS = 1e-5
 # What a score of padding for padding loses, before the scale: its weight becomes 0 in every type.
 _MASKED = 1e4
 # The mean and the deviation of the pixels' channels (CLIP's).
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 class _Biased(Linear):
@@ -371,7 +371,7 @@ class VisionModel(nn.Module):
 
 def normalized(pixels: Tensor) -> Tensor:
     """Return pixels as the encoder takes them: (r, T, T, 3) uint8 -> (r, 3, T, T) float32."""
-    mean = torch.tensor(_MEAN, device=pixels.device)
-    deviation = torch.tensor(_DEVIATION, device=pixels.device)
+    mean = torch.tensor(MEAN, device=pixels.device)
+    deviation = torch.tensor(DEVIATION, device=pixels.device)
     channels_last = (pixels.float() / 255 - mean) / deviation
     return channels_last.permute(0, 3, 1, 2)

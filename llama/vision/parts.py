@@ -15,22 +15,22 @@ from llama.model.transformer import Transformer
 from llama.ops.batch import Batch, CrossRows
 from llama.vision.cross import CrossBlock, entries_of, plane_of
 from llama.vision.encoder import VisionModel
-from llama.vision.tensors import CROSS, ENCODER, IMAGE_TOKEN
+from llama.vision.tensors import CROSS, ENCODER, IMAGE_ROWS, VisionShare
 
 
-class _ImageToken(nn.Module):
-    """The embedding of an image's position in the text, (E)."""
+class _ImageRows(nn.Module):
+    """Embeddings of ids behind the vocabulary, (8, E): the first is that of an image's position."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, share: VisionShare) -> None:
         super().__init__()
-        self.weight = unfilled(dim)
+        self.weight = unfilled(len(share.rows("s")), len(share.rows("E")))
 
 
 class ImageParts(nn.Module):
     """The parts of one rank that read images; see `llama.model.execution.ImageLayers`.
 
     Attributes:
-        image_token: The embedding of an image's position, on the stages that embed tokens.
+        learnable_embedding: The embeddings of further ids, on the stages that embed tokens.
         cross_attention_layers: The layers of this rank's stage, by their number in the model.
         vision_model: The encoder and its projector.
         ratio: The layers of text whose planes hold what one of these layers stores.
@@ -44,7 +44,8 @@ class ImageParts(nn.Module):
         self.vocab_size = params.vocab_size
         self.ratio = plan.image_ratio
         if plan.share.has_embedding:
-            self.image_token = _ImageToken(params.dim)
+            share = VisionShare.of(params, model.parallel.placement)
+            self.learnable_embedding = _ImageRows(share)
         self.cross_attention_layers = nn.ModuleDict()
         layers = params.vision.cross_layers(params.n_layers)
         for number, before in enumerate(layers):
@@ -67,8 +68,8 @@ class ImageParts(nn.Module):
 
     def loading_order(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
         """Yield each part with the views that hold this rank's share, by Meta's names."""
-        if hasattr(self, IMAGE_TOKEN):
-            yield self.image_token, {IMAGE_TOKEN: self.image_token.weight.data}
+        if hasattr(self, "learnable_embedding"):
+            yield self.learnable_embedding, {IMAGE_ROWS: self.learnable_embedding.weight.data}
         for number, layer in self.cross_attention_layers.items():
             yield layer, layer.state_dict(prefix=f"{CROSS}{number}.")
         yield self.vision_model, self.vision_model.state_dict(prefix=ENCODER)
@@ -82,7 +83,7 @@ class ImageParts(nn.Module):
         """
         is_image = tokens >= self.vocab_size
         x: Tensor = embedding(tokens.masked_fill(is_image, 0))
-        return torch.where(is_image[:, None], self.image_token.weight, x)
+        return torch.where(is_image[:, None], self.learnable_embedding.weight[0], x)
 
     def store(self, cross: CrossRows, batch: Batch, kv_cache: Tensor) -> None:
         """Encode the images that are new in a step, and store their keys and values.

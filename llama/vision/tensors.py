@@ -6,7 +6,7 @@ the tensors of all layouts these names and shapes. No tensor is made here.
 
 Letters of dimensions: E, F, Q and K as in `llama.model.shares`; d elements of a text head, w width
 of the encoder, h its heads, f its feed-forward columns, p elements of a patch, n tokens of a tile,
-t tiles, i elements that the projector takes, o those that it returns, 1 one.
+t tiles, i elements that the projector takes, o those that it returns, s further ids, 1 one.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,8 @@ from llama.ranks.placement import Placement
 
 CROSS = "cross_attention_layers."
 ENCODER = "vision_model."
-IMAGE_TOKEN = "image_token"  # the embedding of an image's position in the text
+IMAGE_ROWS = "learnable_embedding.weight"  # embeddings of further ids: the first is an image's
+NUM_IMAGE_ROWS = 8
 _CHANNELS = 3
 
 
@@ -83,7 +84,7 @@ def entries(params: ModelArgs) -> Iterator[tuple[str, TensorEntry]]:
     vision = params.vision
     if vision is None:
         return
-    yield IMAGE_TOKEN, _entry("E")
+    yield IMAGE_ROWS, _entry("sE")
     for layer in range(vision.num_cross_layers):
         for name, entry in _CROSS_LAYER.items():
             yield f"{CROSS}{layer}.{name}", entry
@@ -99,8 +100,8 @@ def entries(params: ModelArgs) -> Iterator[tuple[str, TensorEntry]]:
 
 def entry_of(name: str) -> TensorEntry | None:
     """Return the entry of a tensor by Meta's name; None for a tensor of the text model."""
-    if name == IMAGE_TOKEN:
-        return _entry("E")
+    if name == IMAGE_ROWS:
+        return _entry("sE")
     if name.startswith(CROSS):
         return _CROSS_LAYER[name.split(".", 2)[2]]
     if not name.startswith(ENCODER):
@@ -117,7 +118,7 @@ def is_held(params: ModelArgs, share: RankShare, name: str) -> bool:
 
     Every pipeline stage has the encoder, and the cross-attention layers among its layers.
     """
-    if name == IMAGE_TOKEN:
+    if name == IMAGE_ROWS:
         return share.has_embedding
     if not name.startswith(CROSS):
         return True
@@ -178,5 +179,6 @@ class VisionShare:
             "t": range(args.max_tiles),
             "i": range(args.features_dim),
             "o": self.out,
+            "s": range(NUM_IMAGE_ROWS),
             "1": range(1),
         }[dimension]

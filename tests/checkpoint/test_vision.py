@@ -13,14 +13,12 @@ from torch import Tensor
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import KERNELS_RUN
 from helpers.vision import metas_modules
-from helpers.weights import expect_files, expect_shards
+from helpers.weights import expect_shards
 from llama import Llama, Transformer
 from llama.checkpoint.find import find
 from llama.checkpoint.hf.vision import grids_of
 from llama.checkpoint.loader import load
-from llama.checkpoint.verify import verify
-from llama.checkpoint.write.convert import convert, pack, reshard
-from llama.cli import main
+from llama.checkpoint.write.convert import convert, pack
 from llama.model.args import ModelArgs
 from llama.prompts.pictures import Picture
 from llama.ranks.parallel import Parallel
@@ -124,7 +122,7 @@ def test_a_text_model_that_was_saved_alone_is_loaded(mllama, tmp_path):
 def test_a_llama_of_the_same_tensors_is_written(mllama, tmp_path):
     """Convert writes plain text checkpoints, which transformers and this runtime read."""
     folder, expected = mllama
-    lines = convert(folder, tmp_path / "meta")
+    lines = convert(folder, tmp_path / "meta", images=False)
     assert any("keys left out" in line and "vision_config" in line for line in lines)
     written = find(tmp_path / "meta")
     assert written.layout == "meta" and written.vision is None and written.params.n_layers == 4
@@ -137,15 +135,8 @@ def test_a_llama_of_the_same_tensors_is_written(mllama, tmp_path):
     gguf = find(tmp_path / "model.gguf")
     assert gguf.params.n_layers == 4 and gguf.params.vocab_size == 512
     if KERNELS_RUN:
-        pack(folder, tmp_path / "packed")
+        pack(folder, tmp_path / "packed", images=False)
         assert find(tmp_path / "packed").params.n_layers == 4
-
-
-def test_verify_and_doctor_say_what_is_loaded(mllama, capsys):
-    *_, last = verify(mllama[0])
-    assert "is the text model of a vision checkpoint, without its 2 cross-attention" in last
-    main(["doctor", str(mllama[0])])
-    assert "images are refused" in capsys.readouterr().out
 
 
 def test_an_image_in_a_request_is_refused(mllama):
@@ -214,12 +205,8 @@ def test_metas_layout_is_loaded_on_one_and_on_two_ranks(metas, count, tmp_path):
     check_logits(folder, expected)
     for rank, size in ((1, 2), (3, 4)):
         expect_shards(loaded(folder, rank, size), text, PARAMS)
-    reshard(folder, tmp_path / "four", 4)
-    expect_files(tmp_path / "four", text, PARAMS, 4)
-    assert find(tmp_path / "four").vision is None
-    convert(folder, tmp_path / "hf")
+    convert(folder, tmp_path / "hf", images=False)
     check_logits(tmp_path / "hf", expected)
-    assert "a vision checkpoint" in verify(folder)[-1]
 
 
 def test_a_file_without_a_number_and_older_keys_are_read(metas, tmp_path):

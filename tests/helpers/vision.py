@@ -28,7 +28,7 @@ PARAMS: dict[str, Any] = {
 }  # fmt: skip
 SIZES: dict[str, Any] = {
     "width": 32, "n_heads": 4, "ffn_dim": 128, "n_layers": 3, "n_global_layers": 2,
-    "features": [0, 2],
+    "features": [1, 2],
 }  # fmt: skip
 KEYS: dict[str, Any] = {
     "vision_chunk_size": 28, "vision_max_num_chunks": 4, "vision_num_cross_attention_layers": 2,

@@ -16,6 +16,7 @@ from llama.checkpoint.hf import formats as hf_formats
 from llama.checkpoint.hf.coded_matrix import MISFITS, CodedMatrix, Config, Parts, check_fits
 from llama.checkpoint.hf.quantization import UnknownLayoutError
 from llama.common.checks import brief
+from llama.vision.tensors import ENCODER
 from llama.weights.choice import ROUNDED_ACTIVATIONS
 
 _MATRIX_PART = re.compile(
@@ -93,7 +94,8 @@ def join_parts(tensors: dict[str, MappedTensor], config: Config) -> dict[str, Ma
     joined: dict[str, MappedTensor] = {}
     for name, tensor in tensors.items():
         match = _MATRIX_PART.fullmatch(name)
-        if match is None:
+        is_bias = name.startswith(ENCODER) and name.endswith(".bias")  # no layer of text has one
+        if match is None or is_bias:
             if not _KV_CACHE_PART.fullmatch(name):
                 joined[name] = tensor
         elif match[2] not in _IGNORED_PARTS:

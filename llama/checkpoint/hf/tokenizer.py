@@ -10,10 +10,11 @@ from llama.checkpoint.hf import config as hf
 from llama.model.args import ModelArgs
 from llama.prompts.template import jinja_template
 from llama.prompts.tools import tool_format_of
-from llama.storage.token_files import AddedToken, byte_alphabet
+from llama.storage.token_files import IMAGE, AddedToken, byte_alphabet
 from llama.tokenizer import Tokenizer
 
 _PAD = "<|finetune_right_pad_id|>"
+_UNUSED_IMAGE = "<|reserved_special_token_image|>"
 # Bytes are written as letters; the pattern is in a pre-tokenizer before this one.
 _BYTE_LEVEL = {
     "type": "ByteLevel",
@@ -85,11 +86,17 @@ def _added_tokens(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return the added tokens as tokenizer.json has them.
 
     The library numbers them without a gap, so that fillers for unused ids between them are written.
+    What stands for an image comes last, behind the rows of the lm_head.
     """
     added_ids = (token.id for token in tokenizer.added_tokens.values())
     last_id = max(*tokenizer.ranks.values(), *added_ids)
+    names = dict(tokenizer.special_tokens)
+    if tokenizer.image_id is not None:
+        if IMAGE in names:  # a name of Meta's that no prompt has
+            names = {_UNUSED_IMAGE if name == IMAGE else name: x for name, x in names.items()}
+        last_id = names[IMAGE] = tokenizer.image_id
     entries = []
-    for name, token_id in tokenizer.special_tokens.items():
+    for name, token_id in names.items():
         token = tokenizer.added_tokens.get(name, AddedToken(token_id))
         if token_id <= last_id:
             flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "special": token.special}
@@ -164,5 +171,5 @@ def tokenizer_config(
         "clean_up_tokenization_spaces": False,  # decoding must give the text back
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": params.longest_context,
-        "chat_template": jinja_template(tool_format),
+        "chat_template": jinja_template(tool_format, has_images=tokenizer.image_id is not None),
     }

@@ -1,7 +1,8 @@
 """The encoder of a vision checkpoint in Hugging Face's layout, under Meta's names and shapes.
 
 In: vision_config of config.json, and the tensors of a file. Out: the sizes, and the name and shape
-of each tensor in Meta's layout. The tables of places of tiles have a row for each grid of tiles in
+of each tensor in Meta's layout; and the reverse, what Hugging Face's files have of a vision model.
+The tables of places of tiles have a row for each grid of tiles in
 Hugging Face's layout, and in Meta's an entry for each place. No file is opened here.
 """
 
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llama.checkpoint.table import name_in
 from llama.common.checks import brief
-from llama.model.args import VisionArgs
-from llama.vision.tensors import ENCODER
+from llama.model.args import ModelArgs, VisionArgs
+from llama.vision.encoder import DEVIATION, MEAN
+from llama.vision.tensors import CROSS, ENCODER
 
 # The names of sizes in vision_config.
 _SIZES = {
@@ -30,6 +33,12 @@ _SIZES = {
 }
 # What the encoder does here; other values would be computed wrongly.
 _FIXED = {"hidden_act": "gelu", "norm_eps": 1e-5, "num_channels": 3}
+_CHUNK_SIZE = 448  # the value of image_size in transformers where a file has none
+_BILINEAR = 2  # Pillow's number of the filter
+# The keys of the text model's config.json that are those of the whole model.
+_OF_THE_WHOLE = ("architectures", "torch_dtype")
+# The tables of places of tiles, by the ends of Meta's names.
+_TABLES = ("gated_positional_embedding", "tile_pos_embed.embedding")
 # Parts of names in Hugging Face's layout, and in Meta's.
 _PARTS = {
     "vision_model.": "vision_encoder.",
@@ -69,6 +78,17 @@ _CROSS_PARTS = {
 }
 
 
+_TEXT_PREFIX = "language_model."
+_NEWER_PREFIXES = {
+    "language_model.model.": "model.language_model.",
+    "language_model.": "",
+    "vision_model.": "model.vision_model.",
+    "multi_modal_projector": "model.multi_modal_projector",
+}
+_OF_CROSS = {metas: name for name, metas in _CROSS_PARTS.items()}
+_OF_ENCODER = {metas: name for name, metas in _PARTS.items()}
+
+
 def _replacer(parts: Mapping[str, str]) -> re.Pattern[str]:
     longest_first = sorted(parts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)))
@@ -76,6 +96,8 @@ def _replacer(parts: Mapping[str, str]) -> re.Pattern[str]:
 
 _PATTERN = _replacer(_PARTS)
 _CROSS_PATTERN = _replacer(_CROSS_PARTS)
+_ENCODER_BACK = _replacer(_OF_ENCODER)
+_CROSS_BACK = _replacer(_OF_CROSS)
 
 
 def args_of(config: Mapping[str, Any], num_cross_layers: int) -> VisionArgs:
@@ -88,6 +110,7 @@ def args_of(config: Mapping[str, Any], num_cross_layers: int) -> VisionArgs:
         if config.get(key, value) != value:
             raise ValueError(f"vision_config: {key} is {brief(config[key])}, and must be {value}")
     given = {name: config[key] for name, key in _SIZES.items() if key in config}
+    given.setdefault("chunk_size", _CHUNK_SIZE)
     if "features" in given:
         given["features"] = tuple(given["features"])
     args = VisionArgs(num_cross_layers, **given)
@@ -125,10 +148,107 @@ def metas_tensor(name: str, data: Tensor, config: Mapping[str, Any]) -> tuple[st
     metas_name = ENCODER + _PATTERN.sub(lambda match: _PARTS[match[0]], name)
     if metas_name.endswith("conv1._linear.weight") and data.dim() == 4:
         return metas_name, data.flatten(1)
-    if name.endswith("embedding.weight") and data.dim() == 2 and "patch" not in name:
+    if metas_name.endswith(_TABLES):
         args = args_of(config, 1)
         return metas_name, _by_place(name, data, args)
     return metas_name, data
+
+
+def file_name(name: str, params: ModelArgs) -> str:
+    """Return the name in Hugging Face's files of a tensor of a vision model, by Meta's name.
+
+    All layers have one row of numbers there: the text model's, and before some of them one of
+    cross-attention. The names are those of the published files, which all versions of transformers
+    read.
+    """
+    vision = params.vision
+    assert vision is not None, "the model reads text alone"
+    if name.startswith(ENCODER):
+        return _ENCODER_BACK.sub(lambda match: _OF_ENCODER[match[0]], name.removeprefix(ENCODER))
+    before = vision.cross_layers(params.n_layers)
+    if name.startswith(CROSS):
+        index, within = name.removeprefix(CROSS).split(".", 1)
+        number = before[int(index)] + int(index)
+        within = _CROSS_BACK.sub(lambda match: _OF_CROSS[match[0]], within)
+        return f"{_TEXT_PREFIX}model.layers.{number}.{within}"
+    file_name = name_in("hf", name)
+    if name.startswith("layers."):
+        layer = int(name.split(".")[1])
+        number = layer + sum(other <= layer for other in before)
+        file_name = file_name.replace(f"layers.{layer}.", f"layers.{number}.", 1)
+    return _TEXT_PREFIX + file_name
+
+
+def newer_name(name: str) -> str:
+    """Return the name that transformers gives in memory, since 4.52, to what a file's name says."""
+    for old, new in _NEWER_PREFIXES.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def file_tensor(name: str, tensor: Tensor, args: VisionArgs) -> Tensor:
+    """Return a tensor of a vision model as Hugging Face's files have it.
+
+    Args:
+        name: Meta's name.
+        tensor: Its elements in Meta's layout.
+        args: The sizes.
+    """
+    if name.endswith("conv1._linear.weight"):
+        side = args.patch_size
+        patches: Tensor = tensor.unflatten(1, (-1, side, side))
+        return patches
+    return _by_grid(tensor, args) if name.endswith(_TABLES) else tensor
+
+
+def config_of(text: dict[str, Any], params: ModelArgs) -> dict[str, Any]:
+    """Return the config.json of a vision model.
+
+    Args:
+        text: That of its text model, as a Llama.
+        params: The sizes of the whole model.
+    """
+    args = params.vision
+    assert args is not None, "the model reads text alone"
+    layers = args.cross_layers(params.n_layers)
+    text_config = {key: value for key, value in text.items() if key not in _OF_THE_WHOLE}
+    text_config |= {
+        "model_type": "mllama_text_model",
+        "num_hidden_layers": params.n_layers + args.num_cross_layers,
+        "cross_attention_layers": [before + number for number, before in enumerate(layers)],
+    }
+    vision_config = {key: getattr(args, name) for name, key in _SIZES.items()}
+    vision_config |= _FIXED | {
+        "model_type": "mllama_vision_model",
+        "vision_output_dim": args.features_dim,
+        "supported_aspect_ratios": grids_of(args.max_tiles),
+    }
+    return {key: text[key] for key in _OF_THE_WHOLE if key in text} | {
+        "architectures": ["MllamaForConditionalGeneration"],
+        "model_type": "mllama",
+        "image_token_index": params.vocab_size,
+        "text_config": text_config,
+        "vision_config": vision_config,
+    }
+
+
+def processor_config(args: VisionArgs) -> dict[str, Any]:
+    """Return the preprocessor_config.json with which transformers reads images for the model."""
+    return {
+        "image_processor_type": "MllamaImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "do_pad": True,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": MEAN,
+        "image_std": DEVIATION,
+        "max_image_tiles": args.max_tiles,
+        "resample": _BILINEAR,
+        "size": {"height": args.chunk_size, "width": args.chunk_size},
+    }
 
 
 def _by_place(name: str, rows: Tensor, args: VisionArgs) -> Tensor:
@@ -158,3 +278,20 @@ def _by_place(name: str, rows: Tensor, args: VisionArgs) -> Tensor:
                 places[row, column] = grid[row, column]
                 is_known[row, column] = True
     return places
+
+
+def _by_grid(places: Tensor, args: VisionArgs) -> Tensor:
+    """Return a table with an entry for each place as one with a row for each grid of tiles.
+
+    Args:
+        places: (t, t, N, W).
+        args: The sizes.
+
+    Returns:
+        (grids + 1, t N W). The first row, which stands for no image, and missing tiles are zeros.
+    """
+    grids = grids_of(args.max_tiles)
+    tiles = places.new_zeros(len(grids) + 1, args.max_tiles, *places.shape[2:])
+    for number, (height, width) in enumerate(grids, 1):
+        tiles[number, : height * width] = places[:height, :width].flatten(0, 1)
+    return tiles.flatten(1)

@@ -10,7 +10,8 @@ Shapes: N rows and K columns of a weight of the base model, R the rank.
 
 import hashlib
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 from torch import Size, Tensor
 
 from llama.build_args import lora_paths
+from llama.checkpoint.file_tensors import titles_of_modules
 from llama.checkpoint.files import open_tensors
 from llama.checkpoint.lora.config import (
     CONFIG_FILE,
@@ -27,7 +29,7 @@ from llama.checkpoint.lora.config import (
 )
 from llama.checkpoint.lora.ends import TIED, stays_tied, token_ids_of, vocab_size_of
 from llama.checkpoint.lora.merging import LowRank, TokenRows, Update
-from llama.checkpoint.table import name_in, whole_shapes
+from llama.checkpoint.table import whole_shapes
 from llama.common.checks import brief, errors_in
 from llama.model.args import ModelArgs
 from llama.storage.downloads import check_utf8
@@ -36,7 +38,6 @@ from llama.weights.plain import all_finite
 
 _WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
-_INNER = "model."  # absent from the names of a model without lm_head, as LLM2Vec has it
 # The ends of the tensors' names, and what they are. The last ones are ends of others.
 _ROLES = {
     ".lora_A.weight": "A",
@@ -119,8 +120,9 @@ def _open(folder: Path, params: ModelArgs) -> Adapter:
     shapes = whole_shapes(replace(params, tied_output=False))
     tensors = {name: tensor.data for name, tensor in open_tensors(weights_path).items()}
     with errors_in(f"{weights_path} (made for {config.base_model})"):
-        modules = _modules(tensors, shapes)
-        _check_names(modules, config, shapes)
+        known = _names_by_title(shapes, params)
+        modules = _modules(tensors, known)
+        _check_names(modules, config, known)
         ends = {module.name: module.tensors for module in modules if module.name in TIED}
         vocab_size = vocab_size_of(ends, config, params)
         for name in TIED:
@@ -256,15 +258,18 @@ class _Module:
             )
 
 
-def _modules(tensors: dict[str, Tensor], shapes: dict[str, Size]) -> list[_Module]:
+def _modules(tensors: dict[str, Tensor], known: dict[str, str]) -> list[_Module]:
     """Return the modules that the tensors of a file belong to.
+
+    Args:
+        tensors: The tensors.
+        known: Meta's names of weights, see `_names_by_title`.
 
     Raises:
         ValueError: A tensor belongs to no module of the base model, or to the same as another.
     """
     if not tensors:
         raise ValueError("the file holds no tensors: save the adapter with its tensors")
-    known = _names_by_title(shapes)
     modules: dict[str, _Module] = {}
     for tensor_name, tensor in tensors.items():
         title, role = _split(tensor_name)
@@ -297,14 +302,9 @@ def _drop_copies(module: _Module) -> None:
         )
 
 
-def _names_by_title(shapes: dict[str, Size]) -> dict[str, str]:
-    """Return Meta's name of a weight by the name of its module, with and without `model.`."""
-    known = {}
-    for name in shapes:
-        title = name_in("hf", name).removesuffix(".weight")
-        known[title] = name
-        known[title.removeprefix(_INNER)] = name
-    return known
+def _names_by_title(shapes: dict[str, Size], params: ModelArgs) -> dict[str, str]:
+    """Return Meta's name of a weight by the names that its module can have in an adapter."""
+    return {title: name for name in shapes for title in titles_of_modules(name, params)}
 
 
 def _split(tensor_name: str) -> tuple[str, str]:
@@ -317,7 +317,7 @@ def _split(tensor_name: str) -> tuple[str, str]:
     return "", ""
 
 
-def _check_names(modules: list[_Module], config: AdapterConfig, shapes: dict[str, Size]) -> None:
+def _check_names(modules: list[_Module], config: AdapterConfig, known: Collection[str]) -> None:
     """Raise ValueError unless the file holds the modules that the configuration names.
 
     A module that PEFT would leave out, or whose tensors are missing, would be lost silently.
@@ -331,7 +331,6 @@ def _check_names(modules: list[_Module], config: AdapterConfig, shapes: dict[str
                 f"{module.title} has a low-rank update, but target_modules and "
                 f"layers_to_transform of {CONFIG_FILE} do not name it"
             )
-    known = _names_by_title(shapes)
     for key, ends, titles in (
         ("target_modules", () if config.has_exclusions else config.targets, updated),
         ("modules_to_save", config.modules_to_save, replaced),
@@ -350,7 +349,7 @@ def _is_targeted(module: _Module, config: AdapterConfig) -> bool:
     """Return whether PEFT gives a module a low-rank update."""
     if config.targets and not any(names_module(end, module.title) for end in config.targets):
         return False
-    parts = module.name.split(".")
-    if config.layers is None or parts[0] != "layers":
+    numbered = re.search(r"(?:^|\.)layers\.(\d+)\.", module.title)
+    if config.layers is None or numbered is None:
         return True
-    return int(parts[1]) in config.layers
+    return int(numbered[1]) in config.layers

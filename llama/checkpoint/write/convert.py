@@ -8,7 +8,7 @@ than its memory.
 
 import os
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -18,6 +18,7 @@ from llama.checkpoint import packed
 from llama.checkpoint.chat_templates import find_chat_templates
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.hf import config as hf
+from llama.checkpoint.hf import vision as hf_vision
 from llama.checkpoint.hf.tokenizer import special_ids, tokenizer_config, tokenizer_json
 from llama.checkpoint.memory import bytes_of
 from llama.checkpoint.reader import CheckpointReader
@@ -31,8 +32,10 @@ from llama.checkpoint.write.folder import (
     write_folder,
     write_other_files,
 )
+from llama.checkpoint.write.params import meta_params
 from llama.checkpoint.write.quantize import GGUF_FORMATS, check_activations, quantization_config
 from llama.checkpoint.write.settings_files import (
+    PROCESSOR_FILE,
     FileContent,
     further_config,
     left_out,
@@ -41,7 +44,7 @@ from llama.checkpoint.write.settings_files import (
 from llama.common.checks import FieldError, brief, whole_number
 from llama.common.extras import install_hint
 from llama.kernels.cpu import native
-from llama.model.args import HARMLESS_PARAMS, ModelArgs
+from llama.model.args import ModelArgs
 from llama.ranks.placement import WHOLE
 from llama.tokenizer import Tokenizer
 from llama.weights.choice import QUANTIZED, check_quantize
@@ -49,11 +52,6 @@ from llama.weights.choice import QUANTIZED, check_quantize
 _FILE_BYTES = 5_000_000_000  # limit for one .safetensors file, unless it holds a single tensor
 _MAX_SHARDS = 4096
 Lora = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
-# The keys of params.json that Meta's package knows.
-_METAS_KEYS = set(
-    "dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps rope_theta "
-    "use_scaled_rope".split()
-)
 _SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}  # Meta's defaults
 
 
@@ -83,7 +81,7 @@ def reshard(
         OSError: As `convert` does.
     """
     size = whole_number("model_parallel_size", model_parallel_size, 1, _MAX_SHARDS)
-    checkpoint = find(ckpt_dir)
+    checkpoint = find(ckpt_dir).with_images()
     log_choice(checkpoint.choice)
     reader = ConversionReader(checkpoint)
     if checkpoint.layout != "meta":
@@ -93,8 +91,8 @@ def reshard(
     for path in (checkpoint.params_path, *_tokenizer_paths(checkpoint)):
         output.others[path.name] = path
     output.others |= settings_files(checkpoint, {}, has_config=False)
-    if checkpoint.is_quantized or checkpoint.vision is not None:
-        output.others["params.json"] = _meta_params(checkpoint.params)
+    if checkpoint.is_quantized:
+        output.others["params.json"] = meta_params(checkpoint.params)
     return write_folder(reader, output, out_dir, progress)
 
 
@@ -105,6 +103,7 @@ def convert(
     quantize: str | None = None,
     activations: str | None = None,
     lora: Lora = None,
+    images: bool = True,
     progress: bool = False,
 ) -> list[str]:
     """Write Meta's layout or GGUF as Hugging Face's, or Hugging Face's as Meta's (one shard).
@@ -124,6 +123,8 @@ def convert(
             run it round the inputs of these matrices, too, with a scale for each token.
         lora: Adapters of `build` that are merged first: then, too, a folder is written in Hugging
             Face's layout from any layout.
+        images: Whether all of a vision model is written. Else, and in a GGUF file, its text model
+            is.
         progress: Whether a bar is drawn on stderr.
 
     Returns:
@@ -137,7 +138,7 @@ def convert(
     to_gguf = Path(out_dir).suffix.lower() == ".gguf"
     _check_quantize_name(quantize, to_gguf)
     check_activations(activations, quantize)
-    checkpoint = _find_generating(ckpt_dir).merged_with(lora)
+    checkpoint = _find_generating(ckpt_dir, images=images and not to_gguf).merged_with(lora)
     reader = ConversionReader(checkpoint, quantize, activations)
     if to_gguf:
         return _write_gguf(checkpoint, reader, Path(out_dir), progress)
@@ -149,7 +150,7 @@ def convert(
         if tokenizer:
             path = tokenizer_for_meta(checkpoint)
             output.others[path.name] = path
-        output.others["params.json"] = _meta_params(checkpoint.params)
+        output.others["params.json"] = meta_params(checkpoint.params)
         output.others |= settings_files(checkpoint, {}, has_config=False)
     lines = _notes(checkpoint, output.layout)
     return lines + write_folder(reader, output, out_dir, progress)
@@ -161,6 +162,7 @@ def pack(
     *,
     quantize: str | None = None,
     lora: Lora = None,
+    images: bool = True,
     progress: bool = False,
 ) -> list[str]:
     """Write a checkpoint as `build` stores it in the memory of a CPU.
@@ -172,6 +174,7 @@ def pack(
         out_dir: The new folder.
         quantize: As for `build`. None keeps the codes of quantized files.
         lora: Adapters of `build` that are merged first. Into codes none can be merged.
+        images: Whether all of a vision model is written, or its text model.
         progress: Whether a bar is drawn on stderr.
 
     Returns:
@@ -189,7 +192,7 @@ def pack(
             "packed weights are for this project's CPU kernels, which do not run here (`llama "
             "doctor` tells why)"
         )
-    checkpoint = _find_generating(ckpt_dir)
+    checkpoint = _find_generating(ckpt_dir, images=images)
     in_codes = checkpoint.is_quantized and quantize is None
     if in_codes and lora:
         raise ValueError(
@@ -211,7 +214,7 @@ def pack(
 
 def _packed_others(checkpoint: Checkpoint) -> dict[str, FileContent]:
     """Return the files beside packed weights: params.json, the tokenizer and the settings."""
-    params = _meta_params(checkpoint.params)
+    params = meta_params(checkpoint.params)
     if checkpoint.params.tied_output:
         params["tied_output"] = True
     others: dict[str, FileContent] = {"params.json": params}
@@ -263,8 +266,10 @@ def _notes(checkpoint: Checkpoint, target: str) -> list[str]:
         checkpoint: What is converted.
         target: "hf", "meta", "gguf" or "packed".
     """
-    config = hf.config_of(checkpoint.params, tied=False, dtype=torch.bfloat16, ids={})
+    config = _config(checkpoint.params, tied=False, dtype=torch.bfloat16, ids={})
     lines = left_out(checkpoint, target, config.keys())
+    if checkpoint.vision is not None and checkpoint.params.vision is None:
+        lines.insert(0, f"{checkpoint.weights_path} is {checkpoint.vision.describe()}")
     if not _tokenizer_paths(checkpoint):
         lines.insert(0, f"no tokenizer is in {checkpoint.folder}: none was written")
     return lines
@@ -307,7 +312,7 @@ def _shards(reader: CheckpointReader, size: int) -> dict[str, list[str]]:
 
 def _hf_weights(reader: ConversionReader) -> dict[str, list[str]]:
     """Return Hugging Face's files: the tensors in order, up to _FILE_BYTES in each."""
-    sizes = reader.num_bytes(1)
+    sizes = reader.num_bytes("hf", 1)
     groups: list[list[str]] = []
     free_bytes = 0
     for name in _names(reader):
@@ -342,16 +347,26 @@ def _hf_output(
         if path.name == "tokenizer.model":
             output.others["original/tokenizer.model"] = path
     tied = all("output.weight" not in names for names in output.weights.values())
-    config = hf.config_of(params, tied=tied, dtype=reader.dtype("norm.weight"), ids=ids)
+    config = _config(params, tied=tied, dtype=reader.dtype("norm.weight"), ids=ids)
     config |= further_config(checkpoint, config)
     if reader.quantize:
-        config["quantization_config"] = quantization_config(reader.quantize, reader.activations)
+        config["quantization_config"] = quantization_config(
+            reader.quantize, reader.activations, has_images=params.vision is not None
+        )
     output.others["config.json"] = config
     if ids and checkpoint.layout == "meta":
         output.others["generation_config.json"] = ids | _SAMPLING
+    if params.vision is not None:
+        output.others[PROCESSOR_FILE] = hf_vision.processor_config(params.vision)
     output.others |= settings_files(checkpoint, ids, has_config=True)
     output.others |= _lora_file(checkpoint)
     return output
+
+
+def _config(args: ModelArgs, **settings: Any) -> dict[str, Any]:
+    """Return the config.json of a model; see `llama.checkpoint.hf.config.config_of`."""
+    config = hf.config_of(args, **settings)
+    return config if args.vision is None else hf_vision.config_of(config, args)
 
 
 def _lora_file(checkpoint: Checkpoint) -> dict[str, FileContent]:
@@ -364,9 +379,16 @@ def _lora_file(checkpoint: Checkpoint) -> dict[str, FileContent]:
     return {"lora.json": {"merged": adapters}}
 
 
-def _find_generating(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
-    """Find a checkpoint, and raise a ValueError if no other layout has a place for what it is."""
+def _find_generating(ckpt_dir: str | os.PathLike[str], *, images: bool) -> Checkpoint:
+    """Find a checkpoint, and raise a ValueError if no other layout has a place for what it is.
+
+    Args:
+        ckpt_dir: The checkpoint.
+        images: Whether the parts of a vision model that read images belong to it.
+    """
     checkpoint = find(ckpt_dir)
+    if images:
+        checkpoint = checkpoint.with_images()
     log_choice(checkpoint.choice)
     if checkpoint.why_silent:
         raise ValueError(
@@ -374,24 +396,3 @@ def _find_generating(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
             "reads such models in Hugging Face's layout alone: build with quantize=... instead"
         )
     return checkpoint
-
-
-def _meta_params(args: ModelArgs) -> dict[str, Any]:
-    """Return the params.json of a model, with our own keys only where Meta's are not enough.
-
-    Meta's package refuses keys that it does not know; the sizes that Meta released need none.
-    """
-    inferred_keys = {"rope_scale_factor", "context_length", "tied_output", "is_causal"}
-    params = {}
-    for each in fields(args):
-        value = getattr(args, each.name)
-        if each.name in HARMLESS_PARAMS | inferred_keys or value is None:
-            continue
-        if each.name in _METAS_KEYS or value != each.default:
-            params[each.name] = value
-    inferred = ModelArgs(**params)
-    if inferred.rope_factor != args.rope_factor:
-        params["rope_scale_factor"] = args.rope_factor
-    if inferred.longest_context != args.longest_context:
-        params["context_length"] = args.longest_context
-    return params

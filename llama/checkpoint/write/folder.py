@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from llama.checkpoint.file_tensors import appended_to, as_stored, is_appended, title_of
 from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.reader import CheckpointReader
-from llama.checkpoint.table import name_in, shard_shapes
+from llama.checkpoint.table import shard_shapes
 from llama.checkpoint.write import atomic as writing
 from llama.checkpoint.write.quantize import GROUP, quantized_tensors
 from llama.checkpoint.write.settings_files import FileContent
 from llama.common.checks import FieldError
 from llama.ranks.placement import Placement
+from llama.vision.tensors import CROSS
 from llama.weights.choice import QUANTIZED
 
 
@@ -75,16 +77,23 @@ class ConversionReader(CheckpointReader):
 
     def quantize_for(self, name: str) -> str | None:
         """Return the format in which a tensor is written, None for a plain one."""
-        is_matrix = name.startswith("layers.") and len(self.shapes[name]) == 2
+        is_matrix = name.startswith(("layers.", CROSS)) and len(self.shapes[name]) == 2
         return self.quantize if is_matrix else None
 
-    def num_bytes(self, num_ranks: int) -> dict[str, int]:
-        """Return the bytes of one rank's share of each tensor; estimates of quantized ones."""
+    def num_bytes(self, layout: str, num_ranks: int) -> dict[str, int]:
+        """Return the bytes of one rank's share of each tensor; estimates of quantized ones.
+
+        Args:
+            layout: The layout in which they are written.
+            num_ranks: The ranks that divide them.
+        """
         sizes = {}
         for name, shape in shard_shapes(self.params, num_ranks).items():
             quantize = self.quantize_for(name)
             if quantize is None:
-                sizes[name] = shape.numel() * self.dtype(name).itemsize
+                plain = torch.empty(shape, dtype=self.dtype(name), device="meta")
+                placement = Placement(size=num_ranks)
+                sizes[name] = as_stored(layout, name, plain, self.params, placement).nbytes
             else:
                 _, bits = QUANTIZED[quantize].in_files
                 sizes[name] = shape.numel() * bits // 7  # an eighth of the bytes is for scales
@@ -137,7 +146,7 @@ class _WeightsWriter:
         self.output = output
         self.folder = folder
         self.shapes = shard_shapes(reader.params, output.num_ranks)
-        sizes = reader.num_bytes(output.num_ranks)
+        sizes = reader.num_bytes(output.layout, output.num_ranks)
         file_sizes = [sum(sizes[name] for name in names) for names in output.weights.values()]
         self.total = sum(file_sizes)
         # All files, and the scratch files of the largest, are there at the same time.
@@ -172,25 +181,43 @@ class _WeightsWriter:
         """Return the tensors of a file by their names in it, all in scratch files."""
         tensors: dict[str, Tensor] = {}
         for name in names:
+            if is_appended(self.output.layout, name):
+                continue
             parts = self._parts(name, rank)
             self._report(sum(part.nbytes for part in parts.values()))
             tensors |= parts
         if self.output.layout == "meta":
             # A tied lm_head is a second name for the embedding, whose bytes are stored once.
-            tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
+            lm_head, embedding = (
+                title_of("meta", f"{name}.weight", self.reader.params)
+                for name in ("output", "tok_embeddings")
+            )
+            tensors.setdefault(lm_head, tensors[embedding])
         return tensors
 
     def _parts(self, name: str, rank: int) -> dict[str, Tensor]:
         """Return one tensor, or the tensors that store it quantized, in scratch files."""
-        plain = writing.scratch(self.folder, self.shapes[name], self.reader.dtype(name))
         layout = self.output.layout
+        params = self.reader.params
         placement = Placement(rank=rank, size=self.output.num_ranks)
-        self.reader.copy(name, plain, placement, layout)
-        title = name_in(layout, name)
+        joined = [name]
+        appended = appended_to(layout, name, params)
+        if appended is not None:
+            joined.append(appended)
+        num_rows = [self.shapes[each][0] for each in joined]
+        shape = torch.Size((sum(num_rows), *self.shapes[name][1:]))
+        plain = writing.scratch(self.folder, shape, self.reader.dtype(name))
+        for each, rows in zip(joined, plain.split(num_rows), strict=True):
+            self.reader.copy(each, rows, placement, layout)
+        title = title_of(layout, name, params)
         quantize = self.reader.quantize_for(name)
         if quantize is None:
-            return {title: plain}
-        parts = quantized_tensors(title, plain, quantize, self.reader.activations)
+            stored = as_stored(layout, name, plain, params, placement)
+            if stored is plain:
+                return {title: plain}
+            parts = {title: stored}
+        else:
+            parts = quantized_tensors(title, plain, quantize, self.reader.activations)
         for part_title, part in parts.items():
             stored = writing.scratch(self.folder, part.shape, part.dtype)
             parts[part_title] = stored.copy_(part)

@@ -19,6 +19,8 @@ GROUP = 32  # neighbours along K that share a scale, in int4 and in the blocks o
 GGUF_FORMATS = ("q8_0", "q4_0")  # the formats of GGUF files that are written
 _CHUNK_ELEMENTS = 1 << 22  # elements quantized at a time
 
+# Patterns of the modules of a vision model that are not quantized, whatever comes before them.
+_IGNORED_WITH_IMAGES = ["re:.*lm_head", "re:.*vision_model.*", "re:.*multi_modal_projector.*"]
 # The activations that a folder can ask for, and their description.
 ACTIVATIONS = {
     name: dict(x.in_files) for name, x in ROUNDED_ACTIVATIONS.items() if x.in_files is not None
@@ -49,14 +51,17 @@ def check_activations(name: object, quantize: str | None) -> None:
         )
 
 
-def quantization_config(name: str, activations: str | None = None) -> dict[str, Any]:
+def quantization_config(
+    name: str, activations: str | None = None, *, has_images: bool = False
+) -> dict[str, Any]:
     """Return the quantization_config of a folder whose layers are in a format of `build`.
 
-    The embedding and lm_head are not quantized there.
+    The embedding and lm_head are not quantized there, nor an encoder of images.
 
     Args:
         name: The format.
         activations: One of ACTIVATIONS, or None for activations that stay as they are.
+        has_images: Whether the model has an encoder.
     """
     number_type, bits = QUANTIZED[name].in_files
     weights: dict[str, Any] = {
@@ -78,7 +83,7 @@ def quantization_config(name: str, activations: str | None = None) -> dict[str, 
         "quantization_status": "compressed",
         "format": file_format,
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": _IGNORED_WITH_IMAGES if has_images else ["lm_head"],
     }
 
 

@@ -29,6 +29,7 @@ from llama.storage.downloads import read_json, shown
 
 FileContent = Path | str | dict[str, Any]  # a file to copy, a text, or the content of a JSON file
 
+PROCESSOR_FILE = "preprocessor_config.json"  # how images are read
 # Files that belong to a tokenizer.json, or hold a chat template beside it.
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
 # Keys of config.json that a conversion replaces. The code that auto_map names is not copied.
@@ -76,6 +77,9 @@ def settings_files(
     else:
         for name, template in templates.items():
             files[_template_file(name)] = template
+    processor = checkpoint.model_folder / PROCESSOR_FILE
+    if checkpoint.params.vision is not None and has_config and processor.is_file():
+        files[PROCESSOR_FILE] = processor
     generation = _generation_config(checkpoint, ids, has_config=has_config)
     if generation:
         files[GENERATION_FILE] = generation

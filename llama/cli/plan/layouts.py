@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from llama.checkpoint.memory import bytes_of_params
-from llama.checkpoint.table import rank_shapes
-from llama.cli.plan.models import Model, num_elements
+from llama.checkpoint.table import num_elements, rank_shapes
+from llama.cli.plan.models import Model
 from llama.common.device import dtype_name
 from llama.engine.core import TOKEN_BUDGET
 from llama.loading.sizes import CUDA_RESERVE, Memory, default_batch_size, step_bytes

@@ -6,12 +6,10 @@ In: what the user calls the model. Out: a `Model`. No weight is read.
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Size
-
 from llama.checkpoint import meta_quantized
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.hf import config as huggingface
-from llama.checkpoint.table import whole_shapes
+from llama.checkpoint.table import num_elements, whole_shapes
 from llama.checkpoint.vision import split_config, split_params
 from llama.model.args import ModelArgs
 from llama.model.shapes import SHAPES
@@ -92,8 +90,3 @@ def _args_of_file(path: Path) -> ModelArgs:
             "folder of the files, or the file of the model that was quantized and --quantize"
         )
     return args
-
-
-def num_elements(shapes: dict[str, Size]) -> int:
-    """Return the elements of all these tensors."""
-    return sum(shape.numel() for shape in shapes.values())
