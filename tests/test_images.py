@@ -18,14 +18,17 @@ from torch import Tensor
 
 from helpers import vision
 from helpers.kernels import KERNELS_RUN
+from helpers.kv_pages import wait_until_written
 from helpers.launch import PROGRAMS, run_program
 from helpers.vision import IMAGE_ID, picture
 from llama import Llama
 from llama.engine.hooks import StepHook
 from llama.engine.step import Step
 from llama.ops.batch import Batch
+from llama.options import page_store
 from llama.options.engine_options import EngineOptions
 from llama.options.speculation.lookup import Speculator
+from llama.storage import kv_disk, kv_folder
 
 # An image for each grid of tiles that there is.
 SIZES = [(20, 20), (56, 28), (84, 28), (112, 28), (28, 56), (56, 56), (25, 84), (20, 112)]
@@ -300,6 +303,60 @@ def test_penalties_speculation_and_samples_work_with_images(llama, monkeypatch):
     )
     assert output.outputs[0].text == "b" * 6
     assert steps.drafts and IMAGE_ID not in steps.drafts
+
+
+def test_a_draft_model_guesses_without_images(metas):
+    """Here the draft is the model's own text, and answers are Meta's."""
+    with build(metas.folder, speculate=str(metas.folder)) as drafting:
+        found = drafting.llm_engine.run(
+            drafting._prompts.requests(
+                drafting._prompts.texts(PROMPTS), call_options(drafting, max_gen_len=5)
+            )
+        )
+        assert [output.outputs[0].token_ids for output in found] == metas.greedy
+        assert drafting.engine.stats.draft_tokens > 0
+
+
+def test_beams_see_the_images_of_their_prompt(llama):
+    """The one beam of a width of 1 is the greedy answer; of several, the best is no worse."""
+    prompts: Any = PROMPTS[:4]
+    greedy = answers(llama, prompts, 4)
+    narrow = llama.beam_search(prompts, 1, 4)
+    wide = llama.beam_search(prompts, 3, 4)
+    for (tokens, logprobs), (only,), beams in zip(greedy, narrow, wide, strict=True):
+        assert only["generation"] == "".join(tokens)
+        assert only["score"] == pytest.approx(sum(logprobs) / 4, abs=1e-4)
+        assert len(beams) == 3 and beams[0]["score"] >= only["score"] - 1e-6
+
+
+@pytest.mark.skipif(not KERNELS_RUN, reason="bits are promised with the CPU's kernels")
+def test_pages_on_disk_have_the_digests_of_their_images(metas, tmp_path, monkeypatch):
+    """After a restart the pages of text are loaded, and images are encoded again for what follows.
+
+    Equal tokens with another image find nothing behind it. Pages of images are not written.
+    """
+    for name in ("min_seconds", "min_gain"):
+        monkeypatch.setattr(page_store.POLICY, name, 0.0)
+    for name in ("_MIN_FREE", "_MIN_FREE_PART"):
+        monkeypatch.setattr(kv_disk, name, 0)
+    monkeypatch.setattr(kv_folder, "_REFRESH_S", 0.0)
+    prompts: list[Parts] = [
+        ["x" * 20, picture(30, 30, seed), "y" * 30, picture(56, 56, 7), "z" * 20] for seed in (1, 2)
+    ]
+    kept: list[Any] = []
+    for number in range(3):
+        with build(metas.folder, "bf16", kv_cache_dir=str(tmp_path)) as on_disk:
+            calls, hook = encoder_calls(on_disk)
+            kept.append(answers(on_disk, prompts[1:] if number == 1 else prompts[:1], 8))
+            assert on_disk.pages_on_disk is not None
+            wait_until_written(on_disk)
+            hits = on_disk.pages_on_disk.stats.hit_tokens
+            # Before the first image; then up to the last token but those of its page.
+            assert hits == (0, 16, 64)[number] and len(calls) == 2
+            hook.remove()
+    assert kept[0] == kept[2] != kept[1]
+    with build(metas.folder, "bf16") as alone:
+        assert [answers(alone, [parts], 8) for parts in prompts] == kept[:2]
 
 
 @pytest.mark.parametrize(

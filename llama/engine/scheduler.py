@@ -48,13 +48,18 @@ class SidePages(Protocol):
     def admit(self, seq: SequenceState, start: int) -> None:
         """Take the pages that `wanted` names."""
 
-    def fitting(self, seq: SequenceState, count: int, budget: int | None) -> int:
+    def fitting(self, seq: SequenceState, count: int, budget: int, *, is_first: bool) -> int:
         """Return how many of the next `count` tokens a step may compute.
+
+        They and what the step then fills must fit its budget. What alone is beyond a whole budget
+        is filled by a step that does nothing else but continue answers, so that it is not put off
+        for ever.
 
         Args:
             seq: A running sequence.
             count: The number of tokens.
-            budget: The tokens that are left of the step; None where it computes nothing else.
+            budget: The tokens that are left of the step.
+            is_first: Whether the step has no tokens of prompts yet and fills nothing.
         """
 
     def schedule(self, seq: SequenceState, start: int, count: int) -> int:
@@ -123,6 +128,7 @@ class Scheduler:
         has_stages = self.num_stages > 1
         left_out = self._left_out() | resting if has_stages else resting
         shares: PromptShares | None = None
+        is_first = True  # no prompt has a token in the step, and it fills no further pages
         row = 0
         while row < len(self.running) and budget > 0:
             seq = self.running[row]
@@ -132,15 +138,19 @@ class Scheduler:
             if count > 1:
                 shares = shares or self._prompt_shares(budget, row, left_out)
                 count = min(count, shares.left_of(seq.spec.sender))
-                shares.take(seq.spec.sender, count)
             if count and self.side is not None:
-                count = self.side.fitting(seq, count, budget if chosen else None)
+                count = self.side.fitting(seq, count, budget, is_first=is_first)
             if not self._grow(seq, count):
                 continue  # it was preempted: the next one is at its row
             if count:
+                is_prompt = seq.num_new > 1
                 num_loaded = self._load(seq, count)
                 chosen.append(self._schedule(seq, count - num_loaded))
-                budget -= count + self._side_cost(chosen[-1])
+                cost = self._side_cost(chosen[-1])
+                budget -= count + cost
+                is_first &= not (is_prompt or cost)
+                if shares is not None and (is_prompt or cost):
+                    shares.take(seq.spec.sender, count + cost)
             row += 1
         while self.waiting and len(self.running) < self.max_batch_size:
             shares = shares or self._prompt_shares(budget, row, left_out)
@@ -155,13 +165,15 @@ class Scheduler:
             left = shares.left_of(first.spec.sender)
             count = min(first.num_new, budget if self.has_whole_prompts else left, most)
             if self.side is not None:
-                count = self.side.fitting(first, count, budget if chosen else None)
+                count = self.side.fitting(first, count, shares.left, is_first=is_first)
             if not count:
                 continue
+            is_first = False
             num_loaded = self._load(first, count)
             chosen.append(self._schedule(first, count - num_loaded))
-            shares.take(first.spec.sender, count)
-            budget -= count + self._side_cost(chosen[-1])
+            cost = self._side_cost(chosen[-1])
+            shares.take(first.spec.sender, count + cost)
+            budget -= count + cost
         chosen.sort(key=lambda item: item.count > 1)  # single tokens first, see `Step`
         if self.has_adapters:  # the rows of an adapter lie together
             chosen.sort(key=lambda item: (item.count > 1, item.sequence.spec.adapter))

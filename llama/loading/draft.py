@@ -63,12 +63,6 @@ def find_draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> lis
     path = args.speculate
     if path is None or kind_of(path) is not None:
         return []
-    if model.checkpoint.params.vision is not None:
-        raise FieldError.of(
-            "speculate",
-            f"={path!r}: a draft model reads text alone, and this model reads images: give "
-            "speculate='lookup', or images=False",
-        )
     try:
         # What is rounded depends on the matrices, so a draft model follows its own files.
         activations = "bf16" if args.activations == "bf16" else None

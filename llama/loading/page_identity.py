@@ -5,6 +5,7 @@ content. Under other numerics they differ by rounding only.
 """
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ _END_BYTES = 32  # the digest at the end of a compiled library
 def identity_of(files: Files, kv_format: KVFormat) -> Identity:
     """Return what the pages of a model depend on."""
     checkpoint = files.checkpoint
-    params = vars(checkpoint.params).items()
+    params = asdict(checkpoint.params).items()
     content: dict[str, object] = {
         "format": _FORMAT,
         "params": {name: value for name, value in params if name not in _SIZES_OF_A_RUN},

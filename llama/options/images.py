@@ -148,10 +148,10 @@ class ImageStore(StepHook):
         if groups:
             self._groups[seq] = groups
 
-    def fitting(self, seq: SequenceState, count: int, budget: int | None) -> int:
+    def fitting(self, seq: SequenceState, count: int, budget: int, *, is_first: bool) -> int:
         """Return how many of the next tokens a step may compute; pages of passed groups go.
 
-        What the step would encode must fit its budget, unless that is all that it computes.
+        See `SidePages.fitting`. A group that is beyond the budget has one row with it.
         """
         groups = self._groups.get(seq)
         if groups is None:
@@ -160,11 +160,14 @@ class ImageStore(StepHook):
         while len(groups) > 1 and groups[1].first <= start:
             self._pool.release(groups.pop(0).pages)
         for group in groups:
-            if not group.is_new or group.first >= start + count:
+            num_before = max(group.first - start, 0)  # rows that do not see it
+            if not group.is_new or num_before >= count:
                 continue
-            if budget is not None and group.cost >= budget:
-                return max(group.first - start, 0)
-            budget = (budget or 1) - group.cost  # after the first alone, no other one is encoded
+            budget -= group.cost
+            if num_before >= budget and not (is_first and num_before == 0):
+                return num_before
+            is_first = False
+            count = min(count, max(budget, 1))
         return count
 
     def schedule(self, seq: SequenceState, start: int, count: int) -> int:

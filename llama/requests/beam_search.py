@@ -8,10 +8,11 @@ knows nothing of the model.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from llama.common.checks import number, whole_number
+from llama.prompts.pictures import Picture
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
@@ -62,6 +63,7 @@ class _Search:
     params: BeamParams
     root: bytes = b""  # prefix root of the prompt's sequence
     adapter: str | None = None  # name of the adapter
+    pictures: Sequence[Picture] = ()  # the images of the prompt
     running: list[Beam] = field(default_factory=lambda: [Beam([], 0.0)])
     finished: list[Beam] = field(default_factory=list)
     length: int = 0  # generated tokens, including stop tokens, as in the scores
@@ -155,7 +157,12 @@ def beam_search(
         seq = request.answers[0].sequence
         limit = seq.spec.max_len - seq.num_prompt
         root = seq.spec.prefix_root
-        searches.append(_Search(seq.tokens, limit, seq.spec.stop_ids, params, root, adapter))
+        pictures = [
+            Picture(seq.pixels[image.digest], image.rows, image.columns)
+            for image in seq.spec.images
+        ]
+        stop_ids = seq.spec.stop_ids
+        searches.append(_Search(seq.tokens, limit, stop_ids, params, root, adapter, pictures))
     while unfinished := [search for search in searches if search.may_improve()]:
         _advance(engine, unfinished)
     return [search.finished for search in searches]
@@ -171,7 +178,12 @@ def _advance(engine: LLMEngine, searches: list[_Search]) -> None:
     )
     requests = (
         engine.prepare(
-            "", search.prompt + beam.tokens, params, tenant=search.root, adapter=search.adapter
+            "",
+            search.prompt + beam.tokens,
+            params,
+            tenant=search.root,
+            adapter=search.adapter,
+            pictures=search.pictures,
         )
         for search in searches
         for beam in search.running
