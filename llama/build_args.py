@@ -352,8 +352,8 @@ class BuildArgs:
         ReadBy(_folder),
         Flag(
             "DIR",
-            "Folder that keeps KV pages of prompts, so that they are not computed again after a "
-            "restart. A page is the text",
+            "Folder on a local disk that keeps KV pages of prompts, so that they are not computed "
+            "again after a restart. A page is the text",
             "none; servers in the background have ~/.cache/llama/kv",
             group=_MEMORY,
         ),

@@ -25,6 +25,7 @@ from helpers.prompts import FRANCE, STORY, replies
 from helpers.waiting import wait_until
 from llama.cli import main, resident
 from llama.cli.client import Client, json_at
+from llama.storage.kv_disk import default_folder
 
 LIMIT_S = 60  # distinguishes a hang from a slow end
 ONCE = "Once upon a time"
@@ -95,6 +96,10 @@ def test_clients_share_a_server_that_outlives_them(folder, demo, tmp_path):
             assert first.wait(LIMIT_S) == 130
             out, _ = second.communicate(timeout=LIMIT_S)
     assert process_of(log) == server
+    assert f"KV pages, from which prompts can be read, are kept in {default_folder()}" in (
+        log.read_text()
+    )
+    assert stat.S_IMODE(default_folder().stat().st_mode) == 0o700
     assert out == demo.text_completion([STORY], 0, max_gen_len=12)[0]["generation"] + "\n"
     modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     assert modes == {".log": 0o600, ".sock": 0o600, ".users": 0o600}

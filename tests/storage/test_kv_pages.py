@@ -1,6 +1,7 @@
 """KV pages on disk without a model: what a process finds that others wrote, damaged or removed."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import random
@@ -226,6 +227,26 @@ def test_the_limit_holds_for_ranks_that_write_at_once(root):
     few = [KVWriter(folder, 2 * SMALL, SMALL, num_writers=4) for folder in folders]
     for part, writer in zip(parts, few, strict=True):
         assert writer.append(key_of(-1), memoryview(page_of(-1, part))), "one has no room"
+
+
+def test_one_process_at_a_time_makes_a_segment(root, monkeypatch):
+    """What the limit leaves is not counted while another process makes a segment."""
+    make_room = KVWriter._make_room
+    counted: list[int] = []
+
+    def checked(writer: KVWriter, num_bytes: int) -> bool:
+        if num_bytes:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            counted.append(num_bytes)
+        return make_room(writer, num_bytes)
+
+    monkeypatch.setattr(KVWriter, "_make_room", checked)
+    writer = KVWriter(opened(root), LIMIT, SMALL)
+    other = os.open(root, os.O_RDONLY)
+    assert writer.append(key_of(0), memoryview(page_of(0))) and len(counted) == 1
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
 
 
 def test_a_lower_limit_holds_from_the_start(root):
