@@ -28,10 +28,11 @@ from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.shards import open_shards
 from llama.checkpoint.table import part_of
 from llama.checkpoint.tokenizer_files import load_tokenizer
-from llama.cli.plan.report import summary
+from llama.cli.plan.report import images_text, summary
 from llama.cli.ranks import global_rank
 from llama.common.checks import FieldError, whole_number
 from llama.common.device import nccl_version
+from llama.common.extras import install_hint
 from llama.gpu.cases import Cases, Computed, Formats
 from llama.gpu.check import check_kernels, unsupported_reason
 from llama.gpu.selection import MIN_NCCL, version_text
@@ -329,6 +330,10 @@ def _checkpoint(
     except (OSError, ValueError) as e:
         yield problem("checkpoint", str(e))
         return
+    try:
+        checkpoint = checkpoint.with_images()
+    except ValueError as e:
+        yield problem("vision", f"{e}; images=False loads the text model")
     args = checkpoint.params
     size = sum(path.stat().st_size for path in checkpoint.shards)
     layout = _LAYOUTS.get(checkpoint.layout, "packed")
@@ -343,6 +348,8 @@ def _checkpoint(
         yield Fact("choice", checkpoint.choice)
     if checkpoint.vision is not None:
         yield Fact("vision", checkpoint.vision.describe())
+    if args.vision is not None:
+        yield Fact("images", f"{images_text(args)}; {_pillow()}")
     if checkpoint.purpose:
         yield Fact("purpose", checkpoint.purpose)
     yield from _tokenizer(checkpoint)
@@ -363,6 +370,14 @@ def _checkpoint(
     yield from _shares(args, replace(placement, column_step=column_step(loaded, device)))
     yield from _fits(checkpoint, device, placement)
     yield from _plan(checkpoint, device, placement)
+
+
+def _pillow() -> str:
+    """Return whether files of images can be read here."""
+    try:
+        return f"Pillow {metadata.version('pillow')} reads them"
+    except metadata.PackageNotFoundError:
+        return f"without Pillow none can be read: {install_hint('vision')}"
 
 
 def _activations(checkpoint: Checkpoint, device: torch.device) -> Iterator[Fact]:

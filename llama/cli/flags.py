@@ -96,7 +96,7 @@ def _build_flag(argument: FlagArgument) -> Flag:
 
 _SHELLS = ("bash", "zsh", "fish")
 # `llama.model` has these tables, and imports torch.
-SHAPE_NAMES = ("1b", "3b", "8b", "70b", "405b")
+SHAPE_NAMES = ("1b", "3b", "8b", "70b", "405b", "11b-vision", "90b-vision")
 GPU_NAMES = ("h100", "h200", "b200", "a100", "4090", "cpu")
 
 _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a command alone

@@ -21,6 +21,7 @@ from llama.loading.sizes import (
     choose_sizes,
     default_batch_size,
     default_budget,
+    image_pages,
     max_cache_tokens,
     pages_for,
     step_bytes,
@@ -80,9 +81,16 @@ def fit_memory(
     budget = parallel.all_reduce_min(budget)
     tightest = tightest_memory(needs(budget), parallel, args.kv_cache_memory_bytes)
     longest = min(each.checkpoint.params.longest_context for each in models)
+    params = models[0].checkpoint.params
+    plan = LayerPlan.of(params, models[0].placement, kv_format)
     with parallel.agree("the memory of the ranks", world=True):
         seq_len, num_pages = choose_sizes(
-            tightest, args.max_seq_len, batch_size, args.kv_cache_memory_bytes, longest
+            tightest,
+            args.max_seq_len,
+            batch_size,
+            args.kv_cache_memory_bytes,
+            longest,
+            image_pages(params, plan),
         )
     return RunSizes(seq_len, batch_size, num_pages, budget)
 

@@ -164,8 +164,21 @@ def _encoder_elements(args: VisionArgs, dim: int) -> int:
     return num_tokens * (args.features_dim + dim + 12 * args.width + 2 * args.ffn_dim)
 
 
+def image_pages(params: ModelArgs, plan: LayerPlan) -> int:
+    """Return how many pages of the KV cache the largest image takes; 0 for a model of text."""
+    if params.vision is None:
+        return 0
+    num_tokens = params.vision.max_tiles * params.vision.tokens_per_tile
+    return -(-num_tokens // (plan.image_ratio * PAGE_SIZE))
+
+
 def choose_sizes(
-    memory: Memory, seq_len: int | None, batch_size: int, kv_bytes: int | None, longest: int
+    memory: Memory,
+    seq_len: int | None,
+    batch_size: int,
+    kv_bytes: int | None,
+    longest: int,
+    num_further: int = 0,
 ) -> tuple[int, int]:
     """Choose max_seq_len and the number of pages of the KV cache.
 
@@ -176,6 +189,7 @@ def choose_sizes(
         batch_size: max_batch_size.
         kv_bytes: The bytes of the KV cache as the user asked for them; None: as many as fit.
         longest: The limit of the model.
+        num_further: The pages that a sequence may have beside those of its tokens: `image_pages`.
 
     Raises:
         ValueError: Not one sequence of max_seq_len fits.
@@ -188,22 +202,25 @@ def choose_sizes(
         )
     num_pages = (kv_bytes or memory.kv_bytes) // (memory.per_token * PAGE_SIZE)
     if seq_len is None:
-        fitting = num_pages * PAGE_SIZE // _MIN_SEQ_LEN * _MIN_SEQ_LEN
+        num_free = num_pages - num_further
+        fitting = num_free * PAGE_SIZE // _MIN_SEQ_LEN * _MIN_SEQ_LEN
         chosen = min(longest, max(fitting, _MIN_SEQ_LEN))
         wanted = max(batch_size * pages_for(min(chosen, USUAL_SEQ_LEN)), pages_for(chosen))
     else:
         chosen = seq_len
         wanted = batch_size * pages_for(chosen)
-    if pages_for(chosen) > num_pages:
-        raise ValueError(_does_not_fit(memory, chosen, num_pages, kv_bytes))
-    return chosen, min(num_pages, wanted)
+    if pages_for(chosen) + num_further > num_pages:
+        raise ValueError(_does_not_fit(memory, chosen, num_pages, kv_bytes, num_further))
+    return chosen, min(num_pages, wanted + num_further)
 
 
-def _does_not_fit(memory: Memory, seq_len: int, num_pages: int, kv_bytes: int | None) -> str:
+def _does_not_fit(
+    memory: Memory, seq_len: int, num_pages: int, kv_bytes: int | None, num_further: int
+) -> str:
     """Return an error that says what is missing, and what would fit."""
-    needed = pages_for(seq_len) * PAGE_SIZE * memory.per_token
-    fitting_seq_len = num_pages * PAGE_SIZE // 64 * 64
-    if fitting_seq_len:
+    needed = (pages_for(seq_len) + num_further) * PAGE_SIZE * memory.per_token
+    fitting_seq_len = (num_pages - num_further) * PAGE_SIZE // 64 * 64
+    if fitting_seq_len > 0:
         remedy = f"max_seq_len={fitting_seq_len} would fit"
     elif kv_bytes:
         remedy = f"kv_cache_memory_bytes={needed} would fit"
@@ -213,10 +230,14 @@ def _does_not_fit(memory: Memory, seq_len: int, num_pages: int, kv_bytes: int | 
     if memory.rank is not None:
         device = f"the device of rank {memory.rank}, which limits all others"
     asked = f" and kv_cache_memory_bytes={kv_bytes} asked for" if kv_bytes else ""
+    with_image = ""
+    if num_further:
+        with_image = " and an image"
+        remedy += "; images=False leaves out what reads images"
     return (
         f"the weights take {_gib(memory.weights)}, a step {_gib(memory.reserve)}, and the KV cache "
-        f"of one sequence of max_seq_len={seq_len} takes {_gib(needed)}, but {_gib(memory.free)} "
-        f"are free on {device}{asked}: {remedy}"
+        f"of one sequence of max_seq_len={seq_len}{with_image} takes {_gib(needed)}, but "
+        f"{_gib(memory.free)} are free on {device}{asked}: {remedy}"
     )
 
 

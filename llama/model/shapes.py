@@ -1,9 +1,11 @@
 """The sizes of the models that Meta has released, by the usual name of each.
 
-In: a name such as "8b". Out: the contents of its params.json. No file is opened.
+In: a name such as "8b". Out: the contents of its params.json, or a `ModelArgs`. No file is opened.
 """
 
 from typing import Any
+
+from llama.model.args import ModelArgs, VisionArgs
 
 _LLAMA_3: dict[str, Any] = {
     "vocab_size": 128256,
@@ -43,3 +45,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "multiple_of": 4096,
     },
 }
+# The text model of a vision model, and its number of cross-attention layers.
+_VISION = {"11b-vision": ("8b", 8), "90b-vision": ("70b", 20)}
+NAMES = (*SHAPES, *_VISION)
+
+
+def args_of(name: str) -> ModelArgs:
+    """Return the sizes of a model, one of NAMES."""
+    if name not in _VISION:
+        return ModelArgs(**SHAPES[name])
+    text, num_cross_layers = _VISION[name]
+    return ModelArgs(**SHAPES[text], vision=VisionArgs(num_cross_layers))

@@ -18,8 +18,11 @@ from llama import Llama, Transformer
 from llama.checkpoint.find import find
 from llama.checkpoint.hf.vision import grids_of
 from llama.checkpoint.loader import load
+from llama.checkpoint.table import num_elements, whole_shapes
 from llama.checkpoint.write.convert import convert, pack
+from llama.cli import main
 from llama.model.args import ModelArgs
+from llama.model.shapes import args_of
 from llama.prompts.pictures import Picture
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
@@ -348,3 +351,48 @@ def test_a_tuned_table_of_places_is_named(mllama_with_images, tmp_path):
     with Llama.build(str(folder), None, 64, 1, device="cpu", dtype="fp32", images=False,
                      chat_template="llama3") as built:  # fmt: skip
         assert built.model.image_parts is None
+
+
+def test_doctor_and_plan_say_what_images_take(mllama_with_images, tmp_path, capsys):
+    main(["doctor", str(mllama_with_images[0])])
+    out = capsys.readouterr().out
+    assert "a vision model with 2 cross-attention layers: it reads images" in out
+    assert "up to 4 tiles of 28 x 28 pixels; the largest takes the KV cache of 16 tokens" in out
+    main(["plan", "11b-vision", "--gpu", "h100"])
+    out = capsys.readouterr().out
+    assert "the largest takes the KV cache of 1,616 tokens; the speeds are those of text" in out
+    assert f"weights {21_258_368_070 / 2**30:.2f} GiB in bf16" in out
+    tuned = renamed(mllama_with_images[0], tmp_path / "other", {})
+    config = json.loads((tuned / "config.json").read_text())
+    config["vision_config"]["hidden_act"] = "relu"
+    (tuned / "config.json").write_text(json.dumps(config))
+    assert main(["doctor", str(tuned)]) == 1
+    out = capsys.readouterr().out
+    assert "PROBLEM: " in out and "images=False loads the text model" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("11b-vision", 10_629_184_035), ("90b-vision", 88_552_318_523)]
+)
+def test_the_published_models_have_so_many_numbers(name, count):
+    """The first is half of the bytes of Meta's file, and follows from its folder's size."""
+    assert num_elements(whole_shapes(args_of(name))) == count
+
+
+def test_an_image_beyond_the_kv_cache_is_an_error_of_the_build(mllama_with_images):
+    """The cache has the pages of the longest sequence, and those of the largest image."""
+    folder = str(mllama_with_images[0])
+    sizes: dict[str, Any] = {
+        "device": "cpu", "dtype": "fp32", "verbose": False, "chat_template": "llama3",
+    }  # fmt: skip
+    page = 4 * 2 * 16 * 2 * 16 * 4  # four layers, keys and values, 16 tokens, 2 heads of 16
+    with pytest.raises(ValueError, match=r"max_seq_len=64 and an image takes .* images=False"):
+        Llama.build(folder, None, 64, 1, kv_cache_memory_bytes=4 * page, **sizes)
+    for number in (5, 4):
+        kv_bytes = number * page
+        sizes["images"] = number == 5
+        with Llama.build(folder, None, 64, 1, kv_cache_memory_bytes=kv_bytes, **sizes) as built:
+            assert built.engine.scheduler.pool.num_pages == number
+    sizes["images"] = True
+    with Llama.build(folder, None, 64, 1, **sizes) as built:
+        assert built.engine.scheduler.pool.num_pages == 5

@@ -34,7 +34,7 @@ from llama.model.cost import (
     block_matrix_size,
     kv_elements,
 )
-from llama.model.shapes import SHAPES
+from llama.model.shapes import NAMES, SHAPES
 from llama.ranks.placement import Placement
 from llama.weights.choice import QUANTIZED
 
@@ -240,7 +240,7 @@ def test_a_model_is_known_by_its_sizes_alone(tmp_path):
 
 def test_the_flags_have_the_names_of_the_tables():
     assert tuple(DEVICES) == GPU_NAMES
-    assert tuple(SHAPES) == SHAPE_NAMES
+    assert NAMES == SHAPE_NAMES
 
 
 def report_of(line: str, capsys: Any) -> tuple[dict[str, Any], str]:

@@ -3,7 +3,7 @@
 In: what the user calls the model. Out: a `Model`. No weight is read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llama.checkpoint import meta_quantized
@@ -12,7 +12,7 @@ from llama.checkpoint.hf import config as huggingface
 from llama.checkpoint.table import num_elements, whole_shapes
 from llama.checkpoint.vision import split_config, split_params
 from llama.model.args import ModelArgs
-from llama.model.shapes import SHAPES
+from llama.model.shapes import NAMES, args_of
 from llama.storage.downloads import read_json
 from llama.storage.hub import model_folder
 
@@ -44,17 +44,17 @@ class Model:
             OSError, ValueError: There is none, or its files are not sound.
         """
         path = model_folder(name)
-        if not path.exists() and name.lower() in SHAPES:
-            return cls(name.lower(), ModelArgs(**SHAPES[name.lower()]))
+        if not path.exists() and name.lower() in NAMES:
+            return cls(name.lower(), args_of(name.lower()))
         if not path.exists():
             raise FileNotFoundError(
-                f"{name} is neither a file nor a folder nor one of {', '.join(SHAPES)}: give one "
+                f"{name} is neither a file nor a folder nor one of {', '.join(NAMES)}: give one "
                 "of these, or fetch a model with llama download NAME"
             )
         if path.suffix == ".json":
             return cls(name, _args_of_file(path))
         try:
-            checkpoint = find(path)
+            checkpoint = find(path).with_images()
         except FileNotFoundError:
             for file in (path / "config.json", path / "params.json"):
                 if file.is_file():
@@ -77,11 +77,11 @@ def _args_of_file(path: Path) -> ModelArgs:
     content = read_json(path)
     source = str(path)
     if "model_type" not in content and "architectures" not in content:
-        params, _ = split_params(content, source)
+        params, vision = split_params(content, source)
         quantization = meta_quantized.config_of(params, source, 1)
         args = ModelArgs.from_params(params, source=source)
     else:
-        config, _ = split_config(content, source)
+        config, vision = split_config(content, source)
         quantization = content.get("quantization_config")
         args = huggingface.args_of(config, source=source)
     if quantization is not None:
@@ -89,4 +89,6 @@ def _args_of_file(path: Path) -> ModelArgs:
             f"{path} is that of a quantized model, whose size only its files tell: give the "
             "folder of the files, or the file of the model that was quantized and --quantize"
         )
+    if vision is not None and vision.settings:
+        args = replace(args, vision=vision.args(source))
     return args

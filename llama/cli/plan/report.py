@@ -20,7 +20,9 @@ from llama.cli.plan.layouts import (
 )
 from llama.cli.plan.models import Model
 from llama.common.device import dtype_name
-from llama.loading.sizes import USUAL_SEQ_LEN
+from llama.engine.core import PAGE_SIZE
+from llama.loading.sizes import USUAL_SEQ_LEN, image_pages
+from llama.model.args import ModelArgs
 from llama.model.cost import DEVICES, Layout
 from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import pick_kv_format
@@ -29,6 +31,18 @@ from llama.ranks.placement import Placement
 _GIB = 2**30
 _NUM_SHOWN = 8  # layouts of a report in text
 _PARTS = ("products", "weights", "kv_cache", "communication", "host")
+
+
+def images_text(args: ModelArgs) -> str:
+    """Return the sizes of images of a vision model, and what one takes of the KV cache."""
+    vision = args.vision
+    assert vision is not None
+    num_tokens = image_pages(args, LayerPlan.of(args)) * PAGE_SIZE
+    side = vision.chunk_size
+    return (
+        f"up to {vision.max_tiles} tiles of {side} x {side} pixels; the largest takes the KV cache "
+        f"of {num_tokens:,} tokens"
+    )
 
 
 def as_json(asked: Plan, options: list[Option]) -> dict[str, Any]:
@@ -137,6 +151,8 @@ def as_text(asked: Plan, report: dict[str, Any]) -> Iterator[str]:
         f"           weights {report['weight_bytes'] / _GIB:.2f} GiB in {asked.format_name}, KV "
         f"cache {report['kv_bytes_per_token']:,} B per token"
     )
+    if args.vision is not None:
+        yield f"images     {images_text(args)}; the speeds are those of text"
     yield (
         f"devices    {asked.machines} x {asked.per_machine} {device.title}, each with "
         f"{device.memory / 1e9:.0f} GB, {device.bandwidth / 1e9:,.0f} GB/s and "
