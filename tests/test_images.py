@@ -20,6 +20,7 @@ from helpers import vision
 from helpers.kernels import KERNELS_RUN
 from helpers.kv_pages import wait_until_written
 from helpers.launch import PROGRAMS, run_program
+from helpers.tape import TapeRecorder
 from helpers.vision import IMAGE_ID, picture
 from llama import Llama
 from llama.engine.hooks import StepHook
@@ -315,6 +316,31 @@ def test_a_draft_model_guesses_without_images(metas):
         )
         assert [output.outputs[0].token_ids for output in found] == metas.greedy
         assert drafting.engine.stats.draft_tokens > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_steps_with_images_are_no_graphs(llama, ahead, monkeypatch):
+    """Graphs have the operators of text alone, which steps of text alone replay beside images."""
+    prompts = PROMPTS[:5]
+    expected = answers(llama, prompts, 6)
+    monkeypatch.setattr("llama.generation.recorder_for", TapeRecorder.of_model)
+    engine = with_engine(llama, async_scheduling=ahead)
+    graphs = engine.engine.runner.replayer
+    assert graphs is not None
+    replayed = []
+    run = graphs.run
+
+    def counted(step: Any, **options: Any) -> Any:
+        replayed.append(step)
+        return run(step, **options)
+
+    graphs.run = counted  # type: ignore[method-assign]
+    found = answers(engine, prompts[1:], 6)
+    assert not replayed
+    found = answers(engine, prompts[:1], 6) + found
+    assert replayed
+    for (tokens, logprobs), (wanted, scores) in zip(found, expected, strict=True):
+        assert tokens == wanted and logprobs == pytest.approx(scores, abs=1e-4)
 
 
 def test_beams_see_the_images_of_their_prompt(llama):
