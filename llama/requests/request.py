@@ -227,13 +227,18 @@ class RequestOutput:
     def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
         """Return one dict per prompt token, as in `CompletionOutput.logprobs`.
 
-        The first is None, because no token precedes the first one.
+        The first is None, because no token precedes the first one, and so are those of images,
+        which no model predicts.
         """
         seq = self._first
         if seq.spec.prompt_logprobs is None:
             return None
         scored = seq.tokens[1 : seq.num_prompt]
-        return [None, *_dicts(scored, seq.prompt_logprobs[1:], seq.prompt_top_logprobs[1:])]
+        dicts: list[dict[int, float] | None] = [None]
+        dicts += _dicts(scored, seq.prompt_logprobs[1:], seq.prompt_top_logprobs[1:])
+        for image in seq.spec.images:
+            dicts[image.position] = None
+        return dicts
 
     @property
     def pooled(self) -> "np.ndarray | None":
