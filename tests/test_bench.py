@@ -5,6 +5,7 @@ No figure is asserted, since the speed of a machine on a given day is not a test
 must give the same tokens as ours; the benchmark skips the others with a message.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -37,6 +38,7 @@ from llama.checkpoint.find import find
 from llama.checkpoint.write.convert import convert
 from llama.engine.pages import PagePool
 from llama.model import cost
+from llama.model.args import VisionArgs
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
@@ -441,6 +443,21 @@ def test_linear_compares_every_kernel(bench, monkeypatch, has_bf16):
     x = torch.randn(3, 64).bfloat16()
     assert {make(3, 96, 64)(x).shape for make in kernels().values()} == {(3, 96)}
     assert ("oneDNN packed bf16" in kernels()) == has_bf16
+
+
+def test_images_times_the_encoder_and_the_first_token(bench, monkeypatch):
+    """The encoder here is a small one; the times are not asserted."""
+    small: dict[str, Any] = {
+        "chunk_size": 28, "width": 32, "n_heads": 4, "ffn_dim": 64, "n_layers": 2,
+        "n_global_layers": 1, "features": (0,),
+    }  # fmt: skip
+    monkeypatch.setattr("bench.images.VisionArgs", functools.partial(VisionArgs, **small))
+    document = bench("images --model demo --tiles 1,4 --layers 2 --threads 1")
+    rows = document["rows"]
+    assert [(row["engine"], row["tiles"], row["to_ours"]) for row in rows] == [
+        ("ours", 1, 1.0), ("ours", 4, 1.0),
+    ]  # fmt: skip
+    assert all(0 < row["encode_s"] < row["first_s"] for row in rows)
 
 
 def test_quality_compares_distributions():

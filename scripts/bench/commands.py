@@ -12,6 +12,7 @@
     python scripts/bench streams --clients 1,64 --against ../before
     python scripts/bench speculate --model DIR --speculate lookup
     python scripts/bench restart --model 1b --tokens 2000 --vs llama_cpp:VENV
+    python scripts/bench images --model 8b --tiles 1,4 --layers 4 --vs llama_models
 
 Flags in, a table and one line of JSON, the last, out. A model is a shape (demo, 1b, 3b, 8b) with
 random weights, or a folder with weights. `python scripts/bench COMMAND --help` lists the flags.
@@ -27,6 +28,7 @@ from bench.engines.ours import HOST_STEPS
 from bench.expected import expected
 from bench.flags import command_of
 from bench.host import host
+from bench.images import images
 from bench.linear import linear
 from bench.quality import quality
 from bench.ranks import ranks as ranks_command
@@ -284,6 +286,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
         expected,
         speculate,
         restart,
+        images,
     )
 } | {"ranks": ranks_command}  # `ranks` is a module here
 

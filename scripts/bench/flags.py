@@ -38,6 +38,8 @@ FLAGS = {
     "busy": Flag(int, "N", "Measure again beside N processes that compute all the time"),
     "plot": Flag(str, "FILE", "SVG to draw", "none"),
     "tokens": Flag(int, "N", "Tokens of the prompt"),
+    "tiles": Flag(parse_ints, "N,N", "Tiles of images, 1 to 4"),
+    "layers": Flag(int, "N", "Layers of the text model"),
     "temperature": Flag(float, "X", "Sampling temperature"),
     "texts": Flag(str, "NAMES", "Some of edit, quote, chat, json, random"),
     "speculate": Flag(str, "NAME", "Speculative decoding: lookup, or the folder of a draft model"),
