@@ -285,7 +285,7 @@ class BuildArgs:
         Flag(
             "NAME",
             "Round the activations: on the CPU int8, int8_lm_head (also those of lm_head), or "
-            "int8_token with one scale per token; on a GPU fp8",
+            "int8_token with one scale per token; to e4m3 fp8, which GPUs multiply fast",
             "as the files ask (GGUF: int8_lm_head), else bf16",
             choices=("bf16", "fp8", "int8", "int8_lm_head", "int8_token"),
         ),

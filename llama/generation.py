@@ -166,11 +166,12 @@ class Llama:
                 they are with quantize="int8" or "int4" and in most quantized files: prompts and
                 batches take a third less time. lm_head is multiplied as before. "int8_lm_head"
                 rounds its inputs, too, and computes the largest logits of each row again without
-                rounding. "int8_token" has one scale per token instead, which loses more. "fp8" is
-                for quantize="fp8" on NVIDIA GPUs of compute capability 8.9 and up: in steps of more
-                than 256 tokens the inputs are rounded to e4m3, with one scale per token. "bf16"
-                rounds none. Default: as the files ask, on the CPU: "int8_token" for W8A8 folders,
-                "int8_lm_head" for quantized GGUF files unless the CPU has AMX; otherwise "bf16".
+                rounding. "int8_token" has one scale per token instead, which loses more. "fp8"
+                rounds the inputs to e4m3, with one scale per token, for quantize="fp8" and files in
+                e4m3: on NVIDIA GPUs of compute capability 8.9 and up, and more slowly on the CPU.
+                "bf16" rounds none. Default: as the files ask: on the CPU "int8_token" for W8A8
+                folders and "int8_lm_head" for quantized GGUF files unless the CPU has AMX; on such
+                a GPU "fp8" for FP8-dynamic folders; otherwise "bf16".
             lora: LoRA or DoRA adapters in PEFT's format that are merged into the weights while
                 these are loaded: the folder of one, several with commas between them, or a list,
                 which are merged in order. The result is a model like any other, so that it takes no

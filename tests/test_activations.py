@@ -72,6 +72,32 @@ def test_inputs_of_the_layers_are_rounded(folder, quantize, activations, capsys)
     assert model.output.weight.exact_top == (activations == "int8_lm_head")
 
 
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_inputs_in_e4m3_are_rounded_alone_and_in_any_batch(folder, has_kernels, request):
+    """With e4m3 a row is rounded by itself, so that prompts in one step change no answer."""
+    if not has_kernels:
+        request.getfixturevalue("no_kernels")
+    llama = build(folder, quantize="fp8", activations="fp8")
+    model = llama.model
+    for layer in model.blocks():
+        assert layer.attention.wqkv.weight.rounds_to_e4m3
+        assert layer.feed_forward.w2.weight.rounds_to_e4m3
+    assert not model.output.weight.rounds_to_e4m3
+    rounded, plain = logits_of(llama), logits_of(build(folder, quantize="fp8"))
+    error = (rounded - plain).square().mean() / plain.square().mean()
+    assert 1e-5 < error < 1e-2  # e4m3 has three bits behind the point
+    model.use_modules(True)
+    assert torch.equal(logits_of(llama), rounded), "the modules are the definition"
+    model.use_modules(False)
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()})
+    assert model.blocks()[0].attention.wo.weight.rounds_to_e4m3, "also after a load"
+    if has_kernels and KERNELS_RUN:
+        prompts = [[256, *range(60 + i, 90 + 3 * i)] for i in range(5)]
+        together = llama.generate(prompts, 12, temperature=0)[0]
+        for prompt, answer in zip(prompts, together, strict=True):
+            assert llama.generate([prompt], 12, temperature=0)[0] == [answer]
+
+
 @needs_kernels
 def test_rounding_the_inputs_of_lm_head_hardly_changes_the_next_token():
     """The largest logits are computed again without it; otherwise the divergence is 2.6e-5."""

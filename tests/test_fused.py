@@ -19,13 +19,14 @@ from llama.checkpoint.packing import pack_model
 from llama.kernels.cpu import native
 from llama.kernels.cpu.layers import NativeLayers
 from llama.kernels.cuda.table import NAMES, table
-from llama.model import Attention, execution, kinds, layers
+from llama.model import Attention, kinds, layers
 from llama.model.execution import NOTHING_WATCHED, OpLayers, SubLayer
 from llama.ops.batch import Batch
 from llama.ops.kernels import Kernels
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS, KVFormat
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
+from llama.weights import weight as weights
 from llama.weights.plain import PlainWeight
 
 CPU = torch.device("cpu")
@@ -255,8 +256,8 @@ def test_the_kernels_of_a_model_reach_every_operator(monkeypatch, way):
         monkeypatch.setattr(module, name, called)
 
     monkeypatch.setattr(PlainWeight, "linear", product)
-    for name in ("rms_norm", "add_norm"):
-        spy(execution, name, lambda *args: args[-1])
+    for name in ("rms_norm", "add_norm", "silu_mul"):
+        spy(weights, name, lambda *args: args[-1])
     spy(layers, "rms_norm", lambda *args: args[-1])
     for name in ("silu_mul", "rope_and_store"):
         spy(kinds, name, lambda *args: args[-1])

@@ -24,7 +24,7 @@ from llama.gpu import selection
 from llama.gpu.cases import Computed
 from llama.gpu.check import Checked
 from llama.gpu.selection import VARIABLE, allowed_kernels, describe, kernels_for, recorder_for
-from llama.kernels.cuda.table import NAMES, table
+from llama.kernels.cuda.table import NAMES, SCALED_NAMES, table
 from llama.kernels.host import host_kernels
 from llama.loading.files import Files
 from llama.loading.kernels import choose_kernels
@@ -108,13 +108,13 @@ def test_what_fails_is_dropped_with_one_warning(gpu):
 def test_the_kernel_that_rounds_is_checked_where_it_is_used(gpu, activations):
     """Rounding to e4m3 is checked for `activations="fp8"` alone; PyTorch rounds where it fails."""
     asked = gpu({"round_rows": "3 of 9 ids differ"})
-    allowed = ALL | {"round_rows", "scaled"}
+    allowed = ALL | {*SCALED_NAMES}
     rounds = activations == "fp8"
     with warnings.catch_warnings(record=True) as warned:
         found = kernels_of(Rank(), allowed=allowed, activations=activations).names
-    assert found == (ALL | {"scaled"} if rounds else ALL)
+    assert found == (ALL | {*SCALED_NAMES} - {"round_rows"} if rounds else ALL)
     assert len(warned) == rounds
-    assert ({"round_rows", "scaled"} <= {*asked[0][1]}) == rounds
+    assert ({*SCALED_NAMES} <= {*asked[0][1]}) == rounds
 
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
@@ -129,7 +129,7 @@ def test_a_gpu_that_refuses_products_in_e4m3_keeps_its_quantized_weights(gpu):
         pytest.warns(UserWarning, match="scaled: RuntimeError: row-wise scaling"),
         pytest.warns(UserWarning, match="activations stay in bf16: those in fp8 need"),
     ):
-        found = choose_kernels(files, Parallel(), ALL | {"scaled", "round_rows"})
+        found = choose_kernels(files, Parallel(), ALL | {*SCALED_NAMES})
     assert found == replace(files, activations=None, kernels=found.kernels)
     assert found.quantize == "fp8" and "linear" in found.kernels.names
 
@@ -238,7 +238,7 @@ def test_the_variable_turns_kernels_off(gpu, monkeypatch):
     assert [names for _, names in asked] == [("attention", "sample")]
     assert describe(model_with([])) == ", torch's kernels"
     for text, names in {
-        "": ALL | {"graph", "scaled", "round_rows", "one_shot"},
+        "": ALL | {"graph", *SCALED_NAMES, "one_shot"},
         "none": set(),
         "linear, sample": {"linear", "sample"},
     }.items():

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llama.engine.core import PAGE_SIZE
 from llama.kernels.cuda.launch import Sizes, Tile
-from llama.kernels.cuda.table import NAMES, ROUND_ROWS, SCALED, table
+from llama.kernels.cuda.table import NAMES, SCALED_NAMES, table
 from llama.model.plan import LayerPlan
 from llama.ops import scaled
 from llama.ops.adapters import AdapterRows, AdapterTable, AdapterWeights, Delta, DeltaPart
@@ -36,7 +36,6 @@ from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.sample import SamplingRow, choose_ids, top_tokens
 from llama.ops.swiglu import silu_mul
-from llama.weights.bytes import MAX_EXACT_ROWS
 from llama.weights.choice import packed, random_weight
 from llama.weights.groups import GroupedWeight, QuantKey
 from llama.weights.plain import PlainWeight
@@ -54,6 +53,10 @@ _PADDING_ROWS = 2
 # For products of e4m3: Hopper's matrix units add them in about 14 bits, and the result is in
 # bf16. Both sides multiply the same codes.
 _E4M3_TOLERANCE = 2**-5
+# For rows that are rounded to e4m3 after the norm or SwiGLU. One element in 30 is so near to a tie
+# between two codes, which are an eighth apart, that the rounding to bf16 before decides.
+_ROUNDED_TOLERANCE = 2**-4
+_MANY_SCALED_ROWS = 300
 _ROPE_PAGES = 9  # pages of the cache that keys and values are stored in
 # Rows of sampling with few tokens kept, where one too many shows, and with many.
 _SAMPLING_ROWS = (
@@ -90,7 +93,7 @@ class Computed:
         # Products of float32 stay with torch: the kernels would round them to TF32.
         names = ("sample",) if self.dtype is torch.float32 else NAMES
         rounds = self.activations == "fp8" and "linear" in names
-        return (*names, SCALED, ROUND_ROWS) if rounds else names
+        return (*names, *SCALED_NAMES) if rounds else names
 
     @property
     def vocab_rows(self) -> int:
@@ -290,6 +293,13 @@ class Cases:
 
     def scaled(self) -> Iterator[Case]:
         """Yield products of rows that are rounded to e4m3 with each shape of weight."""
+        yield from self._scaled_products((_MANY_SCALED_ROWS, 1))
+
+    def scaled_few_rows(self) -> Iterator[Case]:
+        """Yield products of few rows in e4m3: a kernel is compiled for each power of two."""
+        yield from self._scaled_products((1, 15, 31))
+
+    def _scaled_products(self, counts: Sequence[int]) -> Iterator[Case]:
         shapes = {
             (n if self.every else min(n, _FEW_ROWS + n % 16), k)
             for n, k in self.computed.weight_shapes
@@ -297,10 +307,10 @@ class Cases:
         for n, k in sorted(shapes):
             weight = self._weight("fp8", n, k)
             if weight.round_to_e4m3():
-                m = MAX_EXACT_ROWS + 44
-                op = partial(_multiply, weight, None, self.dtype)
-                x = self.normal(m, k)
-                yield Case(f"{m} rows in e4m3 times {n} x {k}", op, (x,), tolerance=_E4M3_TOLERANCE)
+                for m in counts:
+                    op = partial(_multiply, weight, None, self.dtype)
+                    what = f"{m} rows in e4m3 times {n} x {k}"
+                    yield Case(what, op, (self.normal(m, k),), tolerance=_E4M3_TOLERANCE)
 
     def adapters(self) -> Iterator[Case]:
         """Yield products of rows with two adapters and with none: wqkv and w2.
@@ -328,9 +338,22 @@ class Cases:
     def round_rows(self) -> Iterator[Case]:
         """Yield rows of each width that are rounded to e4m3, among them a row of zeros."""
         for k in sorted({k for _, k in self.computed.weight_shapes}):
-            x = self.normal(MAX_EXACT_ROWS + 1, k)
+            x = self.normal(17, k)
             x[0] = 0
             yield Case(f"{len(x)} rows of {k}", _round_rows, (x,))
+
+    def round_fused(self) -> Iterator[Case]:
+        """Yield norms and SwiGLU whose rows are rounded to e4m3."""
+        plan = self.plan
+        weight = self.normal(plan.dim)
+        x, delta = self.normal(17, plan.dim), self.normal(17, plan.dim)
+        for what, inputs in {
+            "a norm": (x, None, weight, 1e-5),
+            "a norm with a residual": (x, delta, weight, 1e-5),
+        }.items():
+            yield Case(f"{what} in e4m3", _round_norm, inputs, tolerance=_ROUNDED_TOLERANCE)
+        gated = (self.normal(17, 2 * plan.ffn_dim),)
+        yield Case("SwiGLU in e4m3", _round_silu_mul, gated, tolerance=_ROUNDED_TOLERANCE)
 
     def out_dtype(self, n: int) -> torch.dtype:
         """Return the dtype of a product with N outputs: logits are float32."""
@@ -411,6 +434,20 @@ def _round_rows(x: Tensor, kernels: Kernels) -> Results:
     """Return the bits of the codes and of the scales."""
     rows = scaled.round_rows(x, kernels)
     return rows.codes.view(torch.uint8), rows.scales.view(torch.int32)
+
+
+def _round_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, kernels: Kernels
+) -> Results:
+    """Return the sum, and the norm as its codes and scales stand for it."""
+    total, rows = scaled.round_norm(x, delta, weight, eps, kernels)
+    return total, rows.codes.float() * rows.scales
+
+
+def _round_silu_mul(x: Tensor, kernels: Kernels) -> Tensor:
+    """Return SwiGLU as its codes and scales stand for it."""
+    rows = scaled.round_silu_mul(x, kernels)
+    return rows.codes.float() * rows.scales
 
 
 def _made_plain(weight: GroupedWeight, dtype: torch.dtype, kernels: Kernels) -> Tensor:

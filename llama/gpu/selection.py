@@ -12,7 +12,7 @@ import warnings
 from llama.common.device import nccl_version
 from llama.gpu.cases import Cases, Computed
 from llama.gpu.check import Checked, check_kernels, unsupported_reason
-from llama.kernels.cuda.table import GRAPH, NAMES, ROUND_ROWS, SCALED, table
+from llama.kernels.cuda.table import GRAPH, NAMES, SCALED_NAMES, table
 from llama.model.transformer import Transformer
 from llama.ops.kernels import Kernels
 from llama.options.graphs.recorder import CudaRecorder, Recorder
@@ -21,7 +21,7 @@ from llama.ranks.parallel import Parallel
 
 VARIABLE = "LLAMA_GPU_KERNELS"
 ONE_SHOT = "one_shot"  # sums between the GPUs of a machine, see `llama.ranks.one_shot`
-_ALL = (*NAMES, SCALED, ROUND_ROWS, GRAPH, ONE_SHOT)
+_ALL = (*NAMES, *SCALED_NAMES, GRAPH, ONE_SHOT)
 # Before it, captured sums between machines hang in the first requests (vLLM's issue 52504).
 MIN_NCCL = (2, 30, 4)
 
@@ -126,5 +126,5 @@ def describe(model: Transformer) -> str:
     """Return the kernels that a model on a GPU runs, for the line that a build prints."""
     if model.norm.weight.device.type != "cuda":
         return ""
-    names = [name for name in (*NAMES, SCALED, ROUND_ROWS) if name in model.kernels.names]
+    names = [name for name in (*NAMES, *SCALED_NAMES) if name in model.kernels.names]
     return f", kernels {'+'.join(names)}" if names else ", torch's kernels"

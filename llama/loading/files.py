@@ -94,7 +94,7 @@ class Files:
     @property
     def _rounds_in_pieces(self) -> bool:
         rounded = choice.ROUNDED_ACTIVATIONS.get(self.activations or "")
-        return rounded is not None and rounded.device == "cpu"
+        return rounded is not None and not rounded.is_e4m3
 
     def compared(self) -> list[tuple[str, object]]:
         """Return what must be the same on every rank, by name."""

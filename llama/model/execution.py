@@ -26,7 +26,6 @@ from llama.model.layers import Changes, RMSNorm, WatchedList, WatchedModule
 from llama.model.plan import LayerPlan
 from llama.ops.batch import Batch, CrossRows
 from llama.ops.kernels import Kernels
-from llama.ops.norm import add_norm, rms_norm
 from llama.ranks.parallel import Parallel
 from llama.weights.weight import Weight
 
@@ -130,26 +129,25 @@ class OpLayers:
             watched: The states that are wanted.
         """
         planes = kv_cache.unbind()
-        kernels = batch.kernels
-        first = self.sublayers[0].norm
-        normed = rms_norm(x, first.weight, first.eps, kernels)
-        following = [sublayer.norm for sublayer in self.sublayers[1:]]
-        for sublayer, norm in zip(self.sublayers, [*following, None], strict=True):
+        first = self.sublayers[0]
+        _, rows = first.first.normed(x, None, first.norm.weight, first.norm.eps, batch)
+        for sublayer, following in zip(self.sublayers, [*self.sublayers[1:], None], strict=True):
             if sublayer.begins is not None:
                 watched.see(sublayer.begins, x, batch)
             updates = batch.updates_of(sublayer.half.first.names)
-            part = sublayer.first.linear(normed, context=batch, updates=updates)
+            part = sublayer.first.product(rows, x.dtype, batch, updates)
             if sublayer.bias is not None:
                 part = part + sublayer.bias
             plane = None if sublayer.kv_plane is None else planes[sublayer.kv_plane]
-            part = sublayer.half.body(part, freqs_cis, batch, plane)
+            rows = sublayer.half.body(part, freqs_cis, batch, plane)
             updates = batch.updates_of(sublayer.half.second.names)
-            part = sublayer.second.linear(part, context=batch, updates=updates)
+            part = sublayer.second.product(rows, x.dtype, batch, updates)
             part = self.parallel.all_reduce(part)
             part = sublayer.kind.after_sum(sublayer.half, part, batch)
-            if norm is None:
+            if following is None:
                 return x + part
-            x, normed = add_norm(x, part, norm.weight, norm.eps, kernels)
+            norm = following.norm
+            x, rows = following.first.normed(x, part, norm.weight, norm.eps, batch)
         raise AssertionError("a model has at least one layer")
 
 

@@ -32,6 +32,7 @@ from llama.ops.batch import DEFAULT_CONTEXT, Batch, ForwardContext
 from llama.ops.rope import rope_and_store
 from llama.ops.swiglu import silu_mul
 from llama.ranks.parallel import Parallel
+from llama.weights.weight import Rows
 
 _NO_CACHE = (
     "keys and values are not kept in the layers: the engine's are in "
@@ -81,10 +82,10 @@ class HalfLayer(FusedBlock):
         """Return what is added to each row of the first product, (N), if anything is."""
         return None
 
-    def body(
-        self, part: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
-    ) -> Tensor:
+    def body(self, part: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None) -> Rows:
         """Compute what stands between the two products. It may read further weights of the module.
+
+        The rows are as the second weight multiplies them.
 
         Args:
             part: The rows of the first product, (T, N).
@@ -280,11 +281,9 @@ class FeedForward(HalfLayer):
         """Return w2."""
         return self.w2
 
-    def body(
-        self, part: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None
-    ) -> Tensor:
+    def body(self, part: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor | None) -> Rows:
         """Multiply by the gate: part (T, 2F) -> (T, F)."""
-        return silu_mul(part, batch.kernels)
+        return self.w2.weight.gated(part, batch)
 
     def forward(self, x: Tensor, context: ForwardContext = DEFAULT_CONTEXT) -> Tensor:
         """Run the block: x (..., E) -> (..., E)."""

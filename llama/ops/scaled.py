@@ -1,16 +1,16 @@
 """Products of rows with a weight in e4m3, where the rows are rounded to e4m3 as well.
 
 In: rows of activations, and the codes of a weight (N, K), both with one scale per row. Out: the
-product. On a GPU, PyTorch's scaled product multiplies the codes, twice as fast as bf16; elsewhere,
-and in other types, the definition does:
+product. This is the definition, which also runs where there are no kernels:
 
     scale = max|x| / 448, and 1 for a row of zeros
     code = x / scale, rounded to the nearest number of e4m3
     out = the sum of the products of codes, times the scale of x and that of the weight
 
-How weights are stored, and kernels, must not be known here.
+Whether and how a row is rounded depends on nothing but the row. How weights are stored, and
+kernels, must not be known here.
 
-Shapes: M rows, in any leading dimensions; N outputs, K inputs.
+Shapes: M rows; N outputs, K inputs; E model dim, F FFN dim.
 """
 
 from typing import NamedTuple
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from llama.ops.kernels import NO_KERNELS, Kernels
+from llama.ops.norm import add_norm, rms_norm
+from llama.ops.swiglu import silu_mul
 
 E4M3 = torch.float8_e4m3fn
 MAX_E4M3 = 448.0
-STEP = 16  # N and K must be multiples of it for PyTorch's product
 
 
 class ScaledRows(NamedTuple):
@@ -56,35 +57,59 @@ def round_rows(x: Tensor, kernels: Kernels = NO_KERNELS) -> ScaledRows:
     return ScaledRows(codes, scales)
 
 
-def multiply(x: ScaledRows, weight: ScaledRows, dtype: torch.dtype) -> Tensor:
-    """Return the product (M, N) of rows and a weight of N rows.
+def round_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    kernels: Kernels = NO_KERNELS,
+) -> tuple[Tensor, ScaledRows]:
+    """Return x + delta, and the rounded rows of its `llama.ops.norm.rms_norm`.
 
     Args:
-        x: The rows.
-        weight: The weight, whose N and K are multiples of `STEP`.
-        dtype: The type of the result. PyTorch's product has bf16; in others, or on a CPU, the
-            definition is computed.
+        x: The rows (M, E).
+        delta: What is added to them, (M, E), if anything is.
+        weight: The weight (E) of the norm.
+        eps: What is added to the mean of squares.
+        kernels: The kernels that may run.
     """
-    if not x.codes.is_cuda or dtype is not torch.bfloat16:
-        return multiply_exactly(x, weight.codes.float(), weight.scales, dtype)
-    out: Tensor = torch._scaled_mm(
-        x.codes,
-        weight.codes.t(),
-        scale_a=x.scales,
-        scale_b=weight.scales.t().contiguous(),
-        out_dtype=dtype,
-    )
-    return out
+    both: tuple[Tensor, Tensor, Tensor] | None = kernels.run("round_norm", x, delta, weight, eps)
+    if both is not None:
+        total, *rounded = both
+        return total, ScaledRows(*rounded)
+    if delta is None:
+        return x, round_rows(rms_norm(x, weight, eps, kernels), kernels)
+    total, normed = add_norm(x, delta, weight, eps, kernels)
+    return total, round_rows(normed, kernels)
 
 
-def multiply_exactly(x: ScaledRows, elements: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product (M, N) of rows and a weight as it is defined, with sums in float32.
+def round_silu_mul(x: Tensor, kernels: Kernels = NO_KERNELS) -> ScaledRows:
+    """Return the rounded rows (M, F) of `llama.ops.swiglu.silu_mul` of rows (M, 2F).
+
+    Args:
+        x: The rows: the columns of the gate, then those of up.
+        kernels: The kernels that may run.
+    """
+    rounded: tuple[Tensor, Tensor] | None = kernels.run("round_silu_mul", x)
+    if rounded is not None:
+        return ScaledRows(*rounded)
+    return round_rows(silu_mul(x, kernels), kernels)
+
+
+def linear(
+    x: ScaledRows, weight: ScaledRows, dtype: torch.dtype, kernels: Kernels = NO_KERNELS
+) -> Tensor:
+    """Return the product (M, N) of rows and a weight of N rows, with sums in float32.
 
     Args:
         x: The rows.
-        elements: The codes of the weight (N, K), in float32.
-        scales: The scales of its rows (N, 1), in float32.
+        weight: The weight.
         dtype: The type of the result.
+        kernels: The kernels that may run.
     """
-    sums = x.codes.float() @ elements.t()
-    return (sums * x.scales * scales.t()).to(dtype)
+    for name in ("few_scaled_linear", "scaled_linear"):
+        out: Tensor | None = kernels.run(name, x, weight, dtype)
+        if out is not None:
+            return out
+    sums = x.codes.float() @ weight.codes.float().t()
+    return (sums * x.scales * weight.scales.t()).to(dtype)

@@ -8,23 +8,27 @@ by at most half of the row's scale. Files must not be known here.
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama.kernels.cpu import native
+from llama.kernels.cuda.launch import Blocks
 from llama.ops import scaled
-from llama.ops.batch import ForwardContext
+from llama.ops.adapters import ProductUpdates
+from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.formats import N_BLOCK, ElementFormat, num_blocks
+from llama.ops.scaled import ScaledRows
 from llama.weights.blocks import Layout, in_blocks, in_whole_blocks, workspace
 from llama.weights.coded import Coded
 from llama.weights.fragments import bytes_in_fragments, rows_of_bytes
 from llama.weights.groups import GroupedWeight, pack_extras
 from llama.weights.scales import pack_scales, unpack_scales
+from llama.weights.weight import Rows, Weight
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 _MAX_INT8 = 127
 _MAX_E4M3 = 448
 _CHUNK_ROWS = 4096  # rows quantized per chunk
-MAX_EXACT_ROWS = 256  # rows of x up to which they are not rounded to e4m3
+_SCALED_STEP = 16  # N and K must be multiples of it for a GPU's product of e4m3 by e4m3
 
 
 class BytesWeight(GroupedWeight):
@@ -129,11 +133,11 @@ class Fp8Weight(BytesWeight):
     """A matrix of e4m3 elements whose `values` are (N/32, K/2, 32, 2).
 
     The kernels convert an element to 2^-8 times its value, so the stored scales are 2^8 times as
-    large.
+    large. On a GPU, the values of a weight that `rounds_to_e4m3` are rows (N, K) of codes, which
+    PyTorch's library reads.
 
     Attributes:
-        row_scales: The scales of the rows (N, 1) in float32, where the rows of x are rounded to
-            e4m3 if there are more than `MAX_EXACT_ROWS`; None where they are not.
+        row_scales: The scales (N, 1) of these rows in float32; None where there are none.
     """
 
     kind = ElementFormat.FP8.value
@@ -170,35 +174,92 @@ class Fp8Weight(BytesWeight):
         )
 
     def round_to_e4m3(self) -> bool:
-        """Round the rows of x to e4m3 in large products from now on."""
+        """Round the rows of x to e4m3 in every product from now on."""
         n, k = self.shape
         if self.groups > 1 or self.per_group > 1 or self.is_extended:
             return False
-        if n % scaled.STEP or k % scaled.STEP:
+        if n % _SCALED_STEP or k % _SCALED_STEP:
             return False
-        scales = unpack_scales(self.scales).view(-1, 1)[:n]
-        self.row_scales = scales * self.element_factor
+        self.rounds_to_e4m3 = True
+        if self.is_fragmented and self.row_scales is None:
+            scales = unpack_scales(self.scales).view(-1, 1)[:n]
+            self.row_scales = scales * self.element_factor
+            codes = rows_of_bytes(self.values.data, torch.arange(n, device=self.values.device))
+            self.values = nn.Parameter(codes, requires_grad=False)
         return True
 
-    def _linear(self, x: Tensor, dtype: torch.dtype | None, context: ForwardContext) -> Tensor:
-        """Return the product of rows and this weight where the CPU kernels do not compute it."""
+    def refilled(self, plain: Tensor) -> Weight:
+        """Return other elements, (N, K) of any float type, in this format."""
+        weight = super().refilled(plain)
+        if self.rounds_to_e4m3:
+            weight.round_to_e4m3()
+        return weight
+
+    def linear(
+        self,
+        x: Tensor,
+        dtype: torch.dtype | None = None,
+        context: ForwardContext = DEFAULT_CONTEXT,
+        updates: ProductUpdates | None = None,
+    ) -> Tensor:
+        """Return the product of rows and this weight; see `Weight.linear`."""
+        if not self.rounds_to_e4m3:
+            return super().linear(x, dtype, context, updates)
         n, k = self.shape
-        m = x.numel() // k
-        scales = self.row_scales
-        if scales is None or m <= MAX_EXACT_ROWS:
-            return super()._linear(x, dtype, context)
-        dtype = dtype or x.dtype
-        x_rows = x.reshape(m, k)
-        blocks = self.blocks()
-        out: Tensor | None = None
-        if blocks is not None:
-            out = context.kernels.run("scaled_linear", x_rows, blocks, scales, dtype)
-        if out is None:
-            rows = scaled.round_rows(x_rows, context.kernels)
-            ids = torch.arange(n, device=self.values.device)
-            elements = self.elements(ids) / self.element_factor
-            out = scaled.multiply_exactly(rows, elements, scales, dtype)
-        return out.view(*x.shape[:-1], n)
+        rows = scaled.round_rows(x.reshape(-1, k), context.kernels)
+        product = self._product_of_rounded(rows, dtype or x.dtype, context)
+        product = product.view(*x.shape[:-1], n)
+        return product if updates is None else updates.add_to(product, x)
+
+    def normed(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        context: ForwardContext = DEFAULT_CONTEXT,
+    ) -> tuple[Tensor, Rows]:
+        """Return x + delta, and its RMSNorm as this weight multiplies it.
+
+        Adapters multiply rows that are not rounded.
+        """
+        if self.rounds_to_e4m3 and context.adapters is None:
+            return scaled.round_norm(x, delta, norm, eps, context.kernels)
+        return super().normed(x, delta, norm, eps, context)
+
+    def gated(self, x: Tensor, context: ForwardContext = DEFAULT_CONTEXT) -> Rows:
+        """Return silu(gate) * up of rows (M, 2K) as this weight multiplies it."""
+        if self.rounds_to_e4m3 and context.adapters is None:
+            return scaled.round_silu_mul(x, context.kernels)
+        return super().gated(x, context)
+
+    def product(
+        self,
+        rows: Rows,
+        dtype: torch.dtype,
+        context: ForwardContext = DEFAULT_CONTEXT,
+        updates: ProductUpdates | None = None,
+    ) -> Tensor:
+        """Return `linear` of rows that `normed` or `gated` returned, or of plain ones."""
+        if isinstance(rows, Tensor):
+            return self.linear(rows, dtype, context, updates)
+        assert updates is None, "adapters multiply rows that are not rounded"
+        return self._product_of_rounded(ScaledRows(*rows), dtype, context)
+
+    def _product_of_rounded(
+        self, x: ScaledRows, dtype: torch.dtype, context: ForwardContext
+    ) -> Tensor:
+        """Return the product (M, N) of rows in e4m3."""
+        if self.row_scales is not None:
+            weight = ScaledRows(self.values.data, self.row_scales)
+            return scaled.linear(x, weight, dtype, context.kernels)
+        # All numbers of e4m3 are numbers of bf16, which the CPU kernels multiply.
+        sums = super().linear(x.codes.bfloat16(), torch.float32, context)
+        return (sums * x.scales).to(dtype)
+
+    def blocks(self) -> Blocks | None:
+        """Return what the kernels of a GPU read; None for rows."""
+        return None if self.row_scales is not None else super().blocks()
 
     def has_integers(self) -> bool:
         """Return False: elements of e4m3 may be fractions."""
@@ -206,6 +267,8 @@ class Fp8Weight(BytesWeight):
 
     def elements(self, ids: Tensor) -> Tensor:
         """Return rows (..., K) of elements in float32, as the kernels convert them."""
+        if self.row_scales is not None:
+            return self.values[ids].float() * self.element_factor
         return super().elements(ids) * self.element_factor
 
 

@@ -32,8 +32,7 @@ class ActivationFormat(NamedTuple):
 
     Attributes:
         per_token: Whether a row has one scale.
-        device: The type of the devices that compute it. On "cpu" it rounds to whole numbers, and on
-            "cuda" to e4m3.
+        is_e4m3: Whether it rounds to e4m3, on CPUs and GPUs; otherwise to whole numbers, on CPUs.
         in_files: The `input_activations` by which compressed-tensors describes it; None if no
             description means exactly this.
         with_lm_head: Whether the rows that lm_head multiplies are rounded, too. The largest logits
@@ -41,7 +40,7 @@ class ActivationFormat(NamedTuple):
     """
 
     per_token: bool
-    device: str = "cpu"
+    is_e4m3: bool = False
     in_files: Mapping[str, object] | None = None
     with_lm_head: bool = False
 
@@ -59,21 +58,13 @@ FORMATS: dict[str, type[Weight]] = {
     "six_bits": SixBitsWeight,
     **QUANTIZED,
 }
+_PER_TOKEN = {"num_bits": 8, "symmetric": True, "dynamic": True, "strategy": "token"}
 # The values of `activations=` that round.
 ROUNDED_ACTIVATIONS = {
-    "fp8": ActivationFormat(per_token=True, device="cuda"),
+    "fp8": ActivationFormat(per_token=True, is_e4m3=True, in_files=_PER_TOKEN | {"type": "float"}),
     "int8": ActivationFormat(per_token=False),
     "int8_lm_head": ActivationFormat(per_token=False, with_lm_head=True),
-    "int8_token": ActivationFormat(
-        per_token=True,
-        in_files={
-            "num_bits": 8,
-            "type": "int",
-            "symmetric": True,
-            "dynamic": True,
-            "strategy": "token",
-        },
-    ),
+    "int8_token": ActivationFormat(per_token=True, in_files=_PER_TOKEN | {"type": "int"}),
 }
 # How llama.cpp rounds for the block formats of GGUF, for which it has no other products.
 GGUF_ACTIVATIONS = "int8_lm_head"
@@ -137,14 +128,14 @@ def check_activations(name: object, device: torch.device, *, is_plain: bool) -> 
     if not isinstance(name, str) or name not in ROUNDED_ACTIVATIONS:
         names = ", ".join(["bf16", *ROUNDED_ACTIVATIONS])
         raise FieldError.of("activations", f"={name!r}: give one of {names}, or None")
-    needed = ROUNDED_ACTIVATIONS[name].device
-    if device.type != needed:
-        allowed = "the CPU" if needed == "cpu" else "NVIDIA GPUs"
+    is_e4m3 = ROUNDED_ACTIVATIONS[name].is_e4m3
+    if device.type != "cpu" and not (is_e4m3 and device.type == "cuda"):
+        allowed = "CPUs and NVIDIA GPUs" if is_e4m3 else "the CPU"
         raise FieldError.of(
             "activations",
             f"={name!r} is for {allowed}, not for {device.type}: leave activations out",
         )
-    if needed == "cuda":
+    if is_e4m3:
         if (reason := _missing_e4m3(device)) is not None:
             raise FieldError.of(
                 "activations",
@@ -169,17 +160,23 @@ def default_activations(name: str | None, device: torch.device) -> str | None:
 
     Args:
         name: What the files of the model ask for, None where they ask for nothing.
-        device: The device of the model. Only the kernels for CPUs round exactly so; elsewhere, and
-            where they would be slower so, activations stay as they are.
+        device: The device of the model. Activations stay as they are where nothing rounds exactly
+            so, or where products would be slower so.
     """
-    if name is None or device.type != "cpu":
+    if name is None:
+        return None
+    if ROUNDED_ACTIVATIONS[name].is_e4m3:
+        return name if device.type == "cuda" and _missing_e4m3(device) is None else None
+    if device.type != "cpu":
         return None
     is_slower = _has_amx() and not ROUNDED_ACTIVATIONS[name].per_token
     return None if is_slower else name
 
 
 def _missing_e4m3(device: torch.device) -> str | None:
-    """Return why a GPU cannot multiply e4m3 by e4m3; None where it can."""
+    """Return why a GPU cannot multiply e4m3 by e4m3; None where it can, and for a CPU."""
+    if device.type == "cpu":
+        return None
     if torch.version.hip is not None:
         return "AMD's GPUs are not supported"
     major, minor = torch.cuda.get_device_capability(device)
@@ -209,9 +206,9 @@ def round_activations(
         ValueError: No matrix has such elements, or lm_head does not; or a rank's part of one has
             columns that do not fill a group.
     """
-    if ROUNDED_ACTIVATIONS[name].device == "cuda":
+    if ROUNDED_ACTIVATIONS[name].is_e4m3:
         results = [weight.round_to_e4m3() for weight in matrices.values()]
-        if not any(results):
+        if not (any(results) or where_possible):
             raise _no_e4m3(name)
         return
     per_token = ROUNDED_ACTIVATIONS[name].per_token

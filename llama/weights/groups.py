@@ -75,8 +75,8 @@ class GroupedWeight(BlockedWeight):
             where x is multiplied as it is.
         exact_top: Whether the largest of the products in float32 are computed again with x as it
             is, where x is rounded. A weight with an adapter or a rotation of its own does not.
-        is_fragmented: Whether the values are in fragment order, for the kernels of a GPU; see
-            `llama.weights.fragments`.
+        is_fragmented: Whether the values are for the kernels of a GPU: in fragment order, see
+            `llama.weights.fragments`, or rows of e4m3.
     """
 
     pack_codes: ClassVar[str]

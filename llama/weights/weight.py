@@ -14,6 +14,11 @@ from torch import Tensor, nn
 from llama.ops.adapters import ProductUpdates
 from llama.ops.batch import DEFAULT_CONTEXT, ForwardContext
 from llama.ops.formats import ElementFormat
+from llama.ops.norm import add_norm, rms_norm
+from llama.ops.swiglu import silu_mul
+
+# Rows as a weight multiplies them: as they are, or codes and scales as `llama.ops.scaled` has them.
+Rows = Tensor | tuple[Tensor, Tensor]
 
 
 class Weight(nn.Module):
@@ -26,6 +31,7 @@ class Weight(nn.Module):
         values: The stored elements. A format may have other tensors beside them.
         is_finite: Whether no NaN and no infinity was found when the matrix was packed.
         has_empty_row: Whether a row of zeros was found then.
+        rounds_to_e4m3: Whether the rows of x are rounded to e4m3, see `llama.ops.scaled`.
     """
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
@@ -33,6 +39,7 @@ class Weight(nn.Module):
     values: nn.Parameter
     is_finite: bool = True
     has_empty_row: bool = False
+    rounds_to_e4m3: bool = False
 
     def __init__(self, shape: tuple[int, int], values: Tensor) -> None:
         super().__init__()
@@ -76,6 +83,42 @@ class Weight(nn.Module):
         """
         raise NotImplementedError
 
+    def normed(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        context: ForwardContext = DEFAULT_CONTEXT,
+    ) -> tuple[Tensor, Rows]:
+        """Return x + delta, and its RMSNorm as this weight multiplies it.
+
+        Args:
+            x: The rows (M, K).
+            delta: What is added to them, (M, K), if anything is.
+            norm: The weight (K) of the norm.
+            eps: What is added to the mean of squares.
+            context: What is known of the rows.
+        """
+        if delta is None:
+            return x, rms_norm(x, norm, eps, context.kernels)
+        return add_norm(x, delta, norm, eps, context.kernels)
+
+    def gated(self, x: Tensor, context: ForwardContext = DEFAULT_CONTEXT) -> Rows:
+        """Return silu(gate) * up of rows (M, 2K) as this weight multiplies it."""
+        return silu_mul(x, context.kernels)
+
+    def product(
+        self,
+        rows: Rows,
+        dtype: torch.dtype,
+        context: ForwardContext = DEFAULT_CONTEXT,
+        updates: ProductUpdates | None = None,
+    ) -> Tensor:
+        """Return `linear` of rows that `normed` or `gated` returned, or of plain ones."""
+        assert isinstance(rows, Tensor), "only a weight that rounds rows takes rounded ones"
+        return self.linear(rows, dtype, context, updates)
+
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows (..., K) of ids (...), for an embedding that may be tied to lm_head."""
         raise NotImplementedError
@@ -108,7 +151,7 @@ class Weight(nn.Module):
         return False
 
     def round_to_e4m3(self) -> bool:
-        """Round the rows of x to e4m3 in large products from now on; see `llama.ops.scaled`.
+        """Round the rows of x to e4m3 in every product from now on; see `llama.ops.scaled`.
 
         Returns:
             Whether it does; False where the elements are not in e4m3 with one scale per row.

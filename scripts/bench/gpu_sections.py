@@ -6,7 +6,6 @@ Triton's interpreter: what is shown is that every line of this runs.
 """
 
 import functools
-import itertools
 import json
 import os
 import statistics
@@ -16,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +24,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from bench import gpu_formats, gpu_mixed, gpu_probes, gpu_ranks, gpu_steps, machine
+from bench import gpu_formats, gpu_mixed, gpu_probes, gpu_ranks, gpu_scaled, gpu_steps, machine
 from bench.gpu_run import DRY_KERNELS, MODES, Section, read_results
 from bench.machine import NO_TRITON, has_triton
 from bench.shapes import random_lengths, write_checkpoint
@@ -42,7 +41,8 @@ LIMITS = {  # seconds of each section, in the order in which they run: 9.5 minut
 }  # fmt: skip
 # Seconds of sections that run only if --only names them, in a run of their own.
 LIMITS_ALONE = {
-    "ranks": 420, "tests": 560, "formats": 400, **gpu_mixed.LIMITS, **gpu_probes.LIMITS,
+    "ranks": 420, "tests": 560, "formats": 400, **gpu_mixed.LIMITS, **gpu_scaled.LIMITS,
+    **gpu_probes.LIMITS,
 }  # fmt: skip
 _SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True, max_tokens=None)
 _COUNTED = ("tests", "failures", "errors", "skipped")
@@ -183,7 +183,7 @@ def sweeps(at: Section) -> None:
         for parts in (1, 2, 4, 8, 16, 32, 64)[: at.size(7, 1)]:
             attention.num_parts = functools.partial(_always, parts * batch)
             ways = [functools.partial(attention.paged_attention, queries, x, step) for x in caches]
-            seconds = _device_seconds(at, ways)
+            seconds = gpu_steps.device_seconds(at, ways)
             at.say(
                 f"attention {batch} x {context}, {parts} parts each", seconds * 1e6, "us",
                 gb_per_s=2 * batch * context * kv_heads * d * dtype.itemsize / seconds / 1e9,
@@ -194,24 +194,6 @@ def sweeps(at: Section) -> None:
 
 def _always(value: int, *_: Any) -> int:
     return value
-
-
-def _device_seconds(at: Section, calls: Sequence[Callable[[], Any]]) -> float:
-    """Return the seconds of one call on the device, without the host.
-
-    They are the median of several graphs, in which the calls take turns.
-    """
-    if at.dry:
-        return machine.best_seconds(calls[0], at.device)
-    calls[0]()
-    graph = torch.cuda.CUDAGraph()
-    count = max(20, len(calls))
-    with torch.cuda.graph(graph):
-        for call in itertools.islice(itertools.cycle(calls), count):
-            call()
-    return (
-        statistics.median(machine.best_seconds(graph.replay, at.device) for _ in range(3)) / count
-    )
 
 
 def tests(at: Section) -> None:
@@ -372,5 +354,6 @@ _SECTIONS: dict[str, Callable[[Section], None]] = {
         gpu_formats.formats,
         gpu_mixed.skew,
         gpu_mixed.lora,
+        gpu_scaled.scaled,
     )
 } | gpu_probes.PROBES

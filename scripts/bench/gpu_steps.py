@@ -1,11 +1,17 @@
 """Timed steps of the sections of `scripts/gpu_check.py`.
 
-In: a section and an engine. Out: requests in flight, the seconds of a prompt, and the figures of
-decode steps.
+In: a section and an engine. Out: requests in flight, the seconds of a prompt, the figures of decode
+steps, and the time of calls on the device alone.
 """
 
+import itertools
 import random
+import statistics
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 
 from bench import machine
 from bench.gpu_run import Section
@@ -85,3 +91,21 @@ def answer(engine: LLMEngine, lengths: list[tuple[int, int]]) -> None:
         for prompt, count in lengths
     ]  # fmt: skip
     engine.run(requests)
+
+
+def device_seconds(at: Section, calls: Sequence[Callable[[], Any]]) -> float:
+    """Return the seconds of one call on the device, without the host.
+
+    They are the median of several graphs, in which the calls take turns.
+    """
+    if at.dry:
+        return machine.best_seconds(calls[0], at.device)
+    calls[0]()
+    graph = torch.cuda.CUDAGraph()
+    count = max(20, len(calls))
+    with torch.cuda.graph(graph):
+        for call in itertools.islice(itertools.cycle(calls), count):
+            call()
+    return (
+        statistics.median(machine.best_seconds(graph.replay, at.device) for _ in range(3)) / count
+    )

@@ -29,9 +29,9 @@ _AUTO = "auto"  # the formats of the files
 # Formats of weights with activations that are rounded, such as int8+int8_token.
 _ACTIVATIONS = {
     f"{weights}+{name}": (weights, name)
-    for weights in ("int8", "int4", _AUTO)
+    for weights in (*QUANTIZED, _AUTO)
     for name, rounding in ROUNDED_ACTIVATIONS.items()
-    if rounding.device == "cpu"
+    if weights == _AUTO or rounding.is_e4m3 == (weights == "fp8")
 }
 _DEFAULT = (*QUANTIZED, *_CACHES)
 _KNOWN = (*_DEFAULT, *_ACTIVATIONS, _AUTO)

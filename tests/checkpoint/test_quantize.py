@@ -1,8 +1,10 @@
 """Quantized checkpoints: what the files contain, checked by independent rules."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -17,6 +19,7 @@ from helpers.kernels import KERNELS_RUN
 from helpers.weights import change_json, expect_shards, loaded, metas_state
 from llama import Llama, Tokenizer
 from llama.checkpoint.find import find
+from llama.checkpoint.hf.quantized import activations_of
 from llama.checkpoint.verify import verify
 from llama.checkpoint.write import convert as module
 from llama.checkpoint.write import quantize
@@ -45,7 +48,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "activations"),
-    [("int8", None), ("int8", "int8_token"), ("fp8", None), ("int4", None)],
+    [("int8", None), ("int8", "int8_token"), ("fp8", None), ("fp8", "fp8"), ("int4", None)],
 )
 def test_a_folder_has_the_numbers_that_quantize_gives_at_load(
     folder, tmp_path, monkeypatch, name, activations
@@ -104,7 +107,8 @@ def test_a_w8a8_matrix_is_the_one_that_compressed_tensors_writes():
 @pytest.mark.parametrize(
     ("out", "name", "activations", "message"),
     [
-        ("out", "int8", "int8", "activations='int8': give int8_token for a folder OUT"),
+        ("out", "int8", "int8", "activations='int8': give fp8, int8_token for a folder OUT"),
+        ("out", "int8", "fp8", "whose matrices have as many bits: give quantize='fp8'"),
         ("out", "int4", "int8_token", "whose matrices have as many bits: give quantize='int8'"),
         ("out.gguf", "q8_0", "int8_token", "whose matrices have as many bits: give"),
     ],
@@ -184,16 +188,29 @@ def test_a_gguf_file_without_its_package_names_the_extra(folder, tmp_path, monke
 
 
 @pytest.fixture(scope="module")
-def w8a8(tmp_path_factory) -> Path:
-    """Return a W8A8 folder, in which one large element of each norm makes a row's scale large."""
+def outlying(tmp_path_factory) -> Path:
+    """Return a model in which one large element of each norm makes a row's scale large."""
     state = random_state(PARAMS, 31)
     for name in state:
         if name.startswith("layers.") and name.endswith("norm.weight"):
             state[name][5] = 60
-    folder = tmp_path_factory.mktemp("w8a8")
+    folder = tmp_path_factory.mktemp("outlying")
     write_byte_tokenizer(write_meta(folder / "meta", PARAMS, state))
-    convert(folder / "meta", folder / "out", quantize="int8", activations="int8_token")
-    return folder / "out"
+    return folder / "meta"
+
+
+@pytest.fixture(scope="module")
+def w8a8(outlying, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("w8a8") / "out"
+    convert(outlying, folder, quantize="int8", activations="int8_token")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fp8_dynamic(outlying, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("fp8_dynamic") / "out"
+    convert(outlying, folder, quantize="fp8", activations="fp8")
+    return folder
 
 
 def build(folder: Path, **options) -> Llama:
@@ -289,6 +306,83 @@ def test_codes_per_token_are_those_of_compressed_tensors():
     assert is_decided.float().mean() > 0.99 and theirs.abs().max() == 127
     assert torch.equal(ours.codes[is_decided], theirs[is_decided])
     assert ours.scales.dtype is torch.float32
+
+
+@needs_kernels
+def test_an_fp8_dynamic_folder_has_the_products_of_transformers(fp8_dynamic, tmp_path, capsys):
+    """A CPU rounds where it is asked to; a GPU from 8.9 on by default.
+
+    The products are compared one by one: a difference in the last bit moves elements of the next
+    rounding to another code, and after four of them nothing is left to compare.
+    """
+    assert find(fp8_dynamic).activations == "fp8"
+    build(fp8_dynamic)
+    assert "activations" not in capsys.readouterr().out
+    llama = build(fp8_dynamic, activations="fp8")
+    assert "compressed-tensors, activations=fp8, model_par" in capsys.readouterr().out
+    theirs = transformers.LlamaForCausalLM.from_pretrained(fp8_dynamic, dtype=torch.float32)
+    layer, their_layer = llama.model.blocks()[0], theirs.model.layers[0]
+    pairs: list[tuple[Any, list[Any]]] = [
+        (layer.attention.wo.weight, [their_layer.self_attn.o_proj]),
+        (layer.feed_forward.w13.weight, [their_layer.mlp.gate_proj, their_layer.mlp.up_proj]),
+        (layer.feed_forward.w2.weight, [their_layer.mlp.down_proj]),
+    ]
+    seen = {}
+    for their_product in itertools.chain(*(products for _, products in pairs)):
+        their_product.register_forward_hook(lambda *call: seen.update({call[0]: call[1:]}))
+    with torch.no_grad():
+        theirs(TOKENS)
+    for weight, products in pairs:
+        (x,), _ = seen[products[0]]
+        expected = torch.cat([seen[product][1] for product in products], -1)
+        exact = weight.exact().T
+        bound = x.abs() @ exact.abs() * (x.shape[-1] * 2**-23)
+        assert ((weight.linear(x) - expected).abs() <= bound).all()
+        assert ((x @ exact - expected).abs() > 10 * bound).any(), "they round"
+    pack(fp8_dynamic, tmp_path / "packed")
+    packed = build(tmp_path / "packed", activations="fp8")
+    assert torch.equal(logits_of(packed), logits_of(llama))
+
+
+@pytest.mark.parametrize(
+    ("config", "activations"),
+    [
+        ({"activation_scheme": "dynamic"}, "fp8"),
+        ({"activation_scheme": "static"}, None),
+        ({"activation_scheme": "dynamic", "weight_block_size": [128, 128]}, None),
+        ({}, None),
+    ],
+)
+def test_autofp8_rounds_where_its_scales_are_of_rows_and_found_at_run_time(config, activations):
+    assert activations_of({"quant_method": "fp8", **config}) == activations
+
+
+@pytest.mark.parametrize("is_on_cpu", [False, True])
+def test_products_in_e4m3_are_those_of_compressed_tensors(is_on_cpu):
+    """The library decompresses the weight, and rounds the rows with a scale for each token."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    config = QuantizationConfig.model_validate(quantization_config("fp8", "fp8"))
+    scheme = config.config_groups["group_0"]
+    plain = STATE["layers.0.attention.wq.weight"].bfloat16()
+    tensors = quantized_tensors("q_proj.weight", plain, "fp8", "fp8")
+    library = BaseCompressor.get_value_from_registry(config.format)
+    parts = {name.removeprefix("q_proj."): x for name, x in tensors.items()}
+    weight = library.decompress(parts, scheme)["weight"].float()
+    x = torch.randn(1, 40, plain.shape[1], generator=torch.Generator().manual_seed(3)).bfloat16()
+    x[0, ::7, 5] = 300
+    args = scheme.input_activations
+    scale, zero = compute_dynamic_scales_and_zp(x.float(), args, torch.nn.Module())
+    rounded_x = fake_quantize(x.float(), scale, zero, args)
+    packed = choice.packed(plain.clone(), "fp8") if is_on_cpu else choice.on_gpu(plain, "fp8")
+    assert packed.round_to_e4m3()
+    found = packed.linear(x, torch.float32)
+    bound = rounded_x.abs() @ weight.abs().T * (plain.shape[1] * 2**-23)
+    assert ((found - rounded_x @ weight.T).abs() <= bound).all()
+    assert not torch.allclose(found, x.float() @ weight.T, rtol=0.01)
 
 
 @needs_kernels

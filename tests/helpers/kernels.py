@@ -18,7 +18,7 @@ import torch
 from llama.kernels.cpu import build, native
 from llama.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet
 from llama.kernels.cuda.launch import Sizes, Tile
-from llama.kernels.cuda.table import NAMES, ROUND_ROWS, SCALED, table
+from llama.kernels.cuda.table import NAMES, SCALED_NAMES, table
 from llama.ops.kernels import Kernels
 
 SUPPORTED = [x for x in build.INSTRUCTION_SETS if native.cpu_flags() >= x.needs]
@@ -29,7 +29,7 @@ def interpreted(
     dtypes: Iterable[torch.dtype] = (torch.float16, torch.float32),
 ) -> Kernels:
     """Return all kernels of a GPU, which Triton's interpreter runs on the CPU."""
-    return table({*NAMES, SCALED, ROUND_ROWS}, dtypes, tiles or {})
+    return table({*NAMES, *SCALED_NAMES}, dtypes, tiles or {})
 
 
 INTERPRETED = interpreted()

@@ -141,17 +141,32 @@ def adapter_jobs(capability: int) -> list[Job]:
 
 
 def scaled_jobs(capability: int) -> list[Job]:
-    """Return the kernels of products of rows in e4m3, which the older device does not have."""
+    """Return the kernels of rows in e4m3, which the older device does not have."""
     if capability < 89:
         return []
     found = []
-    for shape, (_, ffn) in _WIDTHS.items():
+    codes = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "x_scales": "*fp32"}
+    for shape, (width, ffn) in _WIDTHS.items():
         block, warps = scaled.row_block(ffn)
-        sizes = {"K": ffn, "BLOCK": block}
-        found.append(Job(scaled.round_rows_kernel, shape, capability, sizes, warps))
-    sizes = {"KIND": 2, "K": 14336, "FRAGMENTS": 4}
-    types = {"weight": "*i32", "out": "*u8"}
-    return [*found, Job(quantized.codes_kernel, "8B", capability, sizes, types=types)]
+        norm_block, norm_warps = scaled.row_block(width)
+        norm = {"E": width, "BLOCK": norm_block, "HAS_DELTA": True}
+        found += [
+            Job(scaled.round_rows_kernel, shape, capability, {"K": ffn, "BLOCK": block}, warps),
+            Job(scaled.round_norm_kernel, shape, capability, norm, norm_warps),
+            Job(scaled.round_silu_mul_kernel, shape, capability, {"F": ffn, "BLOCK": block}, warps),
+        ]
+    for m in (1, 16, 31):
+        for tile in scaled.candidates(4096, ffn := _WIDTHS["8B"][1]):
+            sizes = {
+                "K": ffn, "BATCH": 8 if m == 1 else 16 if m == 16 else 32, "ROWS": tile.rows,
+                "COLUMNS": tile.columns, "STAGES": tile.stages,
+            }  # fmt: skip
+            elements = tile.rows * tile.columns / (32 * tile.warps)
+            found.append(
+                Job(scaled.few_scaled_rows_kernel, f"8B, e4m3, {m} rows, {tuple(tile)}", capability,
+                    sizes, tile.warps, tile.stages, codes, elements)
+            )  # fmt: skip
+    return found
 
 
 def linear_jobs(capability: int) -> list[Job]:
@@ -248,7 +263,7 @@ def compiled(job: Job) -> dict[str, Any]:
         "registers": int(found[1]), "stack": int(found[2]),
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "shared": kernel.metadata.shared,
-        "products": sorted(set(re.findall(r"\bHG?MMA\b", code))),
+        "products": sorted(set(re.findall(r"\b[HQ]G?MMA\b", code))),
         "vectors": len(re.findall(r"\bLDG\.\S*128\b", code)),
         "copies": len(re.findall(r"\bLDGSTS\S*128\b", code)),
         "before_wait": _before_wait(code),

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="its kernels need Triton")
 
 import gpu_check
 
-from bench import gpu_mixed, gpu_probes, gpu_ranks, gpu_sections, slim_nccl
+from bench import gpu_mixed, gpu_probes, gpu_ranks, gpu_scaled, gpu_sections, gpu_steps, slim_nccl
 from bench.gpu_run import BARS, H200, MODES, Section, read_results
 from bench.gpu_sections import LIMITS, LIMITS_ALONE, kernel_times
 from helpers.launch import REPO, environment, run_program
@@ -38,7 +38,8 @@ def dry_run(tmp_path_factory) -> tuple[list[str], Path, subprocess.CompletedProc
         native.make_private(cache)
         shutil.copy(library._name, cache)
     command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--dry", "--minutes", "9"]
-    sections = [*LIMITS, "ranks", "tests", "formats", *gpu_mixed.LIMITS, "probes"]
+    sections = [*LIMITS, "ranks", "tests", "formats", *gpu_mixed.LIMITS, *gpu_scaled.LIMITS]
+    sections.append("probes")
     command += ["--out", str(out), "--only", ",".join(sections)]
     env = environment(**{gpu_ranks.ASKED: "1 x 2"})  # the others start 10 processes
     return command, out, run_program(command, env=env, timeout=400)
@@ -118,7 +119,7 @@ def test_what_is_timed_in_turn_is_all_captured(monkeypatch):
     monkeypatch.setattr(gpu_sections.machine, "best_seconds", lambda *_: 42.0)
     at: Any = SimpleNamespace(dry=False, device=None)
     calls = [functools.partial(captured.append, i) for i in range(21)]
-    assert gpu_sections._device_seconds(at, calls) == 2.0
+    assert gpu_steps.device_seconds(at, calls) == 2.0
     assert captured == [0, *range(21)]
 
 

@@ -50,13 +50,16 @@ _GPTQ_REMEDY = (
 def activations_of(config: Config) -> str | None:
     """Return the value of `activations=` that a quantization_config asks for.
 
-    Only what the kernels compute exactly and fast on every CPU counts: activations and weights of
-    as many bits, and one scale per row of a weight. Other activations stay as they are, and so do
-    those of a model in which the groups of matrices ask for several kinds.
+    Only what kernels compute exactly and fast counts: activations and weights of as many bits, and
+    one scale per row of a weight. Other activations stay as they are, and so do those of a model in
+    which the groups of matrices ask for several kinds.
 
     Args:
         config: The quantization_config of a folder, of any method.
     """
+    if config.get("quant_method") == "fp8":  # AutoFP8's: e4m3 with a scale for each matrix
+        is_dynamic = config.get("activation_scheme") == "dynamic"
+        return "fp8" if is_dynamic and not config.get("weight_block_size") else None
     groups = config.get("config_groups")
     if config.get("quant_method") != "compressed-tensors" or not isinstance(groups, dict):
         return None

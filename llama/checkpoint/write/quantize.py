@@ -77,7 +77,7 @@ def quantization_config(
     file_format = "float-quantized" if number_type == "float" else "pack-quantized"
     if activations is not None:
         group["input_activations"] = ACTIVATIONS[activations]
-        file_format = "int-quantized"
+        file_format = f"{number_type}-quantized"
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",

@@ -277,8 +277,9 @@ def _native_row(sublayer: Half, dim: int) -> list[int]:
 
     The addresses are of tensors that live as long as the sublayer.
     """
-    first = sublayer.first.native_matrix()
-    second = sublayer.second.native_matrix()
+    rounds = sublayer.first.rounds_to_e4m3 or sublayer.second.rounds_to_e4m3
+    first = None if rounds else sublayer.first.native_matrix()
+    second = None if rounds else sublayer.second.native_matrix()
     norm = sublayer.norm.weight
     bias = sublayer.bias
     is_taken = _is_vector(norm, dim) and (bias is None or _is_vector(bias, sublayer.first.shape[0]))

@@ -107,12 +107,18 @@ def norm_kernel(
         wide_total = row.to(tl.float32) + change.to(tl.float32)
         row = wide_total.to(row.dtype)
         tl.store(total + row_at, row, mask=is_column)
+    tl.store(out + row_at, normed_row(row, factor, eps, E), mask=is_column)
+
+
+@triton.jit
+def normed_row(row: tl.tensor, factor: tl.tensor, eps: tl.tensor, E: tl.constexpr) -> tl.tensor:
+    """Return the norm of a row of E elements, times the weight's elements, in the type of both."""
     wide = row.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
     normed = (wide * scale).to(row.dtype)
     normed = normed.to(tl.float32)
     weighted = normed * factor.to(tl.float32)
-    tl.store(out + row_at, weighted.to(row.dtype), mask=is_column)
+    return weighted.to(row.dtype)
 
 
 @launcher
@@ -260,9 +266,15 @@ def silu_mul_kernel(
     is_column = columns < F
     x_row = x + row * (2 * F)
     gate = tl.load(x_row + columns, mask=is_column, other=0.0)
-    gate = gate.to(tl.float32)
     up = tl.load(x_row + F + columns, mask=is_column, other=0.0)
+    tl.store(out + row * F + columns, gated_row(gate, up), mask=is_column)
+
+
+@triton.jit
+def gated_row(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """Return silu(gate) * up, both factors rounded to the type of up."""
+    gate = gate.to(tl.float32)
     silu = gate / (1.0 + tl.exp(-gate))
     rounded_silu = silu.to(up.dtype).to(tl.float32)
     product = rounded_silu * up.to(tl.float32)
-    tl.store(out + row * F + columns, product.to(up.dtype), mask=is_column)
+    return product.to(up.dtype)

@@ -11,8 +11,7 @@ Scales and offsets, and what the constants 128 and 1024 add, are applied to sums
 - `many_rows_kernel` multiplies 17 to 256 rows, in blocks of up to 128. It rounds each element to
   the type of x. Where N alone has too few programs for a GPU, K is divided among several, and
   `add_parts_kernel` adds their sums in a fixed order.
-- `plain_kernel` writes the weight as plain elements, and `codes_kernel` a weight of bytes as rows
-  of bytes, for PyTorch's library.
+- `plain_kernel` writes the weight as plain elements, for PyTorch's library.
 
 The methods are those of Kim et al., "Who Says Elephants Can't Run" (2022), and of Frantar et al.,
 "MARLIN" (2024): conversion by the bits of a float, and weights in the order of the matrix units.
@@ -149,27 +148,6 @@ def plain(weight: Blocks, first: int, end: int, dtype: torch.dtype) -> Tensor:
         *arguments(weight),
         K=k,
         FRAGMENTS=_PLAIN_COLUMNS // fragment_columns(weight.kind),
-    )
-    return out[: end - first]
-
-
-@launcher
-def codes(weight: Blocks, first: int, end: int) -> Tensor:
-    """Return rows [first, end) of a weight of bytes as they are: (end - first, K) uint8.
-
-    The bounds are multiples of 32, or the end is that of the weight.
-    """
-    k = weight.shape[1]
-    blocks = num_blocks(end - first)
-    out = torch.empty(blocks * N_BLOCK, k, dtype=torch.uint8, device=weight.values.device)
-    codes_kernel[blocks, k // _PLAIN_COLUMNS](
-        out,
-        first // N_BLOCK,
-        arguments(weight)[0],
-        KIND=weight.kind,
-        K=k,
-        FRAGMENTS=_PLAIN_COLUMNS // fragment_columns(weight.kind),
-        **pdl_options(out.device),
     )
     return out[: end - first]
 
@@ -706,34 +684,3 @@ def plain_kernel(
     columns = begin * WIDTH + tl.arange(0, FRAGMENTS * WIDTH)
     out_at = out + rows[:, None] * K + columns[None, :]
     tl.store(out_at, elements.to(out.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=["first"])
-def codes_kernel(
-    out: tl.tensor,
-    first: tl.tensor,
-    weight: tl.tensor,
-    KIND: tl.constexpr,
-    K: tl.constexpr,
-    FRAGMENTS: tl.constexpr,
-    PDL: tl.constexpr = False,
-) -> None:
-    """Write some columns of the bytes of a block of 32 rows to out (..., K).
-
-    first: The block whose rows are the first of out.
-    """
-    if PDL:
-        launch_dependents()
-    block = tl.program_id(0)
-    begin = tl.program_id(1) * FRAGMENTS
-    end_row = (first + block + 1) * 32
-    packed = _load_packed(weight, (first + block) * 2, end_row, begin, K, 2, FRAGMENTS, 32)
-    # Byte 2 j + r of a word is column j of row r.
-    upper_row = tl.join((packed & 255).to(tl.uint8), (packed >> 16 & 255).to(tl.uint8))
-    lower_row = tl.join((packed >> 8 & 255).to(tl.uint8), (packed >> 24 & 255).to(tl.uint8))
-    elements = _in_order(tl.join(upper_row, lower_row), KIND, 2, FRAGMENTS, 0)
-    rows = block.to(tl.int64) * 32 + tl.arange(0, 32)
-    columns = begin * 32 + tl.arange(0, FRAGMENTS * 32)
-    if PDL:
-        wait_for_dependency()  # the previous kernel may still read the memory of out
-    tl.store(out + rows[:, None] * K + columns[None, :], elements)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from llama.kernels.cuda.launch import Blocks, Sizes, Tile, most_queries
-from llama.ops import scaled
 from llama.ops.adapters import NumberedUpdates
 from llama.ops.batch import Batch
 from llama.ops.formats import N_BLOCK
@@ -23,12 +22,14 @@ from llama.ops.kernels import Kernel, Kernels
 from llama.ops.kv_cache import SCALED_DTYPE
 from llama.ops.linear import linear
 from llama.ops.sample import SamplingRow, on_device_of, pack_params
+from llama.ops.scaled import ScaledRows
 
 NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "adapters", "sample")
 # Listed beside NAMES where activations are rounded to e4m3. The first one is PyTorch's product of
-# e4m3, which some GPUs or versions refuse.
+# e4m3, which some GPUs or versions refuse. Without the others it multiplies any number of rows, and
+# norm, SwiGLU and rounding are kernels of their own, or PyTorch's.
 SCALED = "scaled"
-ROUND_ROWS = "round_rows"
+SCALED_NAMES = (SCALED, "scaled_few_rows", "round_rows", "round_fused")
 GRAPH = "graph"  # listed beside the kernels where decode steps may be CUDA graphs
 MAX_VOCAB = 2**19  # the limit of sample.py, whose blocks are at most 128 per row
 _CHUNK_ELEMENTS = 1 << 27  # elements made plain per chunk: each matrix of the 8B's layers at once
@@ -43,16 +44,16 @@ def table(
     """Return the table of some kernels.
 
     Args:
-        names: Some of NAMES, SCALED, ROUND_ROWS, and GRAPH where decode steps may be CUDA graphs.
+        names: Some of NAMES and SCALED_NAMES, and GRAPH where decode steps may be CUDA graphs.
         dtypes: The dtypes of a model's tensors that they take. float32 is for tests: a GPU would
             round products to TF32. Sampling takes float32 logits whatever the model's dtype is.
         tiles: The tile for M rows times a weight (N, K). M is a power of 2 up to 256, to which the
             rows are filled up. Where there is no tile, PyTorch's library multiplies.
     """
     chosen = frozenset(names)
-    if unknown := chosen - {*NAMES, SCALED, ROUND_ROWS, GRAPH}:
+    if unknown := chosen - {*NAMES, *SCALED_NAMES, GRAPH}:
         raise ValueError(f"unknown kernels {sorted(unknown)}: there are {', '.join(NAMES)}")
-    launchers = _Launchers(frozenset(dtypes), tiles, rounds=ROUND_ROWS in chosen)
+    launchers = _Launchers(frozenset(dtypes), tiles)
     functions_of: dict[str, list[Callable[..., object]]] = {
         "attention": [launchers.paged_attention],
         "add_norm": [launchers.add_norm, launchers.rms_norm],
@@ -62,7 +63,9 @@ def table(
         "adapters": [launchers.add_updates],
         "sample": [launchers.choose_ids, launchers.top_tokens],
         SCALED: [launchers.scaled_linear],
-        ROUND_ROWS: [launchers.round_rows],
+        "scaled_few_rows": [launchers.few_scaled_linear],
+        "round_rows": [launchers.round_rows],
+        "round_fused": [launchers.round_norm, launchers.round_silu_mul],
         GRAPH: [],
     }
     functions: dict[str, Kernel] = {
@@ -74,12 +77,9 @@ def table(
 class _Launchers:
     """A launcher for each operator, with the operator's name and arguments."""
 
-    def __init__(
-        self, dtypes: frozenset[torch.dtype], tiles: Mapping[Sizes, Tile], *, rounds: bool
-    ) -> None:
+    def __init__(self, dtypes: frozenset[torch.dtype], tiles: Mapping[Sizes, Tile]) -> None:
         self._dtypes = dtypes
         self._tiles = tiles
-        self._rounds = rounds  # whether rows are rounded to e4m3 by a kernel
 
     def _takes(self, *tensors: Tensor) -> bool:
         """Return whether tensors are of one of the dtypes, and on one device."""
@@ -176,37 +176,52 @@ class _Launchers:
             products.append(linear(x, plain, dtype=dtype))
         return _side_by_side(products)
 
-    def scaled_linear(
-        self, x: Tensor, weight: Blocks, scales: Tensor, dtype: torch.dtype
+    def few_scaled_linear(
+        self, x: ScaledRows, weight: ScaledRows, dtype: torch.dtype
     ) -> Tensor | None:
-        """Return the product of rows (M, K), rounded to e4m3, with a weight in e4m3.
-
-        Args:
-            x: The rows.
-            weight: The weight, with one scale per row.
-            scales: Its scales (N, 1), float32.
-            dtype: The type of the result.
-        """
-        if not self._takes(x):
+        """Return the product of few rows in e4m3; see `llama.ops.scaled.linear`."""
+        if dtype not in self._dtypes:
             return None
-        from llama.kernels.cuda import quantized
+        from llama.kernels.cuda import scaled
 
-        rounded = self.round_rows(x) if self._rounds else None
-        rows = scaled.round_rows(x) if rounded is None else scaled.ScaledRows(*rounded)
-        products = []
-        for begin, end in _chunks(weight):
-            codes = quantized.codes(weight, begin, end).view(scaled.E4M3)
-            part = scaled.ScaledRows(codes, scales[begin:end])
-            products.append(scaled.multiply(rows, part, dtype))
-        return _side_by_side(products)
+        tiles = scaled.candidates(*weight.codes.shape)
+        if not (tiles and 0 < len(x.codes) < scaled.MIN_LIBRARY_ROWS):
+            return None
+        return scaled.few_rows(x, weight, tiles[0], dtype)
+
+    def scaled_linear(self, x: ScaledRows, weight: ScaledRows, dtype: torch.dtype) -> Tensor | None:
+        """Return the product of rows in e4m3 by PyTorch; see `llama.ops.scaled.linear`."""
+        if dtype is not torch.bfloat16 or not len(x.codes):
+            return None
+        from llama.kernels.cuda import scaled
+
+        return scaled.library(x, weight)
 
     def round_rows(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return rows in e4m3 and their scales; see `llama.ops.scaled.round_rows`."""
         if not self._takes(x):
             return None
-        from llama.kernels.cuda import scaled as rounding
+        from llama.kernels.cuda import scaled
 
-        return rounding.round_rows(x)
+        return scaled.round_rows(x)
+
+    def round_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return a sum and its norm in e4m3; see `llama.ops.scaled.round_norm`."""
+        if not self._takes(x, weight) or not (delta is None or self._takes(x, delta)):
+            return None
+        from llama.kernels.cuda import scaled
+
+        return scaled.round_norm(x, delta, weight, eps)
+
+    def round_silu_mul(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return SwiGLU in e4m3; see `llama.ops.scaled.round_silu_mul`."""
+        if not self._takes(x):
+            return None
+        from llama.kernels.cuda import scaled
+
+        return scaled.round_silu_mul(x) if x.shape[-1] <= 2 * scaled.MAX_GATED else None
 
     def add_updates(self, out: Tensor, x: Tensor, updates: NumberedUpdates) -> Tensor | None:
         """Add the updates of adapters; see `llama.ops.adapters.ProductUpdates.add_to`."""

@@ -25,6 +25,7 @@ from llama.gpu.cases import Case, Cases, Computed
 from llama.gpu.check import check_kernel, check_kernels, unsupported_reason
 from llama.kernels.cuda import attention, quantized
 from llama.kernels.cuda import linear as products
+from llama.kernels.cuda import scaled as scaled_kernels
 from llama.kernels.cuda.launch import Tile, launcher
 from llama.kernels.cuda.table import NAMES
 from llama.model.args import ModelArgs
@@ -156,15 +157,37 @@ def test_quantized_products_are_compared(launches, on_gpu, monkeypatch, fault, f
 @pytest.mark.parametrize("fault", [False, True])
 def test_products_of_rows_in_e4m3_are_compared(launches, on_gpu, monkeypatch, fault):
     """Products of rows in e4m3 are compared as a kernel of their own, beside `linear`."""
-    asked = small(computed(activations="fp8", **WIDE))
+    wide = WIDE | {"dim": 256}
+    asked = small(computed(activations="fp8", dtype=torch.bfloat16, **wide))
+    error = 1.05 if fault else 1.0
+
+    def library(x: scaled.ScaledRows, weight: scaled.ScaledRows) -> Tensor:
+        return error * scaled.linear(x, weight, torch.bfloat16)
+
+    monkeypatch.setattr(scaled_kernels, "library", library)
     if fault:
-        multiply = scaled.multiply
-        monkeypatch.setattr(scaled, "multiply", lambda x, w, t: multiply(x, w, t) * 1.05)
         with pytest.raises(ArithmeticError, match=r"300 rows in e4m3 times .*: result 0 is"):
             check_kernel(asked, "scaled")
+        monkeypatch.setattr(scaled_kernels, "few_rows", lambda x, w, tile, dtype: library(x, w))
+        with pytest.raises(ArithmeticError, match=r"1 rows in e4m3 times .*: result 0 is"):
+            check_kernel(asked, "scaled_few_rows")
     else:
-        assert check_kernel(asked, "scaled") == {}
-        assert set(launches) == {"codes_kernel"}
+        assert check_kernel(asked, "scaled") == {} and not launches
+        assert check_kernel(asked, "scaled_few_rows") == {}
+        assert set(launches) == {"few_scaled_rows_kernel"}
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_norms_and_swiglu_in_e4m3_are_compared(launches, on_gpu, monkeypatch, fault):
+    asked = small(computed(activations="fp8", **WIDE))
+    if fault:
+        silu_mul = scaled_kernels.round_silu_mul
+        monkeypatch.setattr(scaled_kernels, "round_silu_mul", lambda x: silu_mul(1.1 * x))
+        with pytest.raises(ArithmeticError, match=r"SwiGLU in e4m3: result 0 is"):
+            check_kernel(asked, "round_fused")
+    else:
+        assert check_kernel(asked, "round_fused") == {}
+        assert set(launches) == {"round_norm_kernel", "round_silu_mul_kernel"}
 
 
 def test_decode_is_compared_with_each_tile(monkeypatch):

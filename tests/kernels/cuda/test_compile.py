@@ -12,7 +12,7 @@ from helpers.launch import PROGRAMS, REPO, run_program
 
 _ATTENTION = ("decode_kernel", "prefill_kernel")
 _ADAPTERS = ("shrink_kernel", "expand_kernel")
-_PRODUCTS = ("product_kernel", "few_rows_kernel", "many_rows_kernel")
+_PRODUCTS = ("product_kernel", "few_rows_kernel", "many_rows_kernel", "few_scaled_rows_kernel")
 pytestmark = pytest.mark.timeout(900)  # without a cache, more than a minute of processor time
 
 
@@ -87,10 +87,9 @@ def test_a_byte_takes_at_most_three_instructions(compiled):
 def test_only_weights_are_read_before_the_previous_kernel_has_ended(compiled):
     """Before its predecessor has ended, a kernel only reads weights: the norm's, and a product's.
 
-    A product prefetches them, and what copies a weight loads it. On older GPUs no kernel is
-    launched early.
+    A product prefetches them. On older GPUs no kernel is launched early.
     """
-    early = {"norm_kernel": ["LDG"], "codes_kernel": ["LDG"]}
+    early = {"norm_kernel": ["LDG"], "round_norm_kernel": ["LDG"]}
     early |= {name: ["CCTL"] for name in _PRODUCTS}
     for x in compiled:
         name = x["kernel"]

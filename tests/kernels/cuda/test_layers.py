@@ -1,5 +1,7 @@
 """Steps of a whole model through the interpreted Triton kernels."""
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from helpers.kernels import INTERPRETED, KERNELS_RUN, interpreted
 from llama import Llama, ModelArgs, Transformer
 from llama.kernels.cuda.launch import Tile
 from llama.model.layers import Linear
+from llama.ops.adapters import AdapterRows
 from llama.ops.batch import Batch
 from llama.ops.kernels import NO_KERNELS
 from llama.weights.choice import QUANTIZED, on_gpu
@@ -35,7 +38,9 @@ def make_model(dtype: torch.dtype, **changes: int) -> Transformer:
     return model
 
 
-def run(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
+def run(
+    model: Transformer, sequences: list[tuple[int, int]], adapters: AdapterRows | None = None
+) -> list[Tensor]:
     """Return the hidden states, and the keys and values after the step."""
     starts, lens = [s for s, _ in sequences], [n for _, n in sequences]
     held = [-(-(s + n) // PAGE_SIZE) for s, n in sequences]
@@ -43,6 +48,7 @@ def run(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
     pages = [[order.pop() for _ in range(n)] for n in held]
     ids, rows = [7 * i % 96 for i in range(sum(lens))], list(range(sum(lens)))
     tokens, batch = Batch.pack(ids, starts, lens, pages, PAGE_SIZE, rows, CPU)
+    batch = replace(batch, adapters=adapters)
     kv_cache = model.new_kv_cache(sum(held), PAGE_SIZE)
     kv_cache.copy_(torch.randn(kv_cache.shape, generator=torch.Generator().manual_seed(2)))
     with torch.inference_mode():
@@ -100,6 +106,36 @@ def test_a_step_with_quantized_weights(monkeypatch, launches):
         assert launches.count(kernel) == 4 and "norm_kernel" in launches
         for got, near in zip(found, wanted, strict=True):
             torch.testing.assert_close(got, near, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
+def test_rows_in_e4m3_are_rounded_by_the_kernels_that_make_them(launches):
+    """Norm and SwiGLU round their rows; the bytes are those of the modules, which round later.
+
+    Rows of a step with adapters, which multiply the rows as they are, are rounded later, too.
+    """
+    model = make_model(torch.float32, dim=256, multiple_of=256, n_layers=1)
+    for module in model.layers.modules():
+        if isinstance(module, Linear):
+            module.weight = on_gpu(module.weight.plain().bfloat16(), "fp8")
+            assert module.weight.round_to_e4m3()
+    step = [(7, 1), (3, 1), (0, 2)]
+    model.use_kernels(INTERPRETED)
+    launches.clear()
+    fused = run(model, step)
+    counts = Counter(launches)
+    assert counts["round_norm_kernel"] == 2 and counts["norm_kernel"] == 1, "the last norm"
+    assert counts["round_silu_mul_kernel"] == counts["round_rows_kernel"] == 1, "the rows of wo"
+    assert counts["few_scaled_rows_kernel"] == 4 and not counts["silu_mul_kernel"]
+    launches.clear()
+    no_adapters = AdapterRows([])
+    with_adapters = run(model, step, adapters=no_adapters)
+    model.use_modules(True)
+    through_modules = run(model, step)
+    assert launches.count("round_rows_kernel") == 8 and "round_norm_kernel" not in launches
+    for first, second, third in zip(fused, with_adapters, through_modules, strict=True):
+        assert torch.equal(first, second) and torch.equal(first, third)
+    assert fused[0].isfinite().all()
 
 
 def test_an_engine_gives_the_same_tokens(monkeypatch, launches, checkpoint_dir):
