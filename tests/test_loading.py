@@ -19,7 +19,7 @@ from llama.checkpoint.write.convert import convert
 from llama.cli.flags import BUILD_FLAGS, FLAGS, UsageError
 from llama.cli.parser import Command
 from llama.loading.files import Files
-from llama.loading.memory import _token_budget
+from llama.loading.memory import _token_budget, estimate_memory, usual_memory
 from llama.loading.sizes import Memory, choose_sizes, step_bytes
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
@@ -116,6 +116,9 @@ def test_large_gpus_compute_more_tokens_in_a_step(monkeypatch, gib, used, stages
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, gib << 30))
     assert _token_budget(BuildArgs(str(DEMO)), files, 64, needs) == budget
     assert _token_budget(BuildArgs(str(DEMO), max_num_batched_tokens=99), files, 64, needs) == 99
+    told = usual_memory(files, 70 << 30, 64)  # what doctor shows
+    tokens = 8192 // stages if gib == 79 else 2048
+    assert told == estimate_memory(files, 70 << 30, 64, token_budget=tokens)
 
 
 def test_the_tokens_of_a_step_are_an_argument(checkpoint_dir):

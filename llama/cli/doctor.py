@@ -39,7 +39,7 @@ from llama.gpu.selection import MIN_NCCL, version_text
 from llama.kernels.cpu import build, native
 from llama.loading.dialog_format import find_dialog_format
 from llama.loading.files import Files, check_stages, layer_counts, stays_in_codes
-from llama.loading.memory import estimate_memory
+from llama.loading.memory import usual_memory
 from llama.loading.shares import check_shares, column_step
 from llama.loading.sizes import Memory, default_batch_size
 from llama.model.args import ModelArgs
@@ -522,7 +522,7 @@ def _memory_by_format(
             own = replace(own, layer_counts=layer_counts(None, batch_size, files))
             files = replace(files, placement=own)
         share = RankShare.of(source.params, own)
-        needs[name] = _Need(share, estimate_memory(files, free, batch_size))
+        needs[name] = _Need(share, usual_memory(files, free, batch_size))
     return needs
 
 

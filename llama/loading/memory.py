@@ -11,7 +11,7 @@ from llama.build_args import BuildArgs, read_counts
 from llama.checkpoint import memory, packed
 from llama.common.checks import FieldError
 from llama.common.device import free_bytes
-from llama.engine.core import PAGE_SIZE, step_tokens
+from llama.engine.core import PAGE_SIZE
 from llama.loading.files import Files
 from llama.loading.shares import ColumnSpace, fill_columns, tightest_memory
 from llama.loading.sizes import (
@@ -22,6 +22,7 @@ from llama.loading.sizes import (
     default_batch_size,
     default_budget,
     image_pages,
+    is_large_gpu,
     max_cache_tokens,
     pages_for,
     step_bytes,
@@ -29,8 +30,6 @@ from llama.loading.sizes import (
 from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ranks.parallel import Parallel
-
-_KV_CACHE_LEFT = 0.9
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,6 @@ def _token_budget(
 ) -> int:
     """Return the maximum number of tokens in a step.
 
-    The larger default of a large GPU must leave most of the KV cache that the smaller one leaves.
-
     Args:
         args: The arguments of the build.
         files: The files of the model.
@@ -115,12 +112,8 @@ def _token_budget(
     params = files.checkpoint.params
     given = args.max_num_batched_tokens
     if given is None:
-        stages = files.placement.stages
-        usual = step_tokens(params, batch_size, stages)
-        large = step_tokens(params, batch_size, stages, default_budget(files.device))
-        if large > usual and needs(large).kv_bytes < _KV_CACHE_LEFT * needs(usual).kv_bytes:
-            return usual
-        return large
+        is_large = is_large_gpu(files.device)
+        return default_budget(params, batch_size, files.placement.stages, is_large, needs)
     least = {"max_batch_size": batch_size}
     if not params.is_causal:
         least["max_seq_len"] = args.max_seq_len or params.longest_context
@@ -220,3 +213,14 @@ def estimate_memory(
     per_token = plan.kv_bytes_per_token(files.dtype)
     max_tokens = max_cache_tokens(files.device, per_token)
     return Memory(free, weight_bytes, reserve, per_token, max_tokens)
+
+
+def usual_memory(files: Files, free: int, batch_size: int) -> Memory:
+    """Return what a rank needs of `free` bytes where the user gives no size of a step."""
+
+    def needs(tokens: int) -> Memory:
+        return estimate_memory(files, free, batch_size, token_budget=tokens)
+
+    params, stages = files.checkpoint.params, files.placement.stages
+    is_large = is_large_gpu(files.device)
+    return needs(default_budget(params, batch_size, stages, is_large, needs))

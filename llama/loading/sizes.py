@@ -4,7 +4,7 @@ In: bytes and the sizes of a model. Out: max_seq_len and the pages of the KV cac
 error. Everything here is arithmetic: no file is read and no tensor is made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,10 @@ from llama.model.plan import LayerPlan
 
 MEMORY_FRACTION = 0.9  # the share of free memory that is used; the allocator's slack is the rest
 USUAL_SEQ_LEN = 8192  # the KV cache is sized for sequences of this length if the user gives none
-LARGE_GPU = 75 << 30  # bytes of memory from which a GPU counts as one of 80 GB
+LARGE_GPU = 80 * 10**9  # bytes of memory from which a GPU counts as one of 80 GB
 LARGE_TOKEN_BUDGET = 8192  # tokens per step there: all rows read the weights once
 CUDA_RESERVE = 3 << 29  # bytes: modules of cuBLAS, buffers of nccl, graphs
+_KV_CACHE_LEFT = 0.9  # the share of the KV cache that the larger default of a step must leave
 _MIN_SEQ_LEN = 256  # below this, max_seq_len is not reduced further; it is a multiple of this
 _SCORED_ROWS = 256  # rows of logits that a step can hold, whatever the batch size
 _LOGITS_COPIES = 4  # logits as computed, counted, adjusted and sampled
@@ -121,11 +122,32 @@ def default_batch_size(device: torch.device) -> int:
     return 256 if device.type == "cuda" else 32
 
 
-def default_budget(device: torch.device) -> int | None:
-    """Return the tokens of a step if the user gives none; None: as `step_tokens` has them."""
-    if device.type != "cuda" or torch.cuda.mem_get_info(device)[1] < LARGE_GPU:
-        return None
-    return LARGE_TOKEN_BUDGET
+def default_budget(
+    params: ModelArgs, batch_size: int, stages: int, is_large: bool, needs: Callable[[int], Memory]
+) -> int:
+    """Return the maximum number of tokens of a step if the user gives none.
+
+    The larger default of a large GPU must leave most of the KV cache that the smaller one leaves.
+
+    Args:
+        params: The model's sizes.
+        batch_size: The sequences that run at once.
+        stages: The stages of a pipeline.
+        is_large: Whether the device is a GPU of 80 GB or more.
+        needs: Returns what a rank needs with so many tokens in a step.
+    """
+    usual = step_tokens(params, batch_size, stages)
+    if not is_large:
+        return usual
+    large = step_tokens(params, batch_size, stages, LARGE_TOKEN_BUDGET)
+    if large > usual and needs(large).kv_bytes < _KV_CACHE_LEFT * needs(usual).kv_bytes:
+        return usual
+    return large
+
+
+def is_large_gpu(device: torch.device) -> bool:
+    """Return whether a device is a GPU of 80 GB or more."""
+    return device.type == "cuda" and torch.cuda.mem_get_info(device)[1] >= LARGE_GPU
 
 
 def step_bytes(

@@ -22,7 +22,7 @@ from llama.cli.plan.command import read_options
 from llama.cli.plan.layouts import Option, Plan, find_options, ranks_by_machine
 from llama.cli.plan.report import summary
 from llama.loading.files import Files
-from llama.loading.memory import estimate_memory
+from llama.loading.memory import usual_memory
 from llama.model.args import ModelArgs
 from llama.model.cost import (
     DEVICES,
@@ -190,8 +190,12 @@ def test_one_sequence_is_fastest_on_all_devices():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_bytes_are_those_of_a_build(size):
-    """Weights, and the tokens of the KV cache beside them, are what loading computes."""
+def test_bytes_are_those_of_a_build(size, monkeypatch):
+    """Weights, and the tokens of the KV cache beside them, are what loading computes.
+
+    A step has as many tokens as a build on a GPU of 80 GB gives it.
+    """
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * 10**9, 80 * 10**9))
     placement = Placement(size=size)
     params = {**SHAPES["1b"], "n_layers": 2}
     small = Checkpoint(Path(), ModelArgs(**params), [], "meta")
@@ -202,8 +206,21 @@ def test_bytes_are_those_of_a_build(size):
             expected = bytes_of(checkpoint, placement, torch.bfloat16, quantize, CPU)
             assert asked.weight_bytes(placement) == expected
             files = Files(checkpoint, torch.bfloat16, quantize, placement, CUDA)
-            memory = estimate_memory(files, 80 * 10**9, 256)
-            assert asked.memory(placement) == memory
+            memory = usual_memory(files, 80 * 10**9, 256)
+            assert asked.step_tokens(placement) == 8192
+            assert asked.memory(placement, 8192) == memory
+
+
+def test_the_tokens_of_a_step_are_those_of_a_build():
+    """The larger default is for GPUs of 80 GB, and for all stages together."""
+    found = {
+        line: [option.step_tokens for option in find_options(plan_of(line))]
+        for line in ("8b --gpu 4090", "8b --gpu h100", "8b --gpu cpu")
+    }
+    assert found["8b --gpu 4090"] == found["8b --gpu cpu"] == [2048]
+    assert found["8b --gpu h100"] == [8192]
+    (best, *_) = find_options(plan_of("405b --gpu h100 --gpus 8 --machines 2"))
+    assert (best.layout.pipeline, best.step_tokens) == (2, 4096)
 
 
 def test_a_quantized_file_is_as_wide_as_it_is(tmp_path, capsys):

@@ -5,6 +5,7 @@ Bytes are those that a build would compute (`llama.loading.sizes`); times come f
 `llama.model.cost`. No such device is needed.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,8 +15,14 @@ from llama.checkpoint.memory import bytes_of_params
 from llama.checkpoint.table import num_elements, rank_shapes
 from llama.cli.plan.models import Model
 from llama.common.device import dtype_name
-from llama.engine.core import TOKEN_BUDGET
-from llama.loading.sizes import CUDA_RESERVE, Memory, default_batch_size, step_bytes
+from llama.loading.sizes import (
+    CUDA_RESERVE,
+    LARGE_GPU,
+    Memory,
+    default_batch_size,
+    default_budget,
+    step_bytes,
+)
 from llama.model.cost import (
     Cost,
     Deployment,
@@ -95,12 +102,20 @@ class Plan:
             return int(self.model.file_width * num_elements(rank_shapes(args, placement)))
         return bytes_of_params(args, placement, self.dtype, self.quantize)
 
-    def memory(self, placement: Placement) -> Memory:
-        """Return what a rank needs of its device's memory."""
+    def step_tokens(self, placement: Placement) -> int:
+        """Return the maximum number of tokens of a step, as a build chooses it for a rank."""
+        args = self.model.args
+        batch_size = default_batch_size(self.torch_device)
+        is_large = self.is_gpu and self.device.memory >= LARGE_GPU
+        needs = functools.partial(self.memory, placement)
+        return default_budget(args, batch_size, placement.stages, is_large, needs)
+
+    def memory(self, placement: Placement, step_tokens: int) -> Memory:
+        """Return what a rank needs of its device's memory, with so many tokens in a step."""
         args = self.model.args
         layers = LayerPlan.of(args, placement, self.kv_format)
         batch_size = default_batch_size(self.torch_device)
-        reserve = step_bytes(args, layers, self.dtype, batch_size)
+        reserve = step_bytes(args, layers, self.dtype, batch_size, step_tokens)
         return Memory(
             free=int(self.device.memory),
             weights=self.weight_bytes(placement),
@@ -145,6 +160,7 @@ class Option:
 
     Attributes:
         layout: The layout.
+        step_tokens: The maximum number of tokens of a step.
         weight_bytes: Bytes of the weights on the rank that has most of them.
         kv_tokens: Tokens that the KV cache of one replica holds.
         sequences: Sequences that run at once in one replica.
@@ -152,6 +168,7 @@ class Option:
     """
 
     layout: Layout
+    step_tokens: int
     weight_bytes: int
     kv_tokens: int
     sequences: int
@@ -196,11 +213,13 @@ def option_for(asked: Plan, layout: Layout) -> Option | None:
     batch = -(-asked.batch // layout.replicas) if asked.batch is not None else None
     rows = max(1, (batch or default_batch_size(asked.torch_device)) // stages)
     counts = stage_layers(args, asked.storage(), stages, rows, is_gpu=asked.is_gpu)
-    memories = [  # The first stages have most layers, the first and the last have the ends.
-        asked.memory(replace(rank, stage=stage, stages=stages, layer_counts=counts))
+    placements = [  # The first stages have most layers, the first and the last have the ends.
+        replace(rank, stage=stage, stages=stages, layer_counts=counts)
         for stage in sorted({0, min(1, stages - 1), stages - 1})
         for rank in distinct_ranks(args, Placement(size=layout.tensor))
     ]
+    step_tokens = min(map(asked.step_tokens, placements))
+    memories = [asked.memory(placement, step_tokens) for placement in placements]
     kv_tokens = min(memory.kv_tokens for memory in memories)
     sequences = min(kv_tokens // asked.context, default_batch_size(asked.torch_device))
     if batch is not None:
@@ -212,20 +231,20 @@ def option_for(asked: Plan, layout: Layout) -> Option | None:
         running = min(running, asked.batch)
     return Option(
         layout=layout,
+        step_tokens=step_tokens,
         weight_bytes=max(memory.weights for memory in memories),
         kv_tokens=kv_tokens,
         sequences=sequences,
-        tokens_per_s=speed_of(asked, layout, sequences) * running / sequences,
+        tokens_per_s=speed_of(asked, layout, sequences, step_tokens) * running / sequences,
     )
 
 
-def cost_of(asked: Plan, layout: Layout, sequences: int) -> Cost:
+def cost_of(asked: Plan, layout: Layout, sequences: int, step_tokens: int) -> Cost:
     """Return the cost of a token while so many sequences run in one replica."""
-    step_tokens = max(TOKEN_BUDGET, sequences)
     deployment = Deployment(asked.model.args, asked.storage(), asked.device, layout, step_tokens)
     return deployment.cost(asked.requests, sequences)
 
 
-def speed_of(asked: Plan, layout: Layout, sequences: int) -> float:
+def speed_of(asked: Plan, layout: Layout, sequences: int, step_tokens: int) -> float:
     """Return the tokens per second of one replica."""
-    return asked.device.efficiency / cost_of(asked, layout, sequences).total
+    return asked.device.efficiency / cost_of(asked, layout, sequences, step_tokens).total

@@ -90,7 +90,7 @@ def _counts(sequences: int) -> list[int]:
 
 def _step_report(asked: Plan, option: Option, sequences: int) -> dict[str, Any]:
     """Return the speed of all replicas with so many sequences each, and the share of each part."""
-    cost = cost_of(asked, option.layout, sequences)
+    cost = cost_of(asked, option.layout, sequences, option.step_tokens)
     seconds = cost.total / asked.device.efficiency
     return {
         "sequences_per_replica": sequences,
@@ -250,7 +250,7 @@ def summary(checkpoint: Checkpoint, device: torch.device, free: int, num_ranks: 
         return None
     return (
         f"{asked.format_name} on {DEVICES[name].title}, modelled: "
-        f"{speed_of(asked, option.layout, 1):,.0f} tokens/s for one sequence, "
+        f"{speed_of(asked, option.layout, 1, option.step_tokens):,.0f} tokens/s for one sequence, "
         f"{option.tokens_per_s:,.0f} for {option.sequences} of {asked.context} tokens; "
         f"llama plan --gpu {name} shows more"
     )
