@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -165,10 +164,8 @@ def _metas_model(args: ModelArgs) -> Any:
     import torch.distributed as dist
     from llama_models.llama3.args import ModelArgs as MetasArgs
 
-    absent = [ModuleType("torchvision"), ModuleType("torchvision.transforms"), mock.MagicMock()]
-    absent[1].functional = absent[2]  # type: ignore[attr-defined]
     names = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
-    with mock.patch.dict(sys.modules, dict(zip(names, absent, strict=True))):
+    with mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in names}):
         from llama_models.llama3.multimodal import model as module
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     groups.initialize_model_parallel(1)
