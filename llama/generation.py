@@ -309,6 +309,7 @@ class Llama:
         options = replace(options, reserve=reserve)
         assembled = assemble(model, options)
         self.pages_on_disk = assembled.pages
+        self.image_store = assembled.images
         self.llm_engine = LLMEngine(
             assembled.core,
             assembled.adapters,

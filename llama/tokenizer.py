@@ -266,18 +266,16 @@ class Tokenizer:
         Raises:
             ValueError: an id is not in the vocabulary.
         """
-        if self.image_id is not None and self.image_id in ids:
-            at = ids.index(self.image_id)
-            before, after = (
-                self.decode_bytes(part, skip_special_tokens=skip_special_tokens)
-                for part in (ids[:at], ids[at + 1 :])
-            )
-            return before + (b"" if skip_special_tokens else IMAGE.encode()) + after
+        texts: list[list[int]] = [[]]  # between images, whose id the vocabulary does not have
         for i in ids:
+            if i == self.image_id:
+                texts.append([])
+                continue
             _check_id(i, self.n_words)
-        if skip_special_tokens:
-            ids = [i for i in ids if i not in self.hidden_ids]
-        return self.model.decode_bytes(ids)
+            if not (skip_special_tokens and i in self.hidden_ids):
+                texts[-1].append(i)
+        image = b"" if skip_special_tokens else IMAGE.encode()
+        return image.join(map(self.model.decode_bytes, texts))
 
 
 class _BytesOfTokens(dict[int, bytes]):

@@ -79,6 +79,8 @@ class ImageStore(StepHook):
     Attributes:
         args: The sizes of the parts that read images.
         sizes: What images take in the KV cache.
+        num_encoded: The images that steps have encoded.
+        num_found: The images whose pages were found, when their sequences were admitted.
     """
 
     def __init__(self, model: Transformer, scheduler: Scheduler, num_pages: int) -> None:
@@ -107,6 +109,8 @@ class ImageStore(StepHook):
         self._num_pages = num_pages
         self._groups: dict[SequenceState, list[_Group]] = {}
         self._due: list[_Group] = []  # groups that the next step encodes
+        self.num_encoded = 0
+        self.num_found = 0
         scheduler.side = self
 
     # The pages of sequences, as the scheduler asks for them.
@@ -139,6 +143,7 @@ class ImageStore(StepHook):
             self._pool.incref(cached)
             group.pages.extend(cached)
             group.is_new = not cached
+            self.num_found += len(group.spans) if cached else 0
         for group in groups:
             if group.is_new:
                 group.pages.extend(self._pool.allocate() for _ in group.contents)
@@ -177,6 +182,7 @@ class ImageStore(StepHook):
             if group.is_new and group.first < start + count:
                 group.is_new = False
                 cost += group.cost
+                self.num_encoded += len(group.spans)
                 self._due.append(group)
                 for page, content in zip(group.pages, group.contents, strict=True):
                     self._pool.cache(page, content)

@@ -48,6 +48,11 @@ class EngineSide(Peer):
     def take_report(self, data: bytes) -> None:
         """Ignore a report: the engine makes them."""
 
+    def take_pixels(self, digest: bytes, pixels: bytes) -> None:
+        """Keep the pixels of an image for the sequences that come next."""
+        assert self._hosted is not None, "no model has been described"
+        self._hosted.keep_pixels(digest, pixels)
+
     def take_message(self, message: Message) -> None:
         """Take new sequences, or numbers of those that are not wanted any more."""
         assert self._hosted is not None and self._admit is not None, "no model has been described"

@@ -5,9 +5,13 @@ them one report. Sequences have the numbers that the other process gave them; no
 text, nor how a message travels.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from llama.engine.request import ImageSpan
 from llama.engine.sequence import SequenceState
 from llama.requests.formats import AnswerFormat, ConstraintMaker
 from llama.requests.local_port import LocalPort
@@ -80,17 +84,24 @@ class HostedSequences:
         self._calls: dict[SequenceState, HostedCall] = {}  # the calls of live sequences
         self._sequences: dict[int, SequenceState] = {}
         self._cursors: dict[SequenceState, Cursor] = {}
+        self._pixels: dict[bytes, bytes] = {}  # pixels of the next call, by their digests
+
+    def keep_pixels(self, digest: bytes, pixels: bytes) -> None:
+        """Keep the pixels of an image of the next call, (r, T, T, 3) uint8."""
+        self._pixels[digest] = pixels
 
     def open(self, message: Add) -> HostedCall:
         """Return the sequences of a message, which `start` gives to the port."""
         call = HostedCall(self, b"", [], [], {})
+        kept, self._pixels = self._pixels, {}
         with self._port.lock:
             for added in message.groups:
                 spec = added.spec
                 call.sender = spec.sender
                 sequences = []
+                pixels = {span.digest: _tiles(kept[span.digest], span) for span in spec.images}
                 for number in added.numbers:
-                    seq = SequenceState(spec)
+                    seq = SequenceState(spec, pixels=pixels)
                     spec = replace(spec, prompt_logprobs=None)  # the first one scores the prompt
                     self._calls[seq] = call
                     self._sequences[number] = seq
@@ -160,3 +171,10 @@ class HostedSequences:
         number = self._cursors.pop(seq).number
         del self._sequences[number]
         return number
+
+
+def _tiles(pixels: bytes, span: ImageSpan) -> np.ndarray:
+    """Return the pixels of an image as its tiles, (r, T, T, 3)."""
+    num_tiles = span.rows * span.columns
+    side = math.isqrt(len(pixels) // (3 * num_tiles))
+    return np.frombuffer(bytearray(pixels), np.uint8).reshape(num_tiles, side, side, 3)

@@ -24,9 +24,11 @@ log = logging.getLogger("llama")
 Handler = Callable[..., Awaitable[Any]]  # takes the values of a call by name, returns its value
 
 _REPORT = b"R"  # begins a report; JSON begins with a brace
+_PIXELS = b"P"  # begins the pixels of an image, after their digest
+_DIGEST_BYTES = 32
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 15  # a larger buffer is mapped and unmapped at each read, which takes 60 us
-_MAX_UNSENT = 64 << 20  # bytes that a process may be behind before it counts as gone
+_MAX_UNSENT = 1 << 30  # bytes that a process may be behind before it counts as gone
 # The errors that a call can have, by their names in a reply.
 _ERRORS: dict[str, type[Exception]] = {
     "in use": AdapterInUseError,
@@ -72,6 +74,10 @@ class Peer(ABC):
     def take_report(self, data: bytes) -> None:
         """Get a report of a step."""
 
+    def take_pixels(self, digest: bytes, pixels: bytes) -> None:
+        """Get the pixels of an image of the next message."""
+        raise NotImplementedError
+
     @abstractmethod
     def take_message(self, message: Message) -> None:
         """Get a message that is neither a call nor a reply."""
@@ -79,6 +85,10 @@ class Peer(ABC):
     def send_report(self, data: bytes) -> None:
         """Send a report without waiting; any thread may call it."""
         self._send(_REPORT + data)
+
+    def send_pixels(self, digest: bytes, pixels: bytes) -> None:
+        """Send the pixels of an image, which the next message has; any thread may call it."""
+        self._send(_PIXELS + digest + pixels)
 
     def send(self, message: Message) -> None:
         """Send a message without waiting; any thread may call it."""
@@ -181,6 +191,10 @@ class Peer(ABC):
     def _take(self, data: bytes) -> None:
         if data[:1] == _REPORT:
             self.take_report(data[1:])
+            return
+        if data[:1] == _PIXELS:
+            first = 1 + _DIGEST_BYTES
+            self.take_pixels(data[1:first], data[first:])
             return
         message = from_bytes(data)
         if isinstance(message, Tell):

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from llama.common.checks import FieldError
 from llama.engine.sequence import SequenceState
 from llama.requests.adapters import AdapterNames
@@ -32,16 +34,18 @@ class RemotePort(Port):
         failure: Why the engine computes nothing more; None while it does.
     """
 
-    def __init__(self, send: Sender) -> None:
+    def __init__(self, send: Sender, send_pixels: Callable[[bytes, bytes], None]) -> None:
         """Begin without sequences.
 
         Args:
             send: Sends a message to the engine.
+            send_pixels: Sends the digest and the pixels of an image of the next message.
         """
         self.lock = threading.RLock()
         self.adapters = AdapterNames()
         self.failure: Exception | None = None
         self._send = send
+        self._send_pixels = send_pixels
         self._num_added = 0
         self._mirrors: dict[int, SequenceState] = {}
         self._numbers: dict[SequenceState, int] = {}
@@ -56,6 +60,7 @@ class RemotePort(Port):
         if self.failure is not None:
             raise RuntimeError("the engine has ended") from self.failure
         added = []
+        pixels: dict[bytes, np.ndarray] = {}
         for group in groups:
             numbers = []
             for seq in group.sequences:
@@ -65,10 +70,14 @@ class RemotePort(Port):
                 self._numbers[seq] = number
                 self._owners[seq] = owner
                 numbers.append(number)
+                pixels |= seq.pixels
+                seq.pixels = {}  # The engine has them.
             first = group.sequences[0]
             rule = first.constraint
             text = rule.answer_format.to_json() if isinstance(rule, RemoteConstraint) else ""
             added.append(AddedGroup(numbers, first.spec, group.seed, text))
+        for digest, tiles in pixels.items():
+            self._send_pixels(digest, tiles.tobytes())
         self._send(Add(added))
 
     def remove(self, sequences: Iterable[SequenceState]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from llama.checkpoint.pooling import HeadSettings, PoolingSettings
+from llama.options.image_sizes import ImageSizes
 from llama.prompts.dialog_format import DialogFormat, MetaFormat
 from llama.prompts.format_source import FormatSource
 from llama.requests.adapters import AdapterInfo, AdapterNames
@@ -39,6 +40,7 @@ class ModelCard:
         num_bytes: The bytes of the weights in memory, on all ranks together.
         is_on_gpu: Whether they are on GPUs.
         why_silent: Why the model cannot generate; empty if it can.
+        images: The sizes of images; None if the model reads text alone.
 
     The other fields are those of `llama.model.args.ModelArgs`.
     """
@@ -59,6 +61,7 @@ class ModelCard:
     num_bytes: int
     is_on_gpu: bool
     why_silent: str
+    images: ImageSizes | None = None
 
     @classmethod
     def of(cls, llama: Any) -> "ModelCard":
@@ -79,6 +82,7 @@ class ModelCard:
             num_bytes=int(own_bytes / part_of(params, model.parallel.placement)),
             is_on_gpu=weight.device.type == "cuda",
             why_silent=llama.llm_engine.why_silent,
+            images=llama.llm_engine.images,
         )
 
 
@@ -194,7 +198,11 @@ class ServedModel:
         tokenizer.dialog_format = dialog_format
         if _digest(tokenizer, dialog_format) != description.digest:
             raise ValueError("the files of the tokenizer or of the chat template have changed")
-        book = RequestBook(port, tokenizer, RemoteFormats(), card.max_seq_len, card.why_silent)
+        if card.images is not None:
+            tokenizer.image_id = card.vocab_size
+        book = RequestBook(
+            port, tokenizer, RemoteFormats(), card.max_seq_len, card.why_silent, card.images
+        )
         pooling = description.pooling
         pooler = Pooler(
             pooling,

@@ -29,7 +29,7 @@ class TextSide(Peer):
     ) -> None:
         """Begin to read; see `Peer`."""
         super().__init__(end, loop, handlers, ended)
-        self.port = RemotePort(self.send)
+        self.port = RemotePort(self.send, self.send_pixels)
 
     def take_report(self, data: bytes) -> None:
         """Give the mirrors the results of a step."""

@@ -90,7 +90,7 @@ class Split:
         )
         self.constraints = FormatCompiler(llama.tokenizer)
         self.sent: list[Message] = []
-        self.port = RemotePort(self._send)
+        self.port = RemotePort(self._send, self.hosted.keep_pixels)
         self.book = RequestBook(
             self.port, llama.tokenizer, RemoteFormats(), self.engine.max_seq_len
         )
