@@ -48,6 +48,7 @@ SHOWN_ONLY = {
     "docs/guides/quantize.md": (1, "a CPU without AMX"),
     "docs/guides/ranks.md": (6, "several GPUs or machines, or seconds for each rank"),
     "docs/guides/replicas.md": (2, "several GPUs or machines"),
+    "docs/guides/serve.md": (1, "a vision model"),
     "docs/guides/weights.md": (2, "a download, another template"),
     "docs/quickstart.md": (2, "an installation of its own, a download"),
 }

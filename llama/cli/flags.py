@@ -128,7 +128,7 @@ _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a
         "packed": Flag(
             bool, "", "Write a layout that a CPU maps and runs at once, on any number of ranks"
         ),
-        "text_only": Flag(bool, "", "Write the text model of a vision model as a Llama"),
+        "text_only": Flag(bool, "", "Take the text model of a vision model alone, as a Llama"),
         "prompt": Flag(str, "TEXT", "Text to continue", "the content of prompt_file"),
         "prompt_file": Flag(
             str, "FILE", "File with the text to continue; - is standard input", "standard input"
@@ -319,6 +319,16 @@ _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a
             click.IntRange(1, 2**20),
             "MB",
             "MiB that one answer may take; a request that could exceed it is refused",
+        ),
+        "max_images": Flag(
+            click.IntRange(0, 2**10), "N", "Number of images of a request, for a vision model"
+        ),
+        "image_hosts": Flag(
+            str,
+            "HOSTS",
+            "Hosts from which images of requests are fetched, such as images.org; separated by "
+            "commas",
+            "none",
         ),
         "max_connections": Flag(
             click.IntRange(1, 2**31),

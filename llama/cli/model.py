@@ -105,8 +105,13 @@ def check_alone(flag: str) -> None:
         raise UsageError(f"{flag} needs only one process: start it without torchrun")
 
 
-def load(options: argparse.Namespace) -> Any:
-    """Return the `Llama` that the flags describe. What `Llama.build` prints goes to stderr."""
+def load(options: argparse.Namespace, *, images: bool = False) -> Any:
+    """Return the `Llama` that the flags describe. What `Llama.build` prints goes to stderr.
+
+    Args:
+        options: The flags.
+        images: Whether the parts of a vision model that read images are loaded.
+    """
     given = {name: getattr(options, name) for name in BUILD_FLAGS}
     given["ckpt_dir"] = options.ckpt_dir or demo_dir()
     _check_address_space()
@@ -114,8 +119,8 @@ def load(options: argparse.Namespace) -> Any:
     with quick_imports():
         from llama import Llama
     with contextlib.redirect_stdout(sys.stderr):  # stdout is reserved for answers.
-        # The commands and the server take no images yet.
-        return Llama.build(**{name: x for name, x in given.items() if x is not None}, images=False)
+        given = {name: x for name, x in given.items() if x is not None}
+        return Llama.build(**given, images=images)
 
 
 def _check_address_space() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.api import SIGNALS
-from llama.cli.flags import NETWORK_FLAGS, UsageError, extra
+from llama.cli.flags import NETWORK_FLAGS, UsageError, extra, usage_errors
 from llama.cli.model import check_alone, demo_dir, load, quick_imports
 from llama.cli.public_text import read_public_text
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
@@ -58,7 +58,7 @@ def serve(options: argparse.Namespace) -> int:
                 server.start()
                 url = _url_of(options, server.port, inherited)
                 say(f"{LISTENING}{url}; loading {name}")
-            llama = load(options)
+            llama = load(options, images=not options.text_only)
             remedy = "or start one for each group with --ranks and --replicas"
             check_one_group(llama.model.parallel.data_size, "one server leads one group", remedy)
             for adapter, path in adapters.items():
@@ -180,6 +180,7 @@ def _listen(
     """Return a server that has a socket but does not accept connections yet."""
     with extra("serve", "the server"), quick_imports():
         from llama.prompts import ToolFormat
+        from llama.server.fetch import host_names
         from llama.server.limits import Limits
         from llama.server.log import log_to_stderr
         from llama.server.process import Server
@@ -188,6 +189,8 @@ def _listen(
     names = [each.value for each in ToolFormat]
     if options.tool_format not in (None, *names):
         raise UsageError(f"--tool_format {options.tool_format} must be one of {', '.join(names)}")
+    with usage_errors(["image_hosts"]):
+        host_names(options.image_hosts)
     given = vars(options)
     limits = Limits(**{x.name: given[x.name] for x in fields(Limits) if x.name in given})
     keys = _keys(options)

@@ -7,6 +7,8 @@ reports their paths. No model of any API is defined here.
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -33,8 +35,32 @@ _Ignored = list[tuple[Any, str | None]]  # objects, each with the name of a fiel
 _MAX_NAMED = 8  # number of fields that one error names
 # The types that the APIs give a part of a message that is an image.
 _IMAGE_TYPES = ("image", "image_url", "input_image")
-IMAGE_TEXT = "[An image was left out: this model reads text alone.]"
+IMAGE_TEXT = "[An image was left out: it cannot be read here.]"
+_NO_IMAGES = "the model reads text alone: leave it out"
+_NO_IMAGE_HERE = "images are read in messages of the user and the system alone: leave it out"
 _OTHER_TYPE = ("union_tag_invalid", "literal_error")
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How a value is read: the context of its validation.
+
+    Attributes:
+        ignored: What a lenient reader has ignored; None where it is not lenient.
+        takes_images: Whether the model reads images.
+    """
+
+    ignored: _Ignored | None
+    takes_images: bool
+
+
+_STRICT = _Reading(None, takes_images=False)
+
+
+def _reading(info: ValidationInfo) -> _Reading:
+    """Return how a value is read; one that is read by itself has no context."""
+    reading: _Reading = info.context or _STRICT
+    return reading
 
 
 class Fields(BaseModel):
@@ -68,13 +94,10 @@ class Fields(BaseModel):
     def _read_given(
         cls, value: Any, read: ValidatorFunctionWrapHandler, info: ValidationInfo
     ) -> Any:
-        """Read the fields that are not null.
-
-        The context is the list that a lenient reader collects ignored fields in, else None.
-        """
+        """Read the fields that are not null."""
         if not isinstance(value, dict):
             return read(value)
-        ignored: _Ignored | None = info.context
+        ignored = _reading(info).ignored
         given = {name: item for name, item in value.items() if item is not None}
         unused = given.keys() - cls.known_names
         if unused and ignored is None:
@@ -118,7 +141,7 @@ def _unless_other_type(value: Any, read: ValidatorFunctionWrapHandler, info: Val
     try:
         return read(value)
     except ValidationError as e:
-        ignored: _Ignored | None = info.context
+        ignored = _reading(info).ignored
         errors = [error for error in e.errors() if error["loc"] in ((), ("type",))]
         if ignored is None or not any(map(_is_of_type, errors)):
             raise
@@ -130,34 +153,55 @@ SKIP_OTHER_TYPES = WrapValidator(_unless_other_type)
 """Annotation of the objects of a list: a lenient reader ignores those of an unknown type."""
 
 
-def _check_no_images(content: Any) -> Any:
+def _check_images(content: Any, info: ValidationInfo, *, can_have: bool) -> Any:
+    takes_images = _reading(info).takes_images
+    if takes_images and can_have:
+        return content
+    problem = _NO_IMAGE_HERE if takes_images else _NO_IMAGES
     for index, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         is_image = isinstance(kind, str) and kind in _IMAGE_TYPES
         if is_image and not isinstance(part.get("picture"), Picture):
-            raise FieldError(
-                "", f"[{index}] is an image, and the model reads text alone: leave it out"
-            )
+            raise FieldError("", f"[{index}] is an image, and {problem}")
     return content
 
 
-NO_IMAGES = BeforeValidator(_check_no_images)
+NO_IMAGES = BeforeValidator(partial(_check_images, can_have=False))
 """Annotation of the content of a message: an image that nobody has read is refused as such."""
+IMAGES = BeforeValidator(partial(_check_images, can_have=True))
+"""Annotation of the content of a message that can have images, where the model reads them."""
 
 
-def _replace_later_images(messages: Any, info: ValidationInfo) -> Any:
-    """Replace the images after the first message of the user, where the reader is lenient."""
-    ignored: _Ignored | None = info.context
+def _check_image_list(images: Any, info: ValidationInfo) -> Any:
+    if images and not _reading(info).takes_images:
+        raise FieldError("", " cannot be used: the model reads text alone")
+    return images
+
+
+IMAGE_LIST = BeforeValidator(_check_image_list)
+"""Annotation of a list of images, which is refused where the model reads text alone."""
+
+
+def _replace_images(messages: Any, info: ValidationInfo) -> Any:
+    """Replace images that cannot be read, where the reader is lenient.
+
+    Where the model reads text alone, these are the ones after the first message of the user, else
+    those in results of tools.
+    """
+    reading = _reading(info)
+    ignored = reading.ignored
     if ignored is None or not isinstance(messages, list):
         return messages
     objects = [message for message in messages if isinstance(message, dict)]
     users = [i for i, message in enumerate(objects) if message.get("role") == "user"]
     for message in objects[users[0] + 1 :] if users else ():
-        if isinstance(message.get("images"), list) and message["images"]:
+        is_result = message.get("role") == "tool"
+        replaces = is_result or not reading.takes_images
+        if replaces and isinstance(message.get("images"), list) and message["images"]:
             ignored.append((message, "images"))
             texts = [message.get("content"), *[IMAGE_TEXT] * len(message.pop("images"))]
             message["content"] = "\n".join(text for text in texts if isinstance(text, str) and text)
-        for part in _parts_of(message):
+        for part in _parts_of(message, results_only=reading.takes_images and not is_result):
             kind = part.get("type")
             if isinstance(kind, str) and kind in _IMAGE_TYPES:
                 ignored.append((part, None))
@@ -166,21 +210,22 @@ def _replace_later_images(messages: Any, info: ValidationInfo) -> Any:
     return messages
 
 
-def _parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the parts of a message, and the parts of results among them."""
+def _parts_of(message: dict[str, Any], *, results_only: bool) -> list[dict[str, Any]]:
+    """Return the parts of a message, and the parts of results among them, or these alone."""
     found: list[dict[str, Any]] = []
     holders = [message]
-    for _ in range(2):
+    for depth in range(2):
         lists = [holder.get(name) for holder in holders for name in ("content", "output")]
         holders = [
             part for parts in lists if isinstance(parts, list) for part in parts
             if isinstance(part, dict)
         ]  # fmt: skip
-        found += holders
+        is_of_result = depth > 0 or isinstance(message.get("output"), list)
+        found += holders if is_of_result or not results_only else []
     return found
 
 
-LATER_IMAGES = BeforeValidator(_replace_later_images)
+LATER_IMAGES = BeforeValidator(_replace_images)
 """Annotation of a list of messages: a lenient reader puts a text in the place of later images.
 
 The answer to the first message of the user may be about its image, so one there stays an error.
@@ -198,7 +243,12 @@ def chosen_by(tag_of: Callable[[Any], str | None], message: str) -> Discriminato
 
 
 def read_as(
-    adapter: TypeAdapter[_T], given: Any, root: str = "", ignored: list[str] | None = None
+    adapter: TypeAdapter[_T],
+    given: Any,
+    root: str = "",
+    ignored: list[str] | None = None,
+    *,
+    takes_images: bool = False,
 ) -> _T:
     """Read a value as the type of the adapter; raise a `FieldError` if that is not possible.
 
@@ -207,14 +257,15 @@ def read_as(
         given: the value, from JSON.
         root: the name of the value, if it is a part of a body.
         ignored: makes the reader lenient, and receives the paths of what it ignores.
+        takes_images: whether the model reads images.
     """
-    context: _Ignored | None = None if ignored is None else []
+    reading = _Reading(None if ignored is None else [], takes_images)
     try:
-        value = adapter.validate_python(given, context=context)
+        value = adapter.validate_python(given, context=reading)
     except ValidationError as e:
         raise field_error(e, given, root) from None
-    if context and ignored is not None:
-        ignored += sorted(_paths(context, given))
+    if reading.ignored and ignored is not None:
+        ignored += sorted(_paths(reading.ignored, given))
     return value
 
 

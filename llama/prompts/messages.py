@@ -27,7 +27,7 @@ from pydantic_core import from_json
 
 from llama.common.checks import FieldError, brief
 from llama.common.validation import field_error, json_type, with_message
-from llama.prompts.fields import LATER_IMAGES, NO_IMAGES, Fields, read_as
+from llama.prompts.fields import IMAGES, LATER_IMAGES, NO_IMAGES, Fields, read_as
 from llama.prompts.pictures import Picture
 from llama.tokenizer import Role
 
@@ -87,10 +87,41 @@ class TextPart(PartLabels):
 
 
 class ImagePart(PartLabels):
-    """A part of a message that is an image, once it is read: JSON alone cannot have one."""
+    """A part of a message that is an image."""
+
+
+class ReadImagePart(ImagePart):
+    """An image that has been read: JSON alone cannot have one."""
 
     type: Literal["image"]
     picture: Annotated[InstanceOf[Picture], WithJsonSchema({"not": {}})]
+
+
+Detail = Literal["auto", "low", "high", "original"]  # "low" shrinks the image into one tile
+
+
+class ImageUrl(Fields):
+    """The place of an image."""
+
+    url: str
+    detail: Detail | None = None
+
+
+class ImageUrlPart(ImagePart):
+    """An image that is to be read, as OpenAI's chats have it; some clients write the URL alone."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl | str
+
+    @property
+    def url(self) -> str:
+        """The URL of the image."""
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+    @property
+    def detail(self) -> Detail | None:
+        """How much of the image is seen."""
+        return None if isinstance(self.image_url, str) else self.image_url.detail
 
 
 class RefusalPart(PartLabels):
@@ -102,9 +133,14 @@ class RefusalPart(PartLabels):
 
 Content = Annotated[str | list[TextPart], with_message(_CONTENT, of_parts=True), NO_IMAGES]
 ContentWithImages = Annotated[
-    str | list[TextPart | SkipJsonSchema[ImagePart]],
-    with_message(_CONTENT, of_parts=True),
-    NO_IMAGES,
+    str
+    | list[
+        Annotated[
+            TextPart | ImageUrlPart | SkipJsonSchema[ReadImagePart], Field(discriminator="type")
+        ]
+    ],
+    with_message(f"{_CONTENT} or image_url", of_parts=True),
+    IMAGES,
 ]
 AnswerContent = Annotated[
     str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]],
@@ -233,8 +269,14 @@ _DIALOG: TypeAdapter[list[ChatMessage]] = TypeAdapter(Dialog)
 
 def read_messages(
     messages: Sequence[Mapping[str, Any]] | Sequence[ChatMessage],
+    *,
+    takes_images: bool = False,
 ) -> list[ChatMessage]:
     """Read the messages of a dialog as models.
+
+    Args:
+        messages: The messages.
+        takes_images: Whether they may have images that nobody has read.
 
     Raises:
         FieldError: names the message, such as "message 3: content must be ...".
@@ -243,7 +285,7 @@ def read_messages(
     if not is_list or not messages:
         text = f"messages must be a list of at least one message, got {brief(messages)}"
         raise ValueError(text) if is_list else TypeError(text)
-    return read_as(_DIALOG, list(messages), "messages")
+    return read_as(_DIALOG, list(messages), "messages", takes_images=takes_images)
 
 
 def has_images(content: Any) -> bool:

@@ -8,6 +8,7 @@ Nothing here knows tokens or the engine. The extra `vision` has Pillow.
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import io
 import os
@@ -28,7 +29,10 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _MAX_BYTES = 20 << 20  # the largest file
 _MAX_PIXELS = 64 << 20
 _MAX_SIDE = 1 << 15
+_MAX_SCANS = 100  # scans of a JPEG: a few hundred bytes are a pass over all pixels
 MAX_IMAGES = 16  # the largest number in a prompt
+_JPEG = b"\xff\xd8"  # begins the file
+_SCAN = b"\xff\xda"  # begins a scan; the data of scans cannot have these bytes
 _VERSION = b"1"  # changes when the digest covers something else
 _PART_TYPES = ("image", "image_url", "input_image")
 
@@ -241,6 +245,14 @@ def _read_at(where: str, source: Any, reader: PictureReader) -> Picture:
         raise FieldError(where, f"{where}: {e}") from None
 
 
+def import_all() -> None:
+    """Import what reads images: a limit of memory that is set later then does not count it."""
+    import numpy as np  # noqa: F401
+
+    with contextlib.suppress(ValueError):  # An answer says that Pillow is missing.
+        _modules().Image.init()
+
+
 def _modules() -> Any:
     """Return Pillow.
 
@@ -288,7 +300,7 @@ def _decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError("it is not base64: for a file, give a path of pathlib") from None
+        raise ValueError("it is not base64; in Python, a file is a pathlib.Path") from None
 
 
 def _bounded(data: bytes) -> bytes:
@@ -300,6 +312,8 @@ def _bounded(data: bytes) -> bytes:
 def _open(data: bytes) -> Any:
     """Return an image of Pillow, whose pixels are decoded once its size is known to be allowed."""
     pillow = _modules()
+    if data.startswith(_JPEG) and data.count(_SCAN) > _MAX_SCANS:
+        raise ValueError(f"the JPEG has more than {_MAX_SCANS} scans")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # Pillow warns of decompression bombs
@@ -314,6 +328,8 @@ def _open(data: bytes) -> Any:
         )
     try:
         opened.load()
+    except MemoryError:
+        raise
     except Exception:  # a truncated file has as many kinds of errors as there are formats
         raise ValueError("the image is truncated or damaged") from None
     return opened

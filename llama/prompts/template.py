@@ -27,7 +27,6 @@ from llama.prompts.messages import (
     text_of,
 )
 from llama.prompts.parser import is_keyword
-from llama.prompts.pictures import Picture
 from llama.prompts.tools import CODE, ToolFormat, Tools, function_of
 from llama.storage.token_files import IMAGE
 from llama.tokenizer import ChatFormat, Role, Tokenizer
@@ -112,7 +111,7 @@ def encode_chat(
     return ids
 
 
-def _content_ids(tokenizer: Tokenizer, parts: Sequence[str | Picture]) -> list[int]:
+def _content_ids(tokenizer: Tokenizer, parts: Sequence[str | ImagePart]) -> list[int]:
     """Return the token ids of a message, in which each image is one token.
 
     Without images content and the call behind it are one text, since tokens may span their border.
@@ -179,7 +178,7 @@ class Turn:
     """
 
     role: Role
-    texts: list[str | Picture]
+    texts: list[str | ImagePart]
     has_tag: bool = False
     ends_message: bool = False
     call_index: int = 0
@@ -217,7 +216,7 @@ class _Reader:
         role = HEADER_ROLES[message.role]
         content: Any = message.content
         if has_images(content):
-            parts = [part.picture if isinstance(part, ImagePart) else part.text for part in content]
+            parts = [part if isinstance(part, ImagePart) else part.text for part in content]
             return Turn(role, parts)
         return Turn(role, [text_of(content).strip()])
 

@@ -41,6 +41,17 @@ class EngineMetrics(Collector):
         )
         yield self._rank_alive()
         yield from self._pages_on_disk()
+        yield from self._images()
+
+    def _images(self) -> Iterator[Metric]:
+        store = self.llama.image_store
+        if store is None:
+            return
+        for name, description, value in (
+            ("encoded", "Images that the encoder has read.", store.num_encoded),
+            ("found", "Images whose keys and values were cached.", store.num_found),
+        ):
+            yield CounterMetricFamily(f"llama:images_{name}", description, value=value)
 
     def _pages_on_disk(self) -> Iterator[Metric]:
         pages = self.llama.pages_on_disk

@@ -19,7 +19,10 @@ from starlette.responses import Response
 from llama.api import Request as EngineRequest
 from llama.common.checks import FieldError, brief
 from llama.prompts.fields import read_as
+from llama.prompts.pictures import Picture
+from llama.server.encoding import unless_client_leaves
 from llama.server.errors import ApiError
+from llama.server.images import read_images
 from llama.server.memory import Holding, SharedMemory
 from llama.server.refusals import refusals
 from llama.server.request import ApiRequest
@@ -116,7 +119,7 @@ def _check_encoding(http: Request) -> None:
 async def _read_body(http: Request, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:
     """Receive a body, and read it in the event loop or, if it is large, in a thread."""
     memory: SharedMemory = http.app.state.bodies
-    max_bytes: int = http.app.state.service.limits.max_body_bytes
+    max_bytes: int = http.app.state.service.max_body_bytes
     length = http.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > max_bytes:
         raise _too_large(max_bytes)
@@ -129,13 +132,13 @@ async def _read_body(http: Request, adapter: TypeAdapter[Any], ignored: list[str
                 held.grow_to(len(data) + len(part))
                 data += part
         http.state.has_large_body = len(data) > _SMALL_BODY
-        return await beside_if_large(http, _parse, data, adapter, ignored)
+        service: Service = http.app.state.service
+        return await beside_if_large(http, _parse, data, adapter, ignored, service)
 
 
 def _serving_of(service: Service, body: Any) -> Serving:
     """Return the model that a body asks for; without the field `model` it is the default."""
-    fields = body if isinstance(body, dict) else vars(body)
-    model = fields.get("model")
+    model = body.get("model") if isinstance(body, dict) else getattr(body, "model", None)
     return service.of(model if isinstance(model, str) else None)
 
 
@@ -186,13 +189,16 @@ def _too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"the request has more than {max_bytes} bytes: send less at once")
 
 
-def _parse(data: bytearray, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:
+def _parse(
+    data: bytearray, adapter: TypeAdapter[Any], ignored: list[str] | None, service: Service
+) -> Any:
     """Return the body that is in the bytes.
 
     Args:
         data: the body as JSON.
         adapter: reads the object.
         ignored: gets the paths of the fields that a lenient server drops; None otherwise.
+        service: has the model that the body asks for.
 
     Raises:
         ApiError: 413 if reading would take too long, 400 if the bytes are not JSON.
@@ -207,12 +213,13 @@ def _parse(data: bytearray, adapter: TypeAdapter[Any], ignored: list[str] | None
         body = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
+    takes_images = _takes_images(service, body)
     try:
-        return read_as(adapter, body, ignored=ignored)
+        return read_as(adapter, body, ignored=ignored, takes_images=takes_images)
     except FieldError as error:
         kind, field, message = type(error), error.field, error.message
     # Not while the error is handled: those of a second reading would refer to it, see `_nested`.
-    if ignored is None and _is_readable(adapter, body):
+    if ignored is None and _is_readable(adapter, body, takes_images=takes_images):
         message += _LENIENT_HINT
     # The whole name of an unknown field, which may be any text and is no path.
     if isinstance(body, dict) and field in body:
@@ -220,10 +227,18 @@ def _parse(data: bytearray, adapter: TypeAdapter[Any], ignored: list[str] | None
     raise kind(field, message)
 
 
-def _is_readable(adapter: TypeAdapter[Any], body: Any) -> bool:
+def _takes_images(service: Service, body: Any) -> bool:
+    """Return whether the model that a body asks for reads images."""
+    try:
+        return _serving_of(service, body).takes_images
+    except ApiError:  # There is no such model, which the body's other faults precede.
+        return False
+
+
+def _is_readable(adapter: TypeAdapter[Any], body: Any, *, takes_images: bool) -> bool:
     """Return whether a lenient server would read the body."""
     try:
-        read_as(adapter, body, ignored=[])
+        read_as(adapter, body, ignored=[], takes_images=takes_images)
     except FieldError:
         return False
     return True
@@ -267,6 +282,10 @@ async def prepare_chat(http: Exchange, chat: ApiRequest, *, must_fit: bool) -> E
         params = await beside_if_large(http, chat.chat_params, serving.dialog_format)
     except (TypeError, ValueError) as error:
         raise chat.fields.refusal(error) from None
+    pictures: list[Picture] = []
+    if chat.images:
+        reading = read_images(serving, chat.images, http.state.sender, http.state.answer)
+        pictures = await unless_client_leaves(reading, http.receive)
     return await serving.prepare(
         ids,
         params,
@@ -276,4 +295,5 @@ async def prepare_chat(http: Exchange, chat: ApiRequest, *, must_fit: bool) -> E
         max_context=chat.max_context,
         model=chat.model,
         sender=http.state.sender,
+        pictures=pictures,
     )

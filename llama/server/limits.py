@@ -25,6 +25,9 @@ class Limits:
         max_queue: sequences that may wait, beside those that run.
         max_wait_s: seconds until the first token of a request.
         max_body_bytes: bytes of one body.
+        max_image_body_bytes: bytes of one body where a model reads images.
+        max_images: images of one request.
+        image_hosts: names of hosts from which images are fetched, separated by commas.
         max_bodies_bytes: bytes of all bodies that are being received. See `SharedMemory`.
         max_prompts: prompts of one body.
         max_answer_mb: MiB that one answer may take; all together may take four times as much. See
@@ -37,6 +40,9 @@ class Limits:
     max_queue: int = 1024
     max_wait_s: float = 600.0
     max_body_bytes: int = 8 * 2**20
+    max_image_body_bytes: int = 32 * 2**20
+    max_images: int = 16
+    image_hosts: str | None = None
     max_bodies_bytes: int = 64 * 2**20
     max_prompts: int = 256
     max_answer_mb: int = 512

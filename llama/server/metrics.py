@@ -94,6 +94,9 @@ class Metrics:
             "Time from the arrival of a request to its last token.",
             _REQUEST_BUCKETS,
         )
+        self.image_read = self._histogram(
+            "image_read_seconds", "Time to read the images of a request.", _REQUEST_BUCKETS
+        )
         self.inter_token_latency = self._histogram(
             "inter_token_latency_seconds", "Time between two outputs of a request.", _TOKEN_BUCKETS
         )

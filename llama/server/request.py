@@ -14,11 +14,27 @@ from llama.common.checks import FieldError
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.chat import chat_params
 from llama.prompts.dialog_format import DialogFormat, PromptOptions
+from llama.prompts.messages import ImageUrlPart, TextPart
 from llama.prompts.tools import Tools
 from llama.sampling_params import SamplingParams
 from llama.server.errors import ErrorFields
 
 _ANSWERED = PromptOptions.for_answer(continues=False)
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """An image of a chat that has not been read.
+
+    Attributes:
+        url: a data: URL, base64, or the URL of a file on a server.
+        path: its path in the body, for errors.
+        is_small: whether it is shrunk into one tile.
+    """
+
+    url: str
+    path: str
+    is_small: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,7 @@ class ApiRequest:
         params: parameters of all answers.
         prompts: prompts of a completion; a chat has none.
         messages: dialog of a chat.
+        images: images of the dialog, in order.
         model: name of the model that the body gives.
         echo: whether a completion begins with its prompt.
         stream: whether the answer streams.
@@ -45,6 +62,7 @@ class ApiRequest:
     params: SamplingParams
     prompts: tuple[str | list[int], ...] = ()
     messages: Sequence[Any] = ()
+    images: Sequence[ImageSource] = ()
     model: str | None = None
     echo: bool = False
     stream: bool = False
@@ -129,12 +147,15 @@ class ConvertedChat:
 
     Attributes:
         paths: for each message, the path in the body that it came from, which errors name.
+        images: the images, in order.
     """
 
     def __init__(self, instructions: str | None, path: str) -> None:
         """Begin a dialog with a system message, if there are instructions."""
-        self._messages: list[dict[str, Any]] = []  # The content of each is a list of texts.
+        # The content of each is a list of texts and images.
+        self._messages: list[dict[str, Any]] = []
         self.paths: list[str] = []
+        self.images: list[ImageSource] = []
         self._call_ids: set[str] = set()
         self._reasoning: list[str] = []  # reasoning whose message has not come yet
         if instructions is not None:
@@ -153,6 +174,12 @@ class ConvertedChat:
         if text is not None:
             self._messages[-1]["content"].append(text)
         self._take_reasoning()
+
+    def add_image(self, role: str, image: ImageSource, path: str) -> None:
+        """Add an image to the message of the path, as `add_text` adds a text."""
+        self.add_text(role, None, path)
+        self._messages[-1]["content"].append(image_part(image))
+        self.images.append(image)
 
     def add_reasoning(self, text: str) -> None:
         """Add reasoning; it belongs to the assistant's message that it precedes or is a part of."""
@@ -201,5 +228,18 @@ class ConvertedChat:
         for message in self._messages:
             content = message["content"]
             if isinstance(content, list):
-                message["content"] = "\n".join(content) if content else None
+                message["content"] = _joined(content)
         return self._messages
+
+
+def image_part(image: ImageSource) -> ImageUrlPart:
+    """Return the part of a message of OpenAI's that an image is."""
+    return ImageUrlPart(type="image_url", image_url=image.url)
+
+
+def _joined(content: list[str | ImageUrlPart]) -> str | list[Any] | None:
+    """Return content in OpenAI's format: a text, or parts if there are images."""
+    texts = [part for part in content if isinstance(part, str)]
+    if len(texts) == len(content):
+        return "\n".join(texts) if texts else None
+    return [TextPart(type="text", text=part) if isinstance(part, str) else part for part in content]

@@ -27,7 +27,7 @@ from llama.server.encoding import (
 )
 from llama.server.errors import ApiError
 from llama.server.exchange import Exchange
-from llama.server.memory import SharedMemory
+from llama.server.memory import Holding, SharedMemory
 from llama.server.openai.answers import Completion, ResponseMeta
 from llama.server.pushed import PushedStream
 from llama.server.request import ApiRequest
@@ -140,7 +140,8 @@ def hold_answer(http: Exchange, request: ApiRequest, prepared: list[EngineReques
             "start the server with a larger --max_answer_mb"
         )
         raise ApiError(400, message, param=_largest_field(request))
-    http.state.answer.grow_to(num_tokens * token_bytes)
+    answer: Holding = http.state.answer
+    answer.grow_to(answer.num_bytes + num_tokens * token_bytes)  # It may hold images.
 
 
 def _largest_field(request: ApiRequest) -> str:

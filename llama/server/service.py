@@ -71,6 +71,12 @@ class Service:
                 return serving
         raise unknown_model(model, self.servings)
 
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest number of bytes of a body."""
+        takes_images = any(serving.takes_images for serving in self)
+        return self.limits.max_image_body_bytes if takes_images else self.limits.max_body_bytes
+
     def start(self, llama: Any) -> None:
         """Answer requests from now on, with a `Llama` of this process as the default model."""
         # They import torch, which a process without an engine does not have.

@@ -135,6 +135,7 @@ class Serving:
         """End all requests, and the thread of the engine after its current step."""
         if self.engine is not None:
             self.engine.close()
+        self.workers.close()
 
     @property
     def is_busy(self) -> bool:
@@ -156,6 +157,11 @@ class Serving:
         if self.state is not State.READY or self.llama is None:
             raise shutting_down()
         return self.llama
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model reads images, or may do so: it has not been loaded yet."""
+        return self.llama is None or self.llama.card.images is not None
 
     @property
     def dialog_format(self) -> DialogFormat:
@@ -195,11 +201,9 @@ class Serving:
         *,
         tenant: bytes,
         sender: bytes,
-        index: int = 0,
         must_fit: bool = True,
-        max_context: int | None = None,
         model: str | None = None,
-        parse_special: bool = False,
+        **options: Any,
     ) -> Request:
         """Return a checked request for the engine.
 
@@ -209,11 +213,9 @@ class Serving:
             fields: the body's own names, which an error uses.
             tenant: prefix root of whoever sends the request. See `ApiKeys`.
             sender: whoever sends it. See `AuthAndLimits`.
-            index: position of the prompt in the body.
             must_fit: whether `max_tokens` beyond the context is an error.
-            max_context: number of tokens of prompt and answer together, if less than the context.
             model: the body's `model`, which can be the name of an adapter.
-            parse_special: whether names of special tokens in a text are those tokens.
+            options: further arguments of `Preparer.prepare`.
 
         Raises:
             ApiError: 400 names the field of the body that is at fault, or that takes too long to
@@ -227,17 +229,8 @@ class Serving:
             prompt = prompt.removeprefix(names[tokenizer.bos_id])
         field = fields.prompt if params.structured_output is None else fields.answer_format
         with self.workers.in_time(first_name(field)), refusals(fields):
-            return await self._prepare(
-                prompt,
-                params,
-                sender,
-                tenant=tenant,
-                index=index,
-                must_fit=must_fit,
-                max_context=max_context,
-                adapter=adapter,
-                parse_special=parse_special,
-            )
+            options |= {"tenant": tenant, "adapter": adapter, "must_fit": must_fit}
+            return await self._prepare(prompt, params, sender, **options)
 
     async def _prepare(
         self, prompt: str | list[int], params: SamplingParams, sender: bytes, **options: Any

@@ -11,7 +11,14 @@ from pydantic import Field
 
 from llama.common.checks import FieldError, brief
 from llama.prompts.dialog_format import PromptOptions
-from llama.prompts.fields import LATER_IMAGES, NO_IMAGES, SKIP_OTHER_TYPES, UNUSED, Fields
+from llama.prompts.fields import (
+    IMAGES,
+    LATER_IMAGES,
+    NO_IMAGES,
+    SKIP_OTHER_TYPES,
+    UNUSED,
+    Fields,
+)
 from llama.prompts.messages import PartLabels, text_of
 from llama.prompts.reasoning import effort_options
 from llama.prompts.tools import (
@@ -27,7 +34,7 @@ from llama.sampling_params import MAX_COUNT, Retention, SamplingParams
 from llama.server.accepted import NO_STATE, AcceptedFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import AnswerFormat, SchemaFormat
-from llama.server.request import ApiRequest, ConvertedChat
+from llama.server.request import ApiRequest, ConvertedChat, ImageSource
 from llama.server.sampling import (
     SHARED_NAMES,
     CacheSalt,
@@ -68,6 +75,33 @@ class ToolUse(_Block):
     name: str
     input: dict[str, Any]
     caller: dict[Literal["type"], Literal["direct"]] | None = None
+
+
+class Base64Source(Fields):
+    """A file of an image; its content says what it is, whatever the type."""
+
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlSource(Fields):
+    """The URL of an image."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(_Block):
+    """An image."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+    @property
+    def url(self) -> str:
+        """The URL of the image, or its file in base64."""
+        return self.source.data if isinstance(self.source, Base64Source) else self.source.url
 
 
 _LIST: Any = Field(min_length=1, fail_fast=True)
@@ -112,7 +146,7 @@ class Thinking(_Block):
     data: str | None = None
 
 
-_UserBlock = Annotated[TextBlock | ToolResult, Field(discriminator="type")]
+_UserBlock = Annotated[TextBlock | ImageBlock | ToolResult, Field(discriminator="type")]
 _AnswerBlock = Annotated[TextBlock | ToolUse | Thinking, Field(discriminator="type")]
 
 
@@ -120,7 +154,7 @@ class UserMessage(Fields):
     """A message of the user, or the results of calls."""
 
     role: Literal["user"]
-    content: Annotated[str | Annotated[list[_UserBlock], _LIST], NO_IMAGES]
+    content: Annotated[str | Annotated[list[_UserBlock], _LIST], IMAGES]
 
 
 class AssistantMessage(Fields):
@@ -214,6 +248,7 @@ class CountBody(AcceptedFields, SamplingFields):
             self._check_continued(messages[-1], dialog.paths[-1], tools)
         return ApiRequest(
             messages=messages,
+            images=dialog.images,
             params=self.sampling_params(defaults, structured_output=structured_output),
             model=self.model,
             tools=tools,
@@ -323,6 +358,9 @@ def _add_blocks(
     for i, block in enumerate(message.content):
         if isinstance(block, TextBlock):
             dialog.add_text(message.role, block.text, path)
+        elif isinstance(block, ImageBlock):
+            image = ImageSource(block.url, f"{path}.content[{i}]")
+            dialog.add_image(message.role, image, path)
         elif isinstance(block, Thinking) and block.thinking:
             dialog.add_reasoning(block.thinking)
         elif isinstance(block, ToolUse):

@@ -15,13 +15,13 @@ from pydantic import Field, model_validator
 from llama.common.checks import FieldError
 from llama.common.validation import with_message
 from llama.prompts.dialog_format import PromptOptions
-from llama.prompts.fields import LATER_IMAGES, UNUSED, Fields
-from llama.prompts.messages import FunctionCall
+from llama.prompts.fields import IMAGE_LIST, LATER_IMAGES, UNUSED, Fields
+from llama.prompts.messages import FunctionCall, TextPart
 from llama.prompts.tools import ToolList, Tools, tool_request
 from llama.sampling_params import MAX_COUNT, Retention, SamplingParams, StructuredOutput
 from llama.server.accepted import FalseOnly, ModelName
 from llama.server.errors import ErrorFields
-from llama.server.request import ApiRequest
+from llama.server.request import ApiRequest, ImageSource, image_part
 from llama.server.sampling import CacheSalt, SamplingFields, Seed, sampling_fields
 
 CHAT_URL = "/api/chat"
@@ -44,11 +44,7 @@ _Flag = Annotated[bool | None, UNUSED]
 _Zero = Annotated[Annotated[int, Field(ge=0, le=0)] | None, UNUSED]
 _One = Annotated[Annotated[float, Field(ge=1, le=1)] | None, UNUSED]
 _EMPTY = Field(max_length=0)
-_Images = Annotated[
-    Annotated[list[Any], _EMPTY, with_message(" cannot be used: the model reads text alone")]
-    | None,
-    Field(),
-]
+_Images = Annotated[list[str] | None, IMAGE_LIST]  # files in base64
 _THINK = with_message(" must be true, false, 'low', 'medium' or 'high'", of_parts=True)
 _Format = Annotated[
     Literal["", "json"] | dict[str, Any],
@@ -264,6 +260,11 @@ class ChatBody(_Body):
         return self._request(
             "messages",
             messages=_openai_messages(messages),
+            images=[
+                image
+                for i, message in enumerate(messages)
+                for image in _images(message.images, f"messages[{i}].images")
+            ],
             tools=tools,
             prompt_options=self._prompt_options(continues=continues),
         )
@@ -301,18 +302,19 @@ class GenerateBody(_Body):
     @property
     def only_loads(self) -> bool:
         """Whether there is nothing to answer."""
-        return not self.prompt
+        return not (self.prompt or self.images)
 
     def request(self) -> ApiRequest:
         """Return the body as a chat of one question, or as a text to continue."""
         prompt = self.prompt or ""
         if self._is_raw():
             return self._request("prompt", prompts=(prompt,))
-        messages = [{"role": "user", "content": prompt}]
+        images = _images(self.images, "images")
+        messages: list[dict[str, Any]] = [{"role": "user", "content": _content(prompt, images)}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
         options = self._prompt_options(continues=False)
-        return self._request("prompt", messages=messages, prompt_options=options)
+        return self._request("prompt", messages=messages, images=images, prompt_options=options)
 
     def _is_raw(self) -> bool:
         """Return whether the prompt is the whole text that the model continues."""
@@ -325,9 +327,10 @@ class GenerateBody(_Body):
             raise FieldError.of("template", problem)
         if not (self.raw or template):
             return False
-        if self.system:
-            name = "raw" if self.raw else "a template"
-            raise FieldError.of("system", f" cannot be used with {name}: leave it out")
+        for field in ("system", "images"):
+            if getattr(self, field):
+                name = "raw" if self.raw else "a template"
+                raise FieldError.of(field, f" cannot be used with {name}: leave it out")
         return True
 
 
@@ -349,7 +352,12 @@ def _openai_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     converted: list[dict[str, Any]] = []
     pending = _PendingCalls({})
     for i, message in enumerate(messages):
-        turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        images = _images(message.images, f"messages[{i}].images")
+        if images and message.role not in ("system", "user"):
+            problem = " are read in messages of the user and the system alone: leave them out"
+            raise FieldError.of(f"messages[{i}].images", problem)
+        content = _content(message.content or "", images)
+        turn: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking:
             turn["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -362,6 +370,18 @@ def _openai_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             turn["tool_call_id"] = pending.take(message)
         converted.append(turn)
     return converted
+
+
+def _images(images: Sequence[str] | None, path: str) -> list[ImageSource]:
+    return [ImageSource(image, f"{path}[{i}]") for i, image in enumerate(images or ())]
+
+
+def _content(text: str, images: Sequence[ImageSource]) -> str | list[Any]:
+    """Return the content of a message, whose images are before its text."""
+    if not images:
+        return text
+    parts = [image_part(image) for image in images]
+    return [*parts, TextPart(type="text", text=text)] if text else parts
 
 
 def _openai_call(call: Call, default_id: str) -> dict[str, Any]:

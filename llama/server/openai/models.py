@@ -4,6 +4,7 @@ In: a JSON object of a server or a batch file. Out: an `ApiRequest`, or a `Field
 the field. This file knows no files and no network, and runs no model.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,12 +19,12 @@ from llama.prompts.chat import (
 )
 from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.fields import UNUSED, Fields, chosen_by
-from llama.prompts.messages import Content, Dialog
+from llama.prompts.messages import ChatMessage, Content, Dialog, ImageUrlPart
 from llama.prompts.tools import ToolFields
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.accepted import AcceptedFields
 from llama.server.errors import ErrorFields
-from llama.server.request import ApiRequest
+from llama.server.request import ApiRequest, ImageSource
 from llama.server.sampling import OPENAI_NAMES, SamplingFields, TokenId, sampling_fields
 
 CHAT_URL = "/v1/chat/completions"
@@ -228,6 +229,7 @@ class ChatBody(ToolFields, PromptFields, _ChatSampling, _Body):  # type: ignore[
             params = replace(params, logprobs=None)  # top_logprobs may be 0
         return ApiRequest(
             messages=self.messages,
+            images=_images_of(self.messages),
             params=params,
             model=self.model,
             stream=bool(self.stream),
@@ -261,3 +263,15 @@ class ChatBody(ToolFields, PromptFields, _ChatSampling, _Body):  # type: ignore[
         if self.thinking_budget_tokens is not None:
             names["thinking_token_budget"] = "thinking_budget_tokens"
         return names
+
+
+def _images_of(messages: Sequence[ChatMessage]) -> list[ImageSource]:
+    """Return the images of a dialog, in order."""
+    found = []
+    for i, message in enumerate(messages):
+        content: Any = message.content
+        for k, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, ImageUrlPart):
+                path = f"messages[{i}].content[{k}]"
+                found.append(ImageSource(part.url, path, is_small=part.detail == "low"))
+    return found

@@ -11,15 +11,15 @@ from pydantic import Field, Tag
 
 from llama.common.checks import FieldError, brief
 from llama.prompts.dialog_format import PromptOptions
-from llama.prompts.fields import LATER_IMAGES, NO_IMAGES, UNUSED, Fields, chosen_by
-from llama.prompts.messages import HEADER_ROLES, PartLabels, RefusalPart, text_of
+from llama.prompts.fields import IMAGES, LATER_IMAGES, NO_IMAGES, UNUSED, Fields, chosen_by
+from llama.prompts.messages import HEADER_ROLES, Detail, PartLabels, RefusalPart, text_of
 from llama.prompts.reasoning import effort_options
 from llama.prompts.tools import Allowed, FunctionName, tool_request
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.accepted import NO_STATE, AcceptedFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import AnswerFormat, SchemaFormat, StreamOptions
-from llama.server.request import ApiRequest, ConvertedChat
+from llama.server.request import ApiRequest, ConvertedChat, ImageSource
 from llama.server.responses.tools import LOCAL_SHELL, Callee, ToolList, callees, qualified_name
 from llama.server.sampling import SHARED_NAMES, SamplingFields, sampling_fields
 
@@ -30,15 +30,27 @@ _SHELL_HINTS = ("type", "env", "user")  # fields of a shell action that the mode
 
 
 class Part(PartLabels):
-    """A part of a message that is text; images and files are not accepted."""
+    """A part of a message that is text; files are not accepted."""
 
     type: Literal["input_text", "output_text"]
     text: str
     logprobs: list[Any] | None = None  # an answer that is sent back may have them
 
 
+class ImagePart(PartLabels):
+    """A part of a message that is an image; one that was uploaded before cannot be named."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Detail | None = None
+
+
 _Part = Annotated[Part | RefusalPart, Field(discriminator="type")]
 _Text = Annotated[str | Annotated[list[_Part], Field(min_length=1, fail_fast=True)], NO_IMAGES]
+_MessagePart = Annotated[Part | RefusalPart | ImagePart, Field(discriminator="type")]
+_Content = Annotated[
+    str | Annotated[list[_MessagePart], Field(min_length=1, fail_fast=True)], IMAGES
+]
 
 
 class _Item(Fields):
@@ -53,7 +65,7 @@ class MessageItem(_Item):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: _Text
+    content: _Content
     phase: str | None = None
 
 
@@ -210,6 +222,7 @@ class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type
         functions = [callee.function for callee in called]
         return ApiRequest(
             messages=dialog.messages(),
+            images=dialog.images,
             params=self.sampling_params(defaults, **changes),
             model=self.model,
             stream=bool(self.stream),
@@ -256,7 +269,7 @@ class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type
         for i, item in enumerate(self.input):
             path = f"input[{i}]"
             if isinstance(item, MessageItem):
-                dialog.add_text(HEADER_ROLES[item.role], text_of(item.content), path)
+                _add_message(dialog, item, path)
             elif isinstance(item, ReasoningItem):
                 for text in item.texts():
                     dialog.add_reasoning(text)
@@ -281,3 +294,21 @@ class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type
             return path, text_format.structured_output(path)
         is_json = text_format is not None and text_format.type == "json_object"
         return "text.format", StructuredOutput(json_object=True) if is_json else None
+
+
+def _add_message(dialog: ConvertedChat, item: MessageItem, path: str) -> None:
+    """Add a message to a dialog."""
+    role = HEADER_ROLES[item.role]
+    parts = item.content if isinstance(item.content, list) else []
+    if not any(isinstance(part, ImagePart) for part in parts):
+        dialog.add_text(role, text_of(item.content), path)
+        return
+    if role == "assistant":
+        raise FieldError.of(f"{path}.content", " has an image, and those of answers are not read")
+    for i, part in enumerate(parts):
+        if isinstance(part, ImagePart):
+            small = part.detail == "low"
+            image = ImageSource(part.image_url, f"{path}.content[{i}]", is_small=small)
+            dialog.add_image(role, image, path)
+        else:
+            dialog.add_text(role, part.text, path)
