@@ -6,7 +6,10 @@ the answer of the Python API to the same image.
 
 import base64
 import io
+import itertools
+import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +23,15 @@ import pytest
 from PIL import Image
 
 from helpers import vision
+from helpers.launch import run_program
 from helpers.server import run_server
 from helpers.services import service_of
 from helpers.vision import IMAGE_ID, picture
 from helpers.web import web
 from llama import Llama
+from llama.cli.batch.job import run_batch
+from llama.compat.vllm.vllm_engines import LLM, EngineFrontend
+from llama.compat.vllm.vllm_params import SamplingParams as VllmParams
 from llama.prompts import picture_process
 from llama.prompts.chat import ChatOptions
 from llama.prompts.pictures import PictureReader
@@ -374,3 +381,56 @@ def test_what_images_take_is_limited(llama, own_url):
         refused = chat(url, part)
         assert refused.status_code == 503 and "too many large answers" in refused.text
         content(chat(url, IMAGE_URL))
+
+
+FLAGS = ("--max_seq_len", "256", "--dtype", "fp32", "--temperature", "0", "--max_gen_len", "6")
+
+
+def test_llama_chat_sends_an_image_with_the_next_question(folder, expected, tmp_path):
+    """With /undo it is removed, as its question is."""
+    path = tmp_path / "a.png"
+    path.write_bytes(PNG)
+    done = run_program(
+        [sys.executable, "-m", "llama", "chat", str(folder), *FLAGS],
+        input=f"/image {path}\n{QUESTION}\n/image {tmp_path}\n/undo\n{QUESTION}\n",
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = map(without_special, done.stdout.splitlines())
+    assert first == expected
+    assert second != expected, "the image has been removed with its question"
+    assert "is sent with the next question" in done.stderr and "is no image" in done.stderr
+    assert f"removed: {QUESTION}" in done.stderr
+
+
+def test_batch_files_have_images_as_data_urls(folder, llama, expected, tmp_path):
+    messages = [{"role": "user", "content": [IMAGE_URL, TEXT]}]
+    bad = [{"role": "user", "content": [{"type": "image_url", "image_url": "data:,"}]}]
+    lines = [{"messages": messages, **SAMPLING}, {"messages": bad, **SAMPLING}]
+    given, found = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_batch(llama, str(given), str(found), SamplingParams(), model="m")
+    first, second = sorted(map(json.loads, found.read_text().splitlines()), key=lambda x: x["id"])
+    body = first["response"]["body"]
+    assert without_special(body["choices"][0]["message"]["content"]) == expected
+    assert "messages[0].content[0]: a data: URL" in json.dumps(second)
+
+
+def test_vllms_prompts_have_images(llama):
+    """Pillow's images beside a prompt, and OpenAI's in a dialog."""
+    vllm = LLM.__new__(LLM)
+    EngineFrontend.__init__(vllm, llama)
+    vllm.names = map(str, itertools.count())
+    params = VllmParams(temperature=0.0, max_tokens=6)
+    image = picture(60, 40)
+    prompt = {"prompt": "Look: <|image|> What?", "multi_modal_data": {"image": image}}
+    (wanted,) = llama.text_completion([["Look: ", image, " What?"]], 0.0, max_gen_len=6)
+    (found,) = vllm.generate(prompt, params, use_tqdm=False)
+    assert found.prompt_token_ids.count(IMAGE_ID) == 1
+    assert llama.tokenizer.decode(found.outputs[0].token_ids) == wanted["generation"]
+    dialog: Any = [{"role": "user", "content": [IMAGE_URL, TEXT]}]
+    (wanted,) = llama.chat_completion([dialog], temperature=0.0, max_gen_len=6)
+    (found,) = vllm.chat(dialog, params, use_tqdm=False)
+    assert llama.tokenizer.decode(found.outputs[0].token_ids) == wanted["generation"]["content"]
+    with pytest.raises(ValueError, match="has 2 images, and 1 tokens that stand for one"):
+        vllm.generate({**prompt, "multi_modal_data": {"image": [image, image]}}, params)

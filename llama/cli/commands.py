@@ -42,7 +42,7 @@ def chat(options: argparse.Namespace) -> int:
 
             chat_on_server(url, api_key=options.api_key, model=options.model, **settings)
         return 0
-    llama = load(options)
+    llama = load(options, images=True)
     from llama.cli.chat.engine_session import chat_on_engine
 
     chat_on_engine(llama, **settings)
@@ -230,7 +230,7 @@ def _batch_on_engine(options: argparse.Namespace) -> tuple[int, int]:
     from llama.cli.batch.job import run_batch
 
     check_files(options.in_file, options.out_file, resume=options.resume)
-    llama = load(options)
+    llama = load(options, images=True)
     report = run_batch(
         llama,
         options.in_file,

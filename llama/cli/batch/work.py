@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from llama.api import Llama, Request, RequestOutput, ServedModel, derived_seed
 from llama.cli.batch.lines import error_record, response_record, target
 from llama.prompts.fields import read_as
+from llama.prompts.pictures import Picture, PictureReader
 from llama.sampling_params import SamplingParams
 from llama.server.errors import ErrorFields
 from llama.server.openai.answers import Completion, ResponseMeta
@@ -27,6 +28,7 @@ from llama.server.openai.models import (
     ChatBody,
     CompletionBody,
 )
+from llama.server.request import ApiRequest
 from llama.server.responses.answers import ResponseAnswer
 from llama.server.responses.models import RESPONSES_URL, ResponsesBody
 from llama.server.scoring import RerankBody, ScoreBody
@@ -110,7 +112,8 @@ def prepare_line(
     meta = ResponseMeta(_name(number), given.get("model") or model, created=0)
     if url in _POOLED:
         return LineWork(number, custom_id, *_pooled(llama, read_as(_POOLED[url], given), meta))
-    body = read_as(_GENERATING[url], given)
+    takes_images = llama.llm_engine.images is not None
+    body = read_as(_GENERATING[url], given, takes_images=takes_images)
     requests, content = _generating(llama, body, defaults, meta)
     for request in requests:
         if request.seed is None:
@@ -135,13 +138,32 @@ def _generating(
     with _naming(asked.fields):
         if asked.chat:
             ids = asked.chat_ids(dialog_format)
-            request = prepare(meta.id, ids, asked.chat_params(dialog_format))
+            params = asked.chat_params(dialog_format)
+            request = prepare(meta.id, ids, params, pictures=_pictures(llama, asked))
         else:
             (prompt,) = asked.prompts
             request = prepare(meta.id, prompt, asked.params, parse_special=asked.parse_special)
     if isinstance(body, ResponsesBody):
         return [request], ResponseAnswer(body, asked, dialog_format, meta).content
     return [request], Completion(asked, dialog_format, meta).response
+
+
+def _pictures(llama: Llama, asked: ApiRequest) -> list[Picture]:
+    """Return the images of a chat, whose file is the user's own.
+
+    Raises:
+        ValueError: One cannot be read; the message names it.
+    """
+    sizes = llama.llm_engine.images
+    found = []
+    for image in asked.images:
+        assert sizes is not None, "the model reads text alone"
+        reader = PictureReader(sizes.chunk_size, 1 if image.is_small else sizes.max_tiles)
+        try:
+            found.append(reader.read(image.url))
+        except ValueError as error:
+            raise ValueError(f"{image.path}: {error}") from None
+    return found
 
 
 def _pooled(

@@ -6,7 +6,9 @@ question. This module must know neither the terminal nor the model, so that a ch
 text by text.
 """
 
+import base64
 import json
+import mimetypes
 import os
 import re
 import secrets
@@ -39,6 +41,7 @@ _LISTED = (
 # The settings that a user can change: those of this list, and every flag of sampling. They are
 # fields of SamplingParams, except for the names in SAMPLING_FIELDS.
 SETTINGS = tuple(dict.fromkeys((*_LISTED, *SAMPLING_FLAGS)))
+_MAX_IMAGE = 20 << 20  # bytes of a file
 _SPECIAL = re.compile(r"<\|\w+\|>")  # like the name of a special token
 _KEYWORDS = {"none": "null", "true": "true", "false": "false"}  # written in any case -> JSON
 _MORE_HELP = '''\
@@ -104,6 +107,7 @@ class Conversation:
         self.stats: list[TurnStats] = []  # one entry per answer
         self._attempt = 0  # attempt number of the last answer
         self._files: set[Path] = set()  # files of this chat, which /save may replace
+        self._images: list[dict[str, Any]] = []  # parts of the next question
         self._has_told = False  # Whether the chat has said that such a name stays text.
         if system is not None:
             self._system(system)
@@ -179,7 +183,11 @@ class Conversation:
         return result if isinstance(result, Turn) else Turn(result)
 
     def _ask(self, question: str) -> Turn:
-        dialog = (*self.messages, {"role": "user", "content": question})
+        content: Any = question
+        if self._images:
+            content = [*self._images, {"type": "text", "text": question}]
+            self._images = []
+        dialog = (*self.messages, {"role": "user", "content": content})
         special = _SPECIAL.search(question)
         if special is None or self._has_told or self.encode is None:
             return Turn(dialog=dialog)
@@ -223,6 +231,18 @@ class Conversation:
         dialog = tuple(self.messages[: self._last_question() + 1])
         return Turn(dialog=dialog, attempt=self._attempt + 1)
 
+    def _image(self, name: str) -> str:
+        path = Path(name).expanduser()
+        kind = mimetypes.guess_type(path.name)[0] or ""
+        if not kind.startswith("image/"):
+            raise ValueError(f"{path} is no image: give a file such as photo.jpg")
+        data = path.read_bytes()
+        if len(data) > _MAX_IMAGE:
+            raise ValueError(f"{path} has more than {_MAX_IMAGE >> 20} MiB")
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        self._images.append({"type": "image_url", "image_url": {"url": url}})
+        return f"{path} is sent with the next question"
+
     def _save(self, name: str) -> str:
         path = Path(name).expanduser().resolve()  # A link stands for the file that it names.
         if not self.messages:
@@ -247,7 +267,7 @@ class Conversation:
             raise ValueError(f"{path} is not a file: give the name of a file that /save wrote")
         try:
             messages = json.loads(path.read_text(encoding="utf-8"))
-            read_messages(messages)
+            read_messages(messages, takes_images=True)
         except (RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{path} does not hold a JSON list of messages: {error}") from None
         if self.encode is not None:
@@ -339,6 +359,7 @@ COMMANDS = {
     "retry": Command("", "Answer the last question again, with another seed.", Conversation._retry),
     "save": Command("FILE", "Write the dialog to a file, as JSON.", Conversation._save),
     "load": Command("FILE", "Continue the dialog in a file.", Conversation._load),
+    "image": Command("FILE", "Send an image with the next question.", Conversation._image),
     "set": Command(
         "[NAME VALUE]",
         "Change how answers are sampled; without NAME, show the settings.",
@@ -353,7 +374,7 @@ COMMANDS = {
 
 def _shown(message: Mapping[str, Any]) -> str:
     """Return the text of a message for the screen."""
-    return text_of(read_messages([message])[0].content)
+    return text_of(read_messages([message], takes_images=True)[0].content)
 
 
 def _parse(text: str) -> Any:

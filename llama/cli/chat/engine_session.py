@@ -5,6 +5,7 @@ before each step whether to continue. The other ranks run its steps and sleep in
 """
 
 import contextlib
+import functools
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,20 @@ from llama.cli.chat.terminal import Terminal
 from llama.cli.ranks import check_one_group
 from llama.prompts.chat import chat_params
 from llama.prompts.dialog_format import Messages, PromptOptions
+from llama.prompts.pictures import Picture, PictureReader, pictures_of, with_pictures
+
+
+class _Reader(PictureReader):
+    """Reads each image of a chat once."""
+
+    def __init__(self, sizes: Any) -> None:
+        super().__init__(sizes.chunk_size, sizes.max_tiles)
+        object.__setattr__(self, "_read", functools.cache(super().read))
+
+    def read(self, source: Any) -> Picture:
+        """Read an image, or return it as it was read before."""
+        picture: Picture = self._read(source)  # type: ignore[attr-defined]
+        return picture
 
 
 def chat_on_engine(llama: Llama, history: Path | None = None, **settings: Any) -> None:
@@ -34,9 +49,14 @@ def chat_on_engine(llama: Llama, history: Path | None = None, **settings: Any) -
     context = llama.model.params.max_seq_len
     SIGNALS.has_begun = True  # Every rank sets this.
 
+    reader = None if llama.llm_engine.images is None else _Reader(llama.llm_engine.images)
+
+    def read(messages: Messages) -> Messages:
+        return messages if reader is None else with_pictures(list(messages), reader)
+
     def encode(messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
         options = PromptOptions(add_generation_prompt=add_generation_prompt)
-        return llama.dialog_format.encode(messages, None, options)
+        return llama.dialog_format.encode(read(messages), None, options)
 
     conversation = Conversation(encode, context, **settings)
     terminal = Terminal(Watch.of_process(), history)
@@ -48,7 +68,9 @@ def chat_on_engine(llama: Llama, history: Path | None = None, **settings: Any) -
             llama.dialog_format,
             PromptOptions(),
         )
-        request = llama.llm_engine.prepare("", conversation.prompt(turn), params)
+        ids = conversation.prompt(turn)
+        pictures = pictures_of(read(conversation.window.of(turn.dialog)))
+        request = llama.llm_engine.prepare("", ids, params, pictures=pictures)
         with contextlib.closing(llama.llm_engine.stream([request])) as outputs:
             for output in outputs:
                 if output.error is not None:

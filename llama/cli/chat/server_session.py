@@ -79,8 +79,16 @@ def chat_on_server(
 
 
 def _num_chars(dialog: Sequence[Mapping[str, Any]]) -> int:
-    """Return the size of a dialog, in which the keys of a message stand for its header."""
-    return len(json.dumps(dialog, ensure_ascii=False))
+    """Return the size of a dialog, in which the keys of a message stand for its header.
+
+    The file of an image is left out: it is one token.
+    """
+    texts = [
+        {**message, "content": [{**part, "image_url": ""} for part in message["content"]]}
+        if isinstance(message["content"], list) else message
+        for message in dialog
+    ]  # fmt: skip
+    return len(json.dumps(texts, ensure_ascii=False))
 
 
 def _parts(client: Client, body: dict[str, Any]) -> Generator[Part, None, None]:

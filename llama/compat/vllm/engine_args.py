@@ -33,6 +33,7 @@ _NO_EFFECT = frozenset(
         "enable_lora",
         "enable_prefix_caching",
         "enforce_eager",
+        "limit_mm_per_prompt",
         "lora_dtype",
         "max_context_len_to_capture",
         "max_cpu_loras",

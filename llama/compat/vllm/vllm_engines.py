@@ -39,10 +39,12 @@ from llama.compat.vllm.vllm_params import (
 from llama.compat.vllm.vllm_pooling import PoolingMethods
 from llama.compat.vllm.vllm_request import BeamSearchOutput, RequestOutput, VllmRequest
 from llama.prompts.dialog_format import PromptOptions
+from llama.prompts.pictures import Picture, PictureReader, pictures_of, with_pictures
+from llama.tokenizer import IMAGE
 
 # Arguments of from_engine_args that have no effect.
 _IGNORED = frozenset({"usage_context", "stat_loggers", "start_engine_loop"})
-_PROMPT_FIELDS = frozenset({"prompt", "prompt_token_ids", "type", "cache_salt"})
+_PROMPT_FIELDS = frozenset({"prompt", "prompt_token_ids", "type", "cache_salt", "multi_modal_data"})
 
 _Params = SamplingParams | Sequence[SamplingParams] | None
 _MakeBar = bool | Callable[..., tqdm]
@@ -128,6 +130,7 @@ class EngineFrontend:
         params = replace(params, stop_token_ids=stop_token_ids)
         if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
             params = replace(params, cache_salt=prompt["cache_salt"])
+        pictures = self._pictures(prompt)
         text, ids = self._encode(prompt)
         request_id = name if index is None else ""
         marks = self.llama.dialog_format.reasoning
@@ -135,7 +138,7 @@ class EngineFrontend:
         if starts_behind and marks is not None:
             params = replace(params, reasoning=marks.rule(None))
         request = self.llama_engine.prepare(
-            request_id, ids, params, index=index or 0, adapter=adapter
+            request_id, ids, params, index=index or 0, adapter=adapter, pictures=pictures
         )
         if starts_behind:
             for answer in request.answers:
@@ -171,7 +174,30 @@ class EngineFrontend:
                 f"the prompt {brief(prompt)} must be a string, a list of token ids, or a dict with "
                 "'prompt' or 'prompt_token_ids'"
             )
-        return text, self.tokenizer.encode(text)
+        first, *others = text.split(IMAGE) if self._reader is not None else [text]
+        ids = self.tokenizer.encode(first)
+        for part in others:  # each after an image
+            image_id = self.llama.tokenizer.image_id
+            ids += [image_id, *self.tokenizer.encode(part, add_special_tokens=False)]
+        return text, ids
+
+    @property
+    def _reader(self) -> PictureReader | None:
+        """The reader of images; None if the model reads text alone."""
+        sizes = self.llama_engine.images
+        return None if sizes is None else PictureReader(sizes.chunk_size, sizes.max_tiles)
+
+    def _pictures(self, prompt: Any) -> list[Picture]:
+        """Return the images of a prompt."""
+        data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+        if not data:
+            return []
+        refuse("multi_modal_data", _without(data, frozenset({"image"})))
+        reader = self._reader
+        if reader is None:
+            raise ValueError("multi_modal_data cannot be used: the model reads text alone")
+        given = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
+        return [x if isinstance(x, Picture) else reader.read(x) for x in given]
 
 
 class LLM(EngineFrontend, PoolingMethods):
@@ -209,7 +235,8 @@ class LLM(EngineFrontend, PoolingMethods):
 
         Args:
             prompts: A text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of
-                such prompts.
+                such prompts. A prompt of a vision model has `<|image|>` for each of its images,
+                which are "multi_modal_data": {"image": an image of Pillow, or a list of them}.
             sampling_params: Parameters for all prompts, or a list with those of each. The default
                 is that of the model's generation_config.json.
             use_tqdm: Whether to show a progress bar, or a function that makes one.
@@ -248,8 +275,13 @@ class LLM(EngineFrontend, PoolingMethods):
         )
 
         def prompt(dialog: Sequence[Any]) -> dict[str, Any]:
-            ids = self.tokenizer.dialog_format.encode(dialog, tools, options)
-            return {"prompt": self.tokenizer.decode(ids), "prompt_token_ids": ids}
+            read = dialog if self._reader is None else with_pictures(dialog, self._reader)
+            ids = self.tokenizer.dialog_format.encode(read, tools, options)
+            return {
+                "prompt": self.tokenizer.decode(ids),
+                "prompt_token_ids": ids,
+                "multi_modal_data": {"image": found} if (found := pictures_of(read)) else None,
+            }
 
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         dialogs = [messages] if is_one else messages
