@@ -165,8 +165,11 @@ def _metas_model(args: ModelArgs) -> Any:
     from llama_models.llama3.args import ModelArgs as MetasArgs
 
     names = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
-    with mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in names}):
-        from llama_models.llama3.multimodal import model as module
+    sys.modules |= {name: mock.MagicMock() for name in names}
+    from llama_models.llama3.multimodal import model as module
+
+    for name in names:
+        del sys.modules[name]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     groups.initialize_model_parallel(1)
     vision = args.vision
