@@ -122,6 +122,7 @@ COMMANDS = {
         "Serve the APIs of OpenAI, Anthropic and Ollama over HTTP until SIGTERM or Ctrl-C.",
         defaults={
             **NETWORK_FLAGS,
+            "api_processes": None,
             "served_model_name": None,
             "lora_modules": None,
             "lora_folder": None,

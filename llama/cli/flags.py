@@ -374,7 +374,6 @@ NETWORK_FLAGS: dict[str, Any] = {
     "metrics_key_file": None,
     "allow_origin": None,
     "max_per_address": None,
-    "api_processes": None,
     "fastchat_controller": None,
     "worker_address": None,
 }

@@ -249,7 +249,7 @@ def _num_api_processes(options: argparse.Namespace) -> int:
         return 0
     if count is not None:
         return count
-    if options.background or not _may_have_gpu():
+    if not _may_have_gpu():
         return 0
     from llama.common.device import pick_device
 

@@ -110,8 +110,8 @@ class EngineHost:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an API process still answers requests, once it has been told to end."""
-        return bool(self._busy)
+        """Whether sequences run or wait, or an API process that was told to end has not yet."""
+        return bool(self._busy) or self._num_unfinished() > 0
 
     def drain(self) -> None:
         """Let the API processes reject new requests from now on."""

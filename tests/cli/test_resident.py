@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from helpers.launch import DEMO, environment
+from helpers.processes import children
 from helpers.prompts import FRANCE, STORY, replies
 from helpers.waiting import wait_until
 from llama.cli import main, resident
@@ -177,12 +178,15 @@ def test_a_process_that_took_over_a_servers_number_is_not_ended(folder, monkeypa
 def test_a_server_in_the_background_ends_once_nobody_has_come_for_long(folder, demo):
     """A server in the background ends after a long time without clients.
 
-    It has flags that --resident cannot give, but clients find it; a second server is refused.
+    It has flags that --resident cannot give, but clients find it; a second server is refused. A
+    request is answered to its end. An API process answers, and ends with the server.
     """
     words = ["serve", "--background", *FLAGS, "--max_seq_len", "64", "--idle_minutes", "1"]
+    words += ["--api_processes", "1", "--drain_s", "0"]
     code, out, err = run(*words)
     assert code == 0 and out.startswith(f"unix:{folder}/"), err
-    log = Path(out.strip().removeprefix("unix:")).with_suffix(".log")
+    url = out.strip()
+    log = Path(url.removeprefix("unix:")).with_suffix(".log")
     server, users = process_of(log), log.with_suffix(".users")
     code, _, err = run(*words)
     assert code == 1 and f"process {server} (its log: {log}) serves this model already" in err
@@ -199,8 +203,19 @@ def test_a_server_in_the_background_ends_once_nobody_has_come_for_long(folder, d
     assert (code, out) == (0, whole + "\n"), "an answer may fill the server's context"
     code, out, err = run(*COMPLETE[:-1], "0", "--prompt", ONCE)
     assert (code, out) == (0, "\n"), err
-    os.utime(users, (1, 1))
-    wait_until(lambda: is_free(log))
+    body = {"prompt": ONCE, "ignore_eos": True, "stream": True}
+
+    async def last_reason(client: Client) -> Any:
+        reasons: list[Any] = []
+        async for event in client.events("/v1/completions", body):
+            os.utime(users, (1, 1))
+            reasons.append(json_at(event, "choices", 0, "finish_reason"))
+        return reasons[-1]
+
+    (api_process,) = children(server)
+    with contextlib.closing(Client(url)) as other:
+        assert other.run(last_reason(other)) == "length"
+    wait_until(lambda: is_free(log) and not Path(f"/proc/{api_process}").exists())
     assert "Traceback" not in log.read_text()
 
 

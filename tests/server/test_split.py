@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from helpers.launch import PROGRAMS, environment
+from helpers.processes import children, is_running
 from helpers.server import RunningServer, run_server
 from helpers.waiting import wait_until
 from helpers.web import web
@@ -24,20 +25,6 @@ from helpers.web import web
 FLAGS = ("--max_seq_len", "2048", "--dtype", "fp32", "--device", "cpu")
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "seed": 1}
 KEYS = ("first-key", "second-key")
-
-
-def children(pid: int) -> list[int]:
-    """Return the processes that a process has started."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for file in tasks for child in file.read_text().split()]
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process exists and has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def num_unfinished(server: RunningServer, key: str = "") -> int:
