@@ -615,10 +615,12 @@ def test_serve_asks_servers_and_the_engine(bench):
 def test_streams_measures_the_server(bench):
     pytest.importorskip("fastapi")
     pytest.importorskip("triton")
-    (row,) = bench("streams --clients 2 --steps 3 --rounds 1 --step_ms 1")["rows"]
-    assert row["tree"] == "this" and row["to_this"] == 1
-    assert 0 < row["engine"] < row["us"] and 0 < row["loop"] < row["us"]
-    assert row["first_p50"] > 0 and row["between_p50"] > 0
+    words = "streams --clients 2 --steps 3 --rounds 1 --step_ms 1 --api_processes 0,1"
+    row, split = bench(words)["rows"]
+    assert row["tree"] == "this" and row["to_this"] == 1 and split["tree"] == "this +1"
+    assert 0 < row["engine"] < row["us"] and 0 < row["loop"] < row["us"] and row["api"] == 0
+    assert 0 < row["first_p50"] <= row["first_p99"] and row["between_p50"] > 0
+    assert 0 < split["engine"] < split["us"] and 0 < split["api"] < split["us"]
 
 
 SOAK = "soak --minutes 0.01 --sample_s 0.3 --threads 1"

@@ -59,6 +59,7 @@ def _server(num_processes: int) -> Any:
         return SplitServer(
             Limits(), num_processes, **network, name="bench", tool_format=None,
             reasoning_field="reasoning_content", sampling_defaults={}, lora_folder=None,
+            public_text="",
         )  # fmt: skip
     service = Service(Limits())
     service.add("bench")
