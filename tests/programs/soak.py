@@ -3,11 +3,11 @@
 `python tests/programs/soak.py --minutes 15` starts a server with the demo model and look-up drafts;
 `--url URL --pid PID` uses a running one. Beside small requests it sends predictions of 7 MB, large
 echoes with log-probabilities, echoes beyond the limit of an answer, grammars that take seconds to
-compile, and WebSocket upgrades; with `--attacks` also all attacks of attacks.py. Each minute, and
-at the end, it prints the latency of the small requests, the memory of the server, and how often
-each kind of request got each status. The exit code is 1 if a small request failed or had a wrong
-answer, if any request had an internal error, if the server ended, or if it does not come to rest
-with all pages free.
+compile, and WebSocket upgrades; with `--attacks` also all attacks of attacks.py. The server has
+`--api_processes N`, by default none; kills.py ends them. Each minute, and at the end, it prints the
+latency of the small requests, the memory of the server, and how often each kind of request got
+each status. The exit code is 1 if a small request failed or had a wrong answer, if any request had
+an internal error, if the server ended, or if it does not come to rest with all pages free.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from helpers.processes import children
 from helpers.server import run_server
 from programs import attacks
 from programs.server_load import Client, resident_mb, settle
@@ -153,7 +154,8 @@ class Soak:
         first, *_, last = self.memory
         print(f"{minutes:.1f} minutes, {len(self.latencies)} small requests, in ms: {shown}")
         print(
-            f"  resident MB: {first:.0f} at first, {last:.0f} now, {max(self.memory):.0f} at most"
+            f"  resident MB: {first:.0f} at first, {last:.0f} now, {max(self.memory):.0f} at most;"
+            f" processes that it has started: {[round(resident_mb(x)) for x in children(self.pid)]}"
         )
         for kind, counts in sorted(self.statuses.items()):
             print(f"  {kind}: {dict(sorted(counts.items(), key=str))}", flush=True)
@@ -196,14 +198,16 @@ def main() -> int:
     parser.add_argument("--url")
     parser.add_argument("--pid", type=int)
     parser.add_argument("--attacks", action="store_true")
+    parser.add_argument("--api_processes", type=int, default=0)
     options = parser.parse_args()
+    count = str(options.api_processes)
     if options.url:
         soak = Soak(options.url, options.pid, has_attacks=options.attacks)
         asyncio.run(run(soak, options.minutes))
         return int(not soak.is_right)
     with (
         tempfile.TemporaryDirectory() as folder,
-        run_server(attacks.model(Path(folder)), *FLAGS) as server,
+        run_server(attacks.model(Path(folder)), *FLAGS, "--api_processes", count) as server,
     ):
         soak = Soak(server.url, server.process.pid, has_attacks=options.attacks)
         asyncio.run(run(soak, options.minutes))

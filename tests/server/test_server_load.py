@@ -29,11 +29,11 @@ import server_load
 MOST_GROWTH_MB = 40.0  # a process of 300 MB, whose allocator retains some freed memory
 
 
-@pytest.fixture(scope="module")
-def small_server():
-    """A server with 8 slots and a queue of 16."""
+@pytest.fixture(scope="module", params=["0", "2"])
+def small_server(request):
+    """A server with 8 slots and a queue of 16, whose parameter is the number of API processes."""
     flags = ("--max_seq_len", "512", "--dtype", "fp32", "--max_batch_size", "8")
-    with run_server(*flags, "--max_queue", "16") as running:
+    with run_server(*flags, "--max_queue", "16", "--api_processes", request.param) as running:
         yield running
 
 
