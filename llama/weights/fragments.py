@@ -6,18 +6,19 @@ nibbles, in another order within each block; and rows of elements from there. In
 
 A fragment is 16 rows and 32 columns of bytes, or 64 columns of nibbles. It has 512 bytes: four
 words of 32 bits for each of 32 threads. Thread t has rows t / 4 and t / 4 + 8, and of each 16
-columns the four from 4 (t % 4) on, its quad. Its word w has
+columns four, its quad, as the matrix units take them: columns 8 h + 2 (t % 4) + j, where h and j
+are 0 or 1. Its word w has
 
-- of bytes, two columns of the quad, from 2 (w % 2) on, in 16 columns w / 2: byte 2 j + r is
-  column j of row r;
+- of bytes, two columns of the quad, h = w % 2, in 16 columns w / 2: byte 2 j + r is column j of
+  row r;
 - of nibbles, the whole quad in 16 columns w: nibble 4 j + 2 h + r, from the lowest bits on, is
-  column 2 h + j of row r. So a mask takes two columns of a row, one in each half of a word.
+  column j of half h of row r. So a mask takes two columns of a row, one in each half of a word.
 
 The fragments of 16 rows lie one after another, and behind them those of the other 16 rows of a
 block.
 
 The names of dimensions are: block, tile (16 rows), fragment, thread row (8), quad (4), the index of
-16 columns in a fragment, high and low bit of the column in a quad, and row half.
+16 columns in a fragment, high (h) and low (j), and row half.
 """
 
 from collections.abc import Callable
@@ -35,9 +36,9 @@ def bytes_in_fragments(values: Tensor) -> Tensor:
     """Return values (N/32, K/2, 32, 2) of one byte in fragment order, in the same shape."""
 
     def reorder(blocks: Tensor) -> Tensor:
-        # block, fragment, 16 columns, quad, high, tile, row half, thread row, low
-        split = blocks.unflatten(1, (-1, 2, 4, 2)).unflatten(5, (2, 2, 8))
-        ordered: Tensor = split.permute(0, 5, 1, 7, 3, 2, 4, 8, 6)
+        # block, fragment, 16 columns, high, quad, tile, row half, thread row, low
+        split = blocks.unflatten(1, (-1, 2, 2, 4)).unflatten(5, (2, 2, 8))
+        ordered: Tensor = split.permute(0, 5, 1, 7, 4, 2, 3, 8, 6)
         return ordered.reshape(blocks.shape)
 
     return _in_chunks(values, reorder)
@@ -47,20 +48,20 @@ def nibbles_in_fragments(values: Tensor) -> Tensor:
     """Return values (N/32, K/8, 32) of eight nibbles in fragment order, in the same shape."""
 
     def reorder(blocks: Tensor) -> Tensor:
-        # block, fragment, 16 columns, half of the quads, tile, row half, thread row
+        # block, fragment, 16 columns, high, tile, row half, thread row
         split = blocks.unflatten(1, (-1, 4, 2)).unflatten(4, (2, 2, 8))
         quads = []
-        for quad_bit in range(2):
-            packed = torch.zeros_like(split[..., 0, :])
+        for quad in range(4):
+            packed = torch.zeros_like(split[:, :, :, 0, :, 0])
             for high in range(2):
                 for row_half in range(2):
-                    source = split[..., row_half, :]
-                    pair = source >> 4 * (2 * quad_bit + high) & _PAIR_MASK
+                    source = split[:, :, :, high, :, row_half]
+                    pair = source >> 4 * quad & _PAIR_MASK
                     packed |= pair << 4 * (2 * high + row_half)
             quads.append(packed)
-        # block, fragment, 16 columns, half of the quads, tile, thread row, bit of the quad
+        # block, fragment, 16 columns, tile, thread row, quad
         joined = torch.stack(quads, -1)
-        return joined.permute(0, 4, 1, 5, 3, 6, 2).reshape(blocks.shape)
+        return joined.permute(0, 3, 1, 4, 5, 2).reshape(blocks.shape)
 
     return _in_chunks(values, reorder)
 
@@ -76,8 +77,8 @@ def rows_of_bytes(values: Tensor, ids: Tensor) -> Tensor:
     split = values.flatten(1).unflatten(1, (2, -1, 8, 4, 2, 2, 2, 2))
     block, tile, row_half, thread_row = _indices(ids)
     rows = split.view(torch.uint8)[block, tile, :, thread_row, :, :, :, :, row_half]
-    # ..., fragment, 16 columns, quad, high, low
-    in_order: Tensor = rows.transpose(-4, -3).flatten(-5)
+    # ..., fragment, 16 columns, high, quad, low
+    in_order: Tensor = rows.movedim(-4, -2).flatten(-5)
     return in_order.view(values.dtype)
 
 
@@ -92,10 +93,11 @@ def rows_of_nibbles(values: Tensor, ids: Tensor) -> Tensor:
     split = values.flatten(1).unflatten(1, (2, -1, 8, 4, 4))
     block, tile, row_half, thread_row = _indices(ids)
     packed = split[block, tile, :, thread_row].transpose(-1, -2)  # ..., fragment, 16 columns, quad
-    shifts = torch.tensor((0, 16, 8, 24), dtype=torch.int32, device=values.device)
-    row_shift = (4 * row_half).int()[..., None, None, None, None]
-    codes: Tensor = packed[..., None] >> (shifts + row_shift) & 15
-    return codes.flatten(-4)
+    # high, low
+    shifts = torch.tensor(((0, 16), (8, 24)), dtype=torch.int32, device=values.device)
+    row_shift = (4 * row_half).int()[..., None, None, None, None, None]
+    codes: Tensor = packed[..., None, None] >> (shifts + row_shift) & 15
+    return codes.transpose(-3, -2).flatten(-5)
 
 
 def _indices(ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

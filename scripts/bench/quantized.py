@@ -50,6 +50,8 @@ _MORE_FEW = (
 )
 _MORE_MANY = (
     Tile(64, 64, 4, 4, splits=4),
+    Tile(64, 128, 4, 2),
+    Tile(64, 128, 4, 2, splits=4),
     Tile(128, 128, 8, 3),
     Tile(128, 128, 8, 3, splits=2),
     Tile(128, 128, 8, 3, splits=8),

@@ -266,14 +266,15 @@ def _in_order(
 
     SPLIT: 0 for (ROWS, FRAGMENTS * width). With 1, fragments are a dimension of their own, in
         front: (FRAGMENTS, ROWS, width). With 2, so are the halves of a fragment: (2 * FRAGMENTS,
-        ROWS, width / 2), all first halves in front.
+        ROWS, width / 2), all first halves in front. With 1 and 2 the four columns of a quad are
+        neighbours.
     """
     ROWS: tl.constexpr = TILES * 16
     if KIND == _NIBBLES:
         # tile, fragment, row % 8, quad, half, 16 columns, low, row // 8, high column of a quad
         split = tl.reshape(joined, (TILES, FRAGMENTS, 8, 4, 2, 2, 2, 2, 2))
         if SPLIT == 0:
-            ordered = tl.permute(split, (0, 7, 2, 1, 4, 5, 3, 8, 6))
+            ordered = tl.permute(split, (0, 7, 2, 1, 4, 5, 8, 3, 6))
             elements = tl.reshape(ordered, (ROWS, FRAGMENTS * 64))
         elif SPLIT == 1:
             ordered = tl.permute(split, (1, 0, 7, 2, 4, 5, 3, 8, 6))
@@ -285,7 +286,7 @@ def _in_order(
         # tile, fragment, row % 8, quad, 16 columns, high and low column of a quad, row // 8
         split = tl.reshape(joined, (TILES, FRAGMENTS, 8, 4, 2, 2, 2, 2))
         if SPLIT == 0:
-            ordered = tl.permute(split, (0, 7, 2, 1, 4, 3, 5, 6))
+            ordered = tl.permute(split, (0, 7, 2, 1, 4, 5, 3, 6))
             elements = tl.reshape(ordered, (ROWS, FRAGMENTS * 32))
         else:
             ordered = tl.permute(split, (1, 0, 7, 2, 4, 3, 5, 6))
@@ -445,7 +446,8 @@ def few_rows_kernel(
     product = tl.arange(0, PRODUCTS)
     # The column at which each product begins: those of first halves come first.
     product_at = product % FRAGMENTS * WIDTH + product // FRAGMENTS * DEPTH
-    x_at = x + x_rows[None, None, :] * K + (product_at[:, None] + depth[None, :])[:, :, None]
+    columns = product_at[:, None] + depth[None, :]
+    x_at = x + x_rows[None, None, :] * K + columns[:, :, None]
     is_x_row = (x_rows < m)[None, None, :]
     # Made like elements, as a join that no pass folds, so that x has one layout in all products.
     half_ones = tl.zeros([PRODUCTS, ROWS, DEPTH // 2], dtype) + tl.where(m > 0, 1, 0).to(dtype)
@@ -471,6 +473,9 @@ def few_rows_kernel(
     for begin in tl.range(0, K, ITERATION, num_stages=STAGES):
         packed = _load_packed(weight, first_tile, n, begin // WIDTH, K, TILES, FRAGMENTS, WIDTH)
         x_part = tl.load(x_at + begin, mask=is_x_row, other=0.0)
+        # From 16 columns, high, quad and low to quads of neighbours, as the elements have them.
+        x_split = tl.reshape(x_part, (PRODUCTS, DEPTH // 16, 2, 4, 2, BATCH))
+        x_part = tl.reshape(tl.permute(x_split, (0, 1, 3, 2, 4, 5)), (PRODUCTS, DEPTH, BATCH))
         elements, signs = _unpack(packed, magic, KIND, HALF, TILES, FRAGMENTS, SPLIT)
         elements = elements.to(dtype)
         signs = signs.to(dtype)
@@ -585,31 +590,35 @@ def many_rows_kernel(
         wait_for_dependency()
     rows = first_tile * 16 + tl.arange(0, ROWS)
     x_rows = tl.program_id(0) * BATCH + tl.arange(0, BATCH)
-    columns = tl.arange(0, COLUMNS)
+    columns = tl.arange(0, WIDTH)
     is_x_row = x_rows < m
     x_at = x + x_rows[:, None] * K + (part * PART + columns)[None, :]
     sums = tl.zeros([ROWS, BATCH], tl.float32)
     for begin in tl.range(0, PART, COLUMNS, num_stages=STAGES):
-        elements = _load_elements(
-            weight,
-            scales,
-            outer_scales,
-            first_tile,
-            n,
-            (part * PART + begin) // WIDTH,
-            magic,
-            KIND,
-            FIRST,
-            GROUP,
-            PARTS,
-            K,
-            TILES,
-            FRAGMENTS,
-            HALF,
-            IS_SCALED,
-        )
-        x_part = tl.load(x_at + begin, mask=is_x_row[:, None], other=0.0)
-        sums = tl.dot(elements.to(dtype), tl.trans(x_part), sums)
+        # Fragment by fragment: of several, Triton would give a warp other rows than the matrix
+        # units do, and move the elements through shared memory.
+        for fragment in tl.static_range(FRAGMENTS):
+            elements = _load_elements(
+                weight,
+                scales,
+                outer_scales,
+                first_tile,
+                n,
+                (part * PART + begin) // WIDTH + fragment,
+                magic,
+                KIND,
+                FIRST,
+                GROUP,
+                PARTS,
+                K,
+                TILES,
+                1,
+                HALF,
+                IS_SCALED,
+            )
+            x_fragment = x_at + begin + fragment * WIDTH
+            x_part = tl.load(x_fragment, mask=is_x_row[:, None], other=0.0)
+            sums = tl.dot(elements.to(dtype), tl.trans(x_part), sums)
     if not IS_SCALED:
         scale_row = tl.minimum(rows, n - 1)
         sums *= _load_scales(scales, outer_scales, scale_row, 0, 0, 1, PARTS)[:, None]

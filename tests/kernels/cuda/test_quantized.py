@@ -65,14 +65,15 @@ def test_a_thread_s_words_have_its_rows_and_columns(name):
             bits = words[(block * 2 + half) * units + unit][4 * thread + word] % 2**32
             for r in range(2):
                 row = codes[32 * block + 16 * half + thread // 4 + 8 * r]
-                start = per_unit * unit + 4 * (thread % 4)
+                start = per_unit * unit + 2 * (thread % 4)
                 if name == "four bits":
-                    quad = row[start + 16 * word :][:4].tolist()
+                    columns = [start + 16 * word + 8 * h + j for h in range(2) for j in range(2)]
                     found = [bits >> 4 * (4 * (i % 2) + 2 * (i // 2) + r) & 15 for i in range(4)]
                 else:
-                    quad = row[start + 16 * (word // 2) + 2 * (word % 2) :][:2].tolist()
+                    first_column = start + 16 * (word // 2) + 8 * (word % 2)
+                    columns = [first_column, first_column + 1]
                     found = [bits >> 8 * (2 * i + r) & 255 for i in range(2)]
-                assert found == [int(x + first) % 256 for x in quad]
+                assert found == [int(x + first) % 256 for x in row[columns].tolist()]
 
 
 @pytest.mark.parametrize("name", FILES)
