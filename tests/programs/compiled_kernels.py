@@ -232,6 +232,8 @@ def _quantized(
     else:
         kernel = quantized.many_rows_kernel
         sizes["SPLITS"] = tile.splits
+        by_tens = capability // 10, capability % 10
+        sizes["AT_ONCE"] = quantized.fragments_at_once(sizes["FRAGMENTS"], by_tens)
     elements = tile.rows * tile.columns / (32 * tile.warps)
     job = Job(kernel, shape, capability, sizes, tile.warps, tile.stages, types, elements)
     return job if tile.splits == 1 else job._replace(types={**types, "out": "*fp32"})

@@ -23,6 +23,7 @@ Shapes: M rows, in any leading dimensions; N outputs, K inputs; G groups of K / 
 ROWS rows of the weight per program, and BATCH rows of x, those beyond M as zeros.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -122,7 +123,16 @@ def run(x: Tensor, weight: Blocks, tile: Tile, dtype: torch.dtype | None = None)
     if tile.splits > 1:
         parts = torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device)
     many_rows_kernel[-(-m // batch), programs, tile.splits](
-        x, parts, m, n, magic, *weight_arguments, BATCH=batch, SPLITS=tile.splits, **constants
+        x,
+        parts,
+        m,
+        n,
+        magic,
+        *weight_arguments,
+        BATCH=batch,
+        SPLITS=tile.splits,
+        AT_ONCE=fragments_at_once(constants["FRAGMENTS"], _capability(x.device)),
+        **constants,
     )
     if tile.splits > 1:
         count = out.numel()
@@ -150,6 +160,22 @@ def plain(weight: Blocks, first: int, end: int, dtype: torch.dtype) -> Tensor:
         FRAGMENTS=_PLAIN_COLUMNS // fragment_columns(weight.kind),
     )
     return out[: end - first]
+
+
+def fragments_at_once(fragments: int, capability: tuple[int, int]) -> int:
+    """Return how many of some fragments `many_rows_kernel` multiplies at once.
+
+    Matrix units take elements from registers in the order of one fragment. Of several, Triton would
+    give a warp other rows, and move the elements through shared memory. Those of the B200 read
+    their own memory, where each product costs a wait: they multiply all at once.
+    """
+    return fragments if capability[0] == 10 else 1
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU; (0, 0) for a CPU, which interprets the kernels."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def fragment_columns(kind: int) -> int:
@@ -571,6 +597,7 @@ def many_rows_kernel(
     TILES: tl.constexpr,
     FRAGMENTS: tl.constexpr,
     SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr = False,
 ) -> None:
@@ -590,14 +617,12 @@ def many_rows_kernel(
         wait_for_dependency()
     rows = first_tile * 16 + tl.arange(0, ROWS)
     x_rows = tl.program_id(0) * BATCH + tl.arange(0, BATCH)
-    columns = tl.arange(0, WIDTH)
+    columns = tl.arange(0, AT_ONCE * WIDTH)
     is_x_row = x_rows < m
     x_at = x + x_rows[:, None] * K + (part * PART + columns)[None, :]
     sums = tl.zeros([ROWS, BATCH], tl.float32)
     for begin in tl.range(0, PART, COLUMNS, num_stages=STAGES):
-        # Fragment by fragment: of several, Triton would give a warp other rows than the matrix
-        # units do, and move the elements through shared memory.
-        for fragment in tl.static_range(FRAGMENTS):
+        for fragment in tl.static_range(0, FRAGMENTS, AT_ONCE):
             elements = _load_elements(
                 weight,
                 scales,
@@ -612,7 +637,7 @@ def many_rows_kernel(
                 PARTS,
                 K,
                 TILES,
-                1,
+                AT_ONCE,
                 HALF,
                 IS_SCALED,
             )

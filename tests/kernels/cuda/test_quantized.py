@@ -52,6 +52,21 @@ def test_products_are_those_of_the_numbers_in_the_file(poisoned, dtype, name):
         assert ((got - exact).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_fragments_are_multiplied_at_once_on_a_b200(poisoned, monkeypatch, name):
+    """The sum is the same, in which only the order of additions may differ."""
+    weight = held(name).blocks()
+    assert weight is not None and gpu.fragments_at_once(4, (10, 0)) == 4
+    assert gpu.fragments_at_once(4, (9, 0)) == gpu.fragments_at_once(4, (8, 0)) == 1
+    x = rows(40, weight.shape[1], torch.float32)
+    expected = gpu.run(x, weight, TILES[40], torch.float32)
+    monkeypatch.setattr(gpu, "_capability", lambda device: (10, 0))
+    with poisoned():
+        found = gpu.run(x, weight, TILES[40], torch.float32)
+    bound = coded_bound(x, FILES[name], few_rows=False)
+    assert ((found - expected).abs() <= 2 * bound).all()
+
+
 @pytest.mark.parametrize("name", ["a byte", "four bits", "e4m3"])
 def test_a_thread_s_words_have_its_rows_and_columns(name):
     """The order of elements is that of the module's description, written as loops."""
