@@ -644,7 +644,7 @@ def test_a_bad_engine_argument_is_an_error_that_names_it(fields, message):
 def test_a_bad_request_is_an_error_that_names_what_is_wrong(llm, engine):
     asked = greedy()
     for prompt, message in [
-        ({"prompt": "x", "multi_modal_data": {}}, "a prompt does not support multi_modal_data={}"),
+        ({"prompt": "x", "multi_modal_data": {"image": 1}}, "the model reads text alone"),
         ({}, "the prompt {} must be a string, a list of token ids, or a dict"),
         ([1, "x"], "prompt 0 holds 'x'"),
         (7, "prompts must be a prompt or a list of them, got int"),

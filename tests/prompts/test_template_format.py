@@ -248,7 +248,7 @@ def test_meta_s_format_is_chosen_for_the_templates_that_write_it(tool_format):
         ('~ "<|eot_id|>" }}\n    {%- endif %}', '~ "<|eot_id|> " }}\n    {%- endif %}'),
         ("{{- bos_token }}", ""),
         ('{{- header("assistant") }}\n{%- endif %}', '{{- header("model") }}\n{%- endif %}'),
-        (".strip() ~", " ~ '.' ~"),
+        ("text_of(content).strip() }}", "text_of(content) ~ '.' }}"),
     ],
 )
 def test_meta_s_format_is_not_chosen_where_a_turn_differs(tool_format, old, new):
@@ -276,7 +276,7 @@ NEAR_META = {
         "{{- header('system') ~ 'Be brief.<|eot_id|>' }}{%- endif %}",
     ),
     "white space is kept": NO_DATES.replace(
-        "text_of(turn.message.content).strip()", "text_of(turn.message.content)"
+        "{{- text_of(content).strip() }}", "{{- text_of(content) }}"
     ),
     "results under another name": NO_DATES.replace('header("ipython")', 'header("tool")'),
     "llama 3.0": LLAMA,
