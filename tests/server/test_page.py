@@ -4,12 +4,15 @@ Skipped without playwright or a Chromium. Answers that a model would not give on
 scripted stream, in OpenAI's format.
 """
 
+import base64
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from helpers.browser import (
     CONTRAST,
@@ -829,14 +832,14 @@ def test_text_files_are_attached(page):
     many = {
         "a.txt": b"one\n```\ntwo\n",
         "b.csv": "\ufeffx,é\n".encode(),
-        "c.png": b"\x89PNG\0\xff",
+        "c.bin": b"\x89PNG\0\xff",
         "d.txt": b"x" * 1_000_001,
         "e.md": b"gone",
     }
     page.set_input_files(
         "#files", [{"name": name, "mimeType": "", "buffer": data} for name, data in many.items()]
     )
-    page.wait_for_selector("#chat-problem >> text=c.png is not text")
+    page.wait_for_selector("#chat-problem >> text=c.bin is not text")
     assert "d.txt has 1.0 MB: the limit for a file is 1.0 MB." in page.inner_text("#chat-problem")
     page.get_by_label("Remove e.md").click()
     page.evaluate("""() => {
@@ -866,6 +869,51 @@ def test_text_files_are_attached(page):
     settings(page, max_tokens="2")
     page.click("text=Retry")
     assert answer_of(page), "the server takes them"
+
+
+def png(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(file, "PNG")
+    return file.getvalue()
+
+
+def test_images_are_attached(page):
+    """They are data: URLs before the texts; a large one is shrunk, and one can be pasted."""
+    script(page, [{"content": "Seen"}])
+    small, wide = (png(*size) for size in ((8, 8), (3000, 30)))
+    page.set_input_files(
+        "#files",
+        [
+            {"name": "a.txt", "mimeType": "text/plain", "buffer": b"x"},
+            {"name": "small.png", "mimeType": "image/png", "buffer": small},
+            {"name": "wide.png", "mimeType": "image/png", "buffer": wide},
+            {"name": "bad.png", "mimeType": "image/png", "buffer": b"x"},
+        ],
+    )
+    page.wait_for_selector("#chat-problem >> text=bad.png is no image")
+    paste = """(bytes) => {
+        const clipboardData = new DataTransfer();
+        const file = new File([new Uint8Array(bytes)], "p.png", { type: "image/png" });
+        clipboardData.items.add(file);
+        document.querySelector("#message").dispatchEvent(
+            new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }));
+    }"""
+    page.evaluate(paste, list(small))
+    page.wait_for_function("() => document.querySelectorAll('.chip').length === 4")
+    with bodies_of(page) as bodies:
+        send(page, "What is this?")
+        answer_of(page)
+    parts = bodies[0]["messages"][0]["content"]
+    assert [part["type"] for part in parts] == ["image_url"] * 3 + ["text"] * 2
+    files = [base64.b64decode(part["image_url"]["url"].partition(",")[2]) for part in parts[:3]]
+    assert files[0] == files[2] == small
+    assert Image.open(io.BytesIO(files[1])).size == (2240, 22)
+    page.reload()
+    page.click("article.user summary >> text=small.png")
+    assert page.is_visible("article.user img")
+    page.unroute("**/v1/chat/completions")
+    page.click("text=Retry")
+    page.wait_for_selector("text=the model reads text alone")
 
 
 def test_the_header_stays_and_the_page_does_not_jump(page):

@@ -7,7 +7,7 @@ function fileText({ name, text }) {
   return `File ${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
 }
 
-/** The messages that the server gets; the files of a question come before it, as text. */
+/** The messages that the server gets; the files of a question come before it, first its images. */
 function requestMessages(messages) {
   const system = $("system").value.trim();
   const first = system ? [{ role: "system", content: system }] : [];
@@ -20,9 +20,20 @@ function requestMessage(message) {
   if (sent.role === "assistant" && !sent.content && !sent.tool_calls) return null;
   if (sent.role === "tool") delete sent.name;
   if (!files.length) return sent;
-  const parts = [...files.map(fileText), sent.content].filter(Boolean);
-  return { ...sent, content: parts.map((text) => ({ type: "text", text })) };
+  const images = files.filter((file) => file.image);
+  const texts = [...files.filter((file) => !file.image).map(fileText), sent.content];
+  const content = [
+    ...images.map(({ image }) => ({ type: "image_url", image_url: { url: image } })),
+    ...texts.filter(Boolean).map((text) => ({ type: "text", text })),
+  ];
+  return { ...sent, content };
 }
+
+/** A body without the files of its images, each of which is one token, whatever it shows. */
+const withoutImages = (body) =>
+  JSON.stringify(body, (key, value) =>
+    key === "url" && DATA_URL.test(value) ? "data:image/png;base64," : value,
+  );
 
 const MIN_ANSWER = 1024; // tokens kept for an answer without a limit; a quarter of a small context
 const SHARE_KEPT = 0.75; // of the context, once it is full: the next turns then drop nothing more
@@ -37,8 +48,8 @@ function promptFields(messages, kept) {
 
 /** Whether a prompt has at most `limit` tokens. */
 async function fits(fields, limit, signal) {
-  if (numBytes(JSON.stringify(fields)) < limit) return true; // A token has a byte at least.
-  const body = JSON.stringify({ model: modelName ?? undefined, ...fields });
+  if (numBytes(withoutImages(fields)) < limit) return true; // A token has a byte at least.
+  const body = withoutImages({ model: modelName ?? undefined, ...fields });
   try {
     const response = await ask("tokenize", { method: "POST", body, signal });
     return (await response.json()).count <= limit;

@@ -94,10 +94,11 @@ function readContent(chat, given) {
   const { role } = given;
   const content = text(given.content ?? "");
   if (role === "user") {
-    const files = (given.files ?? []).map((file) => ({
-      name: text(file.name),
-      text: text(file.text),
-    }));
+    const files = (given.files ?? []).map((file) => {
+      if (file.image === undefined) return { name: text(file.name), text: text(file.text) };
+      if (!DATA_URL.test(text(file.image))) throw new TypeError("an image is no data: URL");
+      return { name: text(file.name), image: file.image };
+    });
     return { role, content, files };
   }
   if (role === "tool")

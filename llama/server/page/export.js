@@ -23,7 +23,7 @@ async function exportJson(title, ids) {
 function asMarkdown({ head, messages }) {
   const parts = messages.flatMap((message) => [
     `## ${SPEAKERS[message.role](message)}`,
-    ...(message.files ?? []).map(fileText),
+    ...(message.files ?? []).map((file) => (file.image ? `Image ${file.name}` : fileText(file))),
     message.content,
     ...(message.tool_calls ?? []).map(
       (call) => `Calls ${call.function.name}: \`${call.function.arguments}\``,

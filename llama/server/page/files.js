@@ -1,9 +1,13 @@
 /* ---- attached files ---- */
 
 const MAX_FILE_BYTES = 1_000_000;
-// The limit for all files of a message; the server accepts 8 MiB of JSON.
+// The limit for all files of a message; the server accepts 8 MiB of JSON, or 32 with images.
 const MAX_TOTAL_BYTES = 4_000_000;
-let attached = []; // files of the next message, as {name, text}
+const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
+const MAX_SIDE = 2240; // pixels of an image: a model with four tiles sees no more
+const MAX_IMAGE_BYTES = 2_000_000; // beyond it an image is encoded again
+const DATA_URL = /^data:image\//;
+let attached = []; // files of the next message, as {name, text} or {name, image}
 
 const sizeOf = (count) =>
   count < 1000
@@ -12,6 +16,7 @@ const sizeOf = (count) =>
       ? `${(count / 1e3).toFixed(1)} kB`
       : `${(count / 1e6).toFixed(1)} MB`;
 const numBytes = (text) => new Blob([text]).size;
+const contentOf = (file) => file.image ?? file.text;
 
 /** The text of a file; throw a Problem if it is too large or not text. */
 async function readText(file) {
@@ -31,20 +36,43 @@ async function readText(file) {
   return text.replace(/^\ufeff/, "");
 }
 
+/** An image as a data: URL, shrunk if it is large; throw a Problem if it is none. */
+async function readImage(file) {
+  const bitmap = await createImageBitmap(file).catch(() => {
+    throw new Problem(`${file.name} is no image that this browser reads.`);
+  });
+  const scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
+  if (scale === 1 && file.size <= MAX_IMAGE_BYTES) {
+    const reader = new FileReader();
+    const hasRead = new Promise((resolve) => reader.addEventListener("load", resolve));
+    reader.readAsDataURL(file);
+    await hasRead;
+    return reader.result;
+  }
+  const canvas = document.createElement("canvas");
+  canvas.width = Math.max(1, Math.round(bitmap.width * scale));
+  canvas.height = Math.max(1, Math.round(bitmap.height * scale));
+  canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/webp", 0.9);
+}
+
+/** A file of a message: an image, or text. */
+async function readFile(file) {
+  if (IMAGE_TYPES.includes(file.type)) return { name: file.name, image: await readImage(file) };
+  return { name: file.name, text: await readText(file) };
+}
+
 async function attach(files) {
   const problems = [];
   for (const file of files) {
     try {
-      const text = await readText(file);
-      const total = [text, ...attached.map((each) => each.text)].reduce(
-        (sum, each) => sum + numBytes(each),
-        0,
-      );
+      const read = await readFile(file);
+      const total = [read, ...attached].reduce((sum, each) => sum + numBytes(contentOf(each)), 0);
       if (total > MAX_TOTAL_BYTES)
         throw new Problem(
           `${file.name} is too large: the limit for all files of a message is ${sizeOf(MAX_TOTAL_BYTES)}.`,
         );
-      attached.push({ name: file.name, text });
+      attached.push(read);
     } catch (error) {
       problems.push(error.message);
     }
@@ -76,7 +104,7 @@ function showAttached() {
   );
 }
 
-const fileName = (file) => [file.name, make("small", {}, sizeOf(numBytes(file.text)))];
+const fileName = (file) => [file.name, make("small", {}, sizeOf(numBytes(contentOf(file))))];
 const fileList = (files) =>
   make(
     "div",
@@ -86,7 +114,7 @@ const fileList = (files) =>
         "details",
         { className: "file" },
         make("summary", {}, ...fileName(file)),
-        make("pre", {}, file.text),
+        file.image ? make("img", { src: file.image, alt: file.name }) : make("pre", {}, file.text),
       ),
     ),
   );

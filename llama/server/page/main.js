@@ -70,6 +70,12 @@ onClick("log", (event) => {
 });
 
 onFiles("attach", "files", attach);
+on($("message"), "paste", (event) => {
+  const { files, types } = event.clipboardData;
+  if (!files.length || types.includes("text/plain")) return; // such as cells of a table
+  event.preventDefault();
+  attach([...files]);
+});
 const showDrop = (isOver) => $("composer").classList.toggle("drop", isOver);
 const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
 on(document, "dragover", (event) => {
