@@ -133,7 +133,8 @@ class Scheduler:
         while row < len(self.running) and budget > 0:
             seq = self.running[row]
             is_ready = seq not in left_out and not seq.ends_with_pending
-            count = min(seq.num_new, budget) if is_ready else 0
+            num_new = seq.num_new
+            count = min(num_new, budget) if is_ready else 0
             count = min(count, self._most_tokens(seq, chosen))
             if count > 1:
                 shares = shares or self._prompt_shares(budget, row, left_out)
@@ -143,14 +144,14 @@ class Scheduler:
             if not self._grow(seq, count):
                 continue  # it was preempted: the next one is at its row
             if count:
-                is_prompt = seq.num_new > 1
                 num_loaded = self._load(seq, count)
                 chosen.append(self._schedule(seq, count - num_loaded))
                 cost = self._side_cost(chosen[-1])
                 budget -= count + cost
-                is_first &= not (is_prompt or cost)
-                if shares is not None and (is_prompt or cost):
-                    shares.take(seq.spec.sender, count + cost)
+                if num_new > 1 or cost:
+                    is_first = False
+                    if shares is not None:
+                        shares.take(seq.spec.sender, count + cost)
             row += 1
         while self.waiting and len(self.running) < self.max_batch_size:
             shares = shares or self._prompt_shares(budget, row, left_out)

@@ -105,7 +105,8 @@ def _step(lengths: Sequence[int], count: int = 1, numbers: Sequence[int] | int =
     fields[2] = positions
     fields[3] = slots
     fields[4] = numbers
-    return DecodeStep(fields, [count] * len(pages), list(pages))
+    ends = count * np.arange(1, len(pages) + 1)
+    return DecodeStep(fields, ends, list(pages))
 
 
 def _seconds(at: Section, run: functools.partial) -> float:

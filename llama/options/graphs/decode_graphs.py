@@ -91,7 +91,7 @@ class DecodeGraphs:
         self._last_ids = last_ids.ids
         self._page_size = kv_cache.shape[3]
         self._max_pages = -(-model.params.max_seq_len // self._page_size)
-        max_rows = len(self._last_ids)
+        self._max_rows = max_rows = len(self._last_ids)
         device = kv_cache.device
         heads = model.norm.weight.new_empty(0, model.plan.n_heads, model.plan.head_dim)
         self._most = min(max_queries, queries_at_once(model.kernels, heads, kv_cache[0]))
@@ -147,7 +147,7 @@ class DecodeGraphs:
             RuntimeError: The model of one rank of a group has changed. Either all ranks of a group
                 replay a step or none (NCCL, "CUDA Graphs").
         """
-        if num_rows > len(self._last_ids):
+        if num_rows > self._max_rows:
             return False
         path = self._model.execution_path()
         is_hooked = path is None and self._kv_cache.is_cuda

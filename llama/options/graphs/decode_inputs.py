@@ -31,12 +31,12 @@ class DecodeStep:
 
     Attributes:
         fields: (5, n) int64: token, source, position, slot and adapter of each row.
-        counts: (m) The rows of each group.
+        ends: (m) int64: the row after the last of each group.
         pages: The pages of each group's sequence. Pages that are appended later do no harm.
     """
 
     fields: np.ndarray
-    counts: Seq[int]
+    ends: np.ndarray
     pages: list[Seq[int]]
 
     @classmethod
@@ -69,7 +69,7 @@ class DecodeStep:
         fields[4] = adapters
         pages: list[Seq[int]] = [item.sequence.pages for item in scheduled]
         if most == 1:
-            return cls(fields, [1] * len(pages), pages)
+            return cls(fields, np.arange(1, len(pages) + 1), pages)
         return cls(fields, *_groups(pages, starts.tolist(), most))
 
     @property
@@ -84,31 +84,32 @@ class DecodeStep:
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of each group's sequence up to its last row: (m)."""
-        ends = np.cumsum(self.counts, dtype=np.int64)
-        lengths: np.ndarray = self.fields[2][ends - 1] + 1
+        lengths: np.ndarray = self.fields[2][self.ends - 1] + 1
         return lengths
 
 
 def _groups(
     pages: list[Seq[int]], starts: list[int], most: int
-) -> tuple[list[int], list[Seq[int]]]:
-    """Return the rows and the pages of each group of at most `most` rows.
+) -> tuple[np.ndarray, list[Seq[int]]]:
+    """Return the ends and the pages of the groups of at most `most` rows.
 
     Args:
         pages: The pages of each row's sequence: the same object for the rows of one sequence.
         starts: The position of each row.
         most: The maximum number of rows of a group.
     """
-    counts: list[int] = []
+    ends: list[int] = []
     found: list[Seq[int]] = []
+    first = 0  # the first row of the last group
     for row, start in enumerate(starts):
         is_next = found and found[-1] is pages[row] and start == starts[row - 1] + 1
-        if is_next and counts[-1] < most:
-            counts[-1] += 1
+        if is_next and row - first < most:
+            ends[-1] = row + 1
         else:
-            counts.append(1)
+            first = row
+            ends.append(row + 1)
             found.append(pages[row])
-    return counts, found
+    return np.array(ends, np.int64), found
 
 
 class DecodeInputs:
@@ -188,16 +189,18 @@ class DecodeInputs:
     def fill(self, step: DecodeStep, rows: int) -> None:
         """Copy the inputs of a step of at most `rows` rows to the device."""
         n = step.fields.shape[1]
-        m = len(step.counts)
+        m = len(step.ends)
         num_unused = rows - n
-        host = np.zeros(len(self._fields), np.int64)
-        fields = host[: _ROW_FIELDS * self._max_rows].reshape(_ROW_FIELDS, -1)
+        num_fields = _ROW_FIELDS * self._max_rows
+        host = np.zeros(num_fields + 2 * self._max_rows + 1, np.int64)
+        fields = host[:num_fields].reshape(_ROW_FIELDS, -1)
         fields[:, :n] = step.fields
         fields[:, n:] = self._unused_row
-        lengths, starts = np.split(host[_ROW_FIELDS * self._max_rows :], [self._max_rows])
+        lengths = host[num_fields : num_fields + self._max_rows]
+        starts = host[num_fields + self._max_rows :]
         lengths[:m] = step.lengths()
         lengths[m : m + num_unused] = 1
-        starts[1 : m + 1] = np.cumsum(step.counts)
+        starts[1 : m + 1] = step.ends
         starts[m + 1 : m + 1 + num_unused] = np.arange(n + 1, rows + 1)
         starts[m + 1 + num_unused :] = rows
         sent = pinned(host, self._fields.device)

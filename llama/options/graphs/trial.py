@@ -96,7 +96,7 @@ def _step(tokens: np.ndarray, width: int, num_pages: int, page_size: int) -> Dec
         [(last + 1 + j) % num_pages for j in range(-count, 0)]
         for last, count in zip(last_pages.tolist(), counts.tolist(), strict=True)
     ]
-    return DecodeStep(fields, [1] * len(pages), list(pages))
+    return DecodeStep(fields, np.arange(1, len(pages) + 1), list(pages))
 
 
 def _clear(kv_cache: Tensor, slots: Tensor, zeros: Tensor) -> None:
