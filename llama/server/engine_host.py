@@ -46,7 +46,8 @@ class EngineHost:
     a thread of their own runs.
 
     Attributes:
-        silence_s: seconds without an answer after which an API process is ended.
+        silence_s: seconds of an API process without an answer after which it is ended; see
+            `until_done`.
         failure: why the server cannot go on.
     """
 
@@ -218,12 +219,12 @@ class EngineHost:
         self._num_deaths = 0
 
     async def _watch(self, process: ApiProcess) -> None:
-        """End a process that does not answer."""
+        """End a process that does not answer although it could."""
         try:
-            await process.side.ask("ping", _START_S)
+            await process.until_answer(_START_S)
             while True:
                 await asyncio.sleep(min(_PING_S, self.silence_s))
-                await process.side.ask("ping", self.silence_s)
+                await process.until_answer(self.silence_s)
         except TimeoutError:
             log.error("API process %d does not answer: it is ended", process.process.pid)
             process.process.kill()
