@@ -6,7 +6,8 @@ shared memory is printed. Kernels are compiled in bfloat16, at the shapes
 of real models. Each line on stdout is JSON: the kernel, the shape and the capability, registers per
 thread, bytes of stack and accesses to spilled values, bytes of shared memory, the kinds of matrix
 products, how many loads read 16 bytes at once, how many of these go to shared memory past the
-registers, and what accesses memory before the wait of a programmatic dependent launch.
+registers, what accesses memory before the wait of a programmatic dependent launch, and of each loop
+with matrix products its instructions, selections and waits for products of wgmma.
 TRITON_INTERPRET must not be set.
 """
 
@@ -33,6 +34,7 @@ from llama.ops.adapters import FIELDS, MAX_PARTS, RANK_STEP
 
 _AMD = "gfx942"
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+_MMA = re.compile(r"\b[HQ]G?MMA\b")
 _TYPES = {  # argument types, by name
     **dict.fromkeys(
         ("queries", "kv_cache", "out", "x", "delta", "weight", "total", "qkv"), "*bf16"
@@ -265,12 +267,13 @@ def compiled(job: Job) -> dict[str, Any]:
         "registers": int(found[1]), "stack": int(found[2]),
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "shared": kernel.metadata.shared,
-        "products": sorted(set(re.findall(r"\b[HQ]G?MMA\b", code))),
+        "products": sorted(set(_MMA.findall(code))),
         "vectors": len(re.findall(r"\bLDG\.\S*128\b", code)),
         "copies": len(re.findall(r"\bLDGSTS\S*128\b", code)),
         "before_wait": _before_wait(code),
         "per_element": round(len(_loop(code)) / job.elements, 2) if job.elements else None,
         "loop": _counts(code, job.elements) if job.elements else None,
+        "product_loops": [_summary(loop) for loop in _loops(code) if _MMA.search("".join(loop))],
     }  # fmt: skip
 
 
@@ -289,15 +292,29 @@ def _before_wait(code: str) -> list[str] | None:
 
 def _loop(code: str) -> list[str]:
     """Return the instructions of the longest loop."""
+    return max(_loops(code), key=len, default=[])
+
+
+def _loops(code: str) -> list[list[str]]:
+    """Return the instructions of each loop, in the order of their ends."""
     found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)
     lines = [(int(address, 16), text) for address, text in found]
-    longest: list[str] = []
+    found_loops = []
     for end, text in lines:
         jump = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)
         if jump and int(jump[1], 16) < end:
             body = [x for address, x in lines if int(jump[1], 16) <= address <= end]
-            longest = max(longest, body, key=len)
-    return longest
+            found_loops.append(body)
+    return found_loops
+
+
+def _summary(loop: list[str]) -> dict[str, int]:
+    """Return the instructions, selections and waits for wgmma of a loop."""
+    return {
+        "instructions": len(loop),
+        "selections": sum(bool(re.search(r"\bFSEL\b", x)) for x in loop),
+        "waits": sum("WARPGROUP.DEPBAR" in x for x in loop),
+    }
 
 
 def _counts(code: str, elements: float) -> dict[str, float]:

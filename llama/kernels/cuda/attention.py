@@ -12,8 +12,8 @@ when all others have ended. The size follows from the sum of all lengths, and th
 depend on its neighbours' lengths in their last bits.
 
 In prefill a program finds its sequence by a binary search in query_starts, as in vLLM's unified
-Triton attention. Lengths are read on the device alone, so that a CUDA graph can replay a step with
-other lengths.
+Triton attention. It has two loops: over the diagonal, and over the keys before it, without masks.
+Lengths are read on the device alone, so that a CUDA graph can replay a step with other lengths.
 
 Over 400 lines: the launchers and the kernels depend on the same layouts and tile sizes. Two kernels
 have over 60 lines, as Triton passes each pointer and size as an argument of its own.
@@ -269,11 +269,24 @@ def _load_scale(pointers: tl.tensor, is_valid: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _nothing_seen(ROWS: tl.constexpr, D: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the sums, the largest scores and the sums of weights of rows before the first key.
+
+    The scores are finite: a row that sees nothing yet gives no NaN.
+    """
+    peak = tl.full([ROWS], -1.0e30, tl.float32)
+    return tl.zeros([ROWS, D], tl.float32), peak, tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
 def _attend(
     q: tl.tensor,
     last_visible: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
+    sums: tl.tensor,
+    peak: tl.tensor,
+    total: tl.tensor,
     head: tl.tensor,
     kv_cache: tl.tensor,
     kv_scales: tl.tensor,
@@ -284,28 +297,26 @@ def _attend(
     D: tl.constexpr,
     S: tl.constexpr,
     W: tl.constexpr,
-    ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     WIDE: tl.constexpr,
+    IS_WHOLE: tl.constexpr = False,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Attend with rows q (ROWS, D) to positions [begin, end) of one sequence and KV head.
 
     last_visible (ROWS) is the last position that each row may see, None if each may see all, and
-    head is the KV head. plane
-    is the number of elements between a key and its value, table points to the pages of the
-    sequence, and score_scale is the factor of scores for a softmax in powers of 2.
+    head is the KV head. plane is the number of elements between a key and its value, table points
+    to the pages of the sequence, and score_scale, which is positive, is the factor of scores for a
+    softmax in powers of 2. IS_WHOLE: KEYS divides begin and end, so that no load has a mask.
 
     Returns:
-        The weighted sums (ROWS, D), each row's largest score, and its sum of weights.
+        The weighted sums (ROWS, D), each row's largest score, and its sum of weights, all of them
+        continued from `sums`, `peak` and `total`, which `_nothing_seen` begins.
     """
-    peak = tl.full([ROWS], -1.0e30, tl.float32)  # finite: a row that sees nothing yet gives no NaN
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, D], tl.float32)
     dims = tl.arange(0, D)
     steps = tl.arange(0, KEYS)
     for start in range(begin, end, KEYS):
         position = start + steps
-        is_valid = position < end
+        is_valid = tl.full([KEYS], True, tl.int1) if IS_WHOLE else position < end
         page = tl.load(table + position // S, mask=is_valid, other=0)
         if not WIDE:
             page = page.to(tl.int32)  # offsets of 64 bits would take twice the registers
@@ -314,15 +325,15 @@ def _attend(
         key_at = row_at[:, None] + dims[None, :]
         scale_at = (page + S * K * D) // 2 + head * S + position % S
         block = tl.load(kv_cache + key_at, mask=is_valid[:, None], other=0)
-        scores = tl.dot(q, tl.trans(block.to(q.dtype))) * score_scale
+        scores = tl.dot(q, tl.trans(block.to(q.dtype)))
         if kv_scales is not None:
             scores *= _load_scale(kv_scales + scale_at, is_valid)[None, :]
         is_visible = is_valid[None, :]
         if last_visible is not None:
             is_visible &= position[None, :] <= last_visible[:, None]
         scores = tl.where(is_visible, scores, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
+        weights = tl.exp2(scores * score_scale - new_peak[:, None])
         fade = tl.exp2(peak - new_peak)
         total = total * fade + tl.sum(weights, 1)
         block = tl.load(kv_cache + plane + key_at, mask=is_valid[:, None], other=0)
@@ -456,11 +467,15 @@ def decode_kernel(
     query_at = ((start + query) * H + query_head)[:, None] * D + dims[None, :]
     q = tl.load(queries + query_at, mask=is_row[:, None], other=0.0)
     last_visible = None if IS_SINGLE else length - count + query
+    sums, peak, total = _nothing_seen(ROWS, D)
     sums, peak, total = _attend(
         q,
         last_visible,
         begin,
         end,
+        sums,
+        peak,
+        total,
         head,
         kv_cache,
         kv_scales,
@@ -471,7 +486,6 @@ def decode_kernel(
         D,
         S,
         W,
-        ROWS,
         KEYS,
         WIDE,
     )
@@ -612,26 +626,35 @@ def prefill_kernel(
     row_at = (query * H + head * G + rows % G) * D
     query_at = row_at[:, None] + dims[None, :]
     q = tl.load(queries + start * (H * D) + query_at, mask=is_row[:, None], other=0.0)
+    # The blocks of keys up to the first query need no mask. The diagonal is first: if it is second,
+    # ptxas makes each product of wgmma wait for the one before.
+    whole = (past + index * BLOCK + 1) // KEYS * KEYS
     end = tl.minimum(length, past + (index + 1) * BLOCK)
-    sums, _, total = _attend(
-        q,
-        past + query,
-        0,
-        end,
-        head,
-        kv_cache,
-        kv_scales,
-        plane,
-        table + seq.to(tl.int64) * width,
-        score_scale,
-        K,
-        D,
-        S,
-        W,
-        ROWS,
-        KEYS,
-        WIDE,
-    )
+    pages = table + seq.to(tl.int64) * width
+    sums, peak, total = _nothing_seen(ROWS, D)
+    for IS_WHOLE in tl.static_range(2):
+        sums, peak, total = _attend(
+            q,
+            None if IS_WHOLE else past + query,
+            0 if IS_WHOLE else whole,
+            whole if IS_WHOLE else end,
+            sums,
+            peak,
+            total,
+            head,
+            kv_cache,
+            kv_scales,
+            plane,
+            pages,
+            score_scale,
+            K,
+            D,
+            S,
+            W,
+            KEYS,
+            WIDE,
+            IS_WHOLE,
+        )
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]
     out_at = out + start * (H * D) + query_at
     tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_row[:, None])

@@ -135,8 +135,11 @@ def test_several_queries_of_a_sequence(monkeypatch, poisoned, launches, counts, 
 
 @pytest.mark.parametrize("shape, page_size, _, dtype", TYPED)
 def test_prefill(monkeypatch, poisoned, launches, dtype, shape, page_size, _):
-    """Prefill is right for whole prompts and chunks, longer and shorter than a block of queries."""
-    check(Case([65, 17, 63, 130], [65, 2, 63, 40], dtype, shape, page_size), poisoned)
+    """Prefill is right for whole prompts and chunks, longer and shorter than a block of queries.
+
+    The last query of 128 sees whole blocks of keys alone.
+    """
+    check(Case([65, 17, 63, 130, 128], [65, 2, 63, 40, 17], dtype, shape, page_size), poisoned)
     assert launches == ["prefill_kernel"]
 
 

@@ -33,7 +33,7 @@ def test_kernels_keep_their_numbers_in_registers(compiled):
     They use at most 200 registers, so that a processor runs several programs. A prefill over 8 bits
     is allowed one program, and so are products of 128 rows, and of 16 rows in groups of 16 columns.
     Decode over 8 bits with offsets of 64 bits has two programs. Attention of drafts over 8 bits may
-    spill two values.
+    spill two values, and prefill with eight heads two addresses of the result, outside its loops.
     """
     assert {x["capability"] for x in compiled} == {80, 90}
     most = {x["shape"]: 224 for x in compiled if x["kernel"] == "prefill_kernel"}
@@ -44,10 +44,17 @@ def test_kernels_keep_their_numbers_in_registers(compiled):
     bad = [
         x
         for x in compiled
-        if ((x["spills"] or x["stack"]) and "8 queries, 8 bits" not in x["shape"])
+        if ((x["spills"] or x["stack"]) and not _may_spill(x))
         or x["registers"] > most.get(x["shape"], 200)
     ]
     assert not bad, bad
+
+
+def _may_spill(x: dict[str, Any]) -> bool:
+    """Return whether a kernel is one of two that spill two values on some GPU."""
+    if x["kernel"] == "prefill_kernel":
+        return x["shape"] == "70B of 8 ranks" and x["spills"] <= 4
+    return "8 queries, 8 bits" in x["shape"]
 
 
 @pytest.mark.slow
@@ -68,6 +75,22 @@ def test_products_use_the_matrix_units_and_load_ahead(compiled):
         elif x["kernel"] != "merge_kernel":
             assert x["vectors"], x
         assert x["shared"] <= 99 * 1024, x  # the smallest limit of these devices
+
+
+@pytest.mark.slow
+def test_prefill_masks_scores_on_the_diagonal_alone(compiled):
+    """Prefill has a loop for the diagonal, and one that masks nothing and is shorter.
+
+    In neither does ptxas make a product of wgmma wait for the one before: it does so where it finds
+    the accumulators written between them, and the loop still has the same instructions.
+    """
+    found = [x for x in compiled if x["kernel"] == "prefill_kernel"]
+    assert found
+    for x in found:
+        diagonal, whole = x["product_loops"]
+        assert diagonal["selections"] > 0 == whole["selections"], x
+        assert whole["instructions"] < 0.95 * diagonal["instructions"], x
+        assert max(diagonal["waits"], whole["waits"]) <= 2, x
 
 
 @pytest.mark.slow
