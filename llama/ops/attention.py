@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llama.ops.batch import Batch
+from llama.ops.kernels import Kernels
 from llama.ops.kv_cache import format_of
 
 _GATHERED_BYTES = 1 << 29  # bytes of keys and values that the PyTorch body copies at once
@@ -67,6 +68,24 @@ def paged_attention(
         out[start:end] = _prefill(queries[start:end], kv_cache, pages, seq_len, is_causal)
         start = end
     return out
+
+
+def attention(heads: Tensor, scale: float, kernels: Kernels) -> Tensor:
+    """Return what rows attend to among all of them, without a mask.
+
+    Args:
+        heads: The queries, keys and values (3, H, T, D).
+        scale: The factor of the scores.
+        kernels: The kernels that may run.
+
+    Returns:
+        (H, T, D).
+    """
+    attended: Tensor | None = kernels.run("attention", heads, scale)
+    if attended is not None:
+        return attended
+    queries, keys, values = heads[:, None]
+    return _sdpa(queries, keys, values, scale=scale)[0]
 
 
 def _recorded(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:

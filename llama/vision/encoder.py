@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from llama.model.args import ModelArgs, VisionArgs
 from llama.model.layers import ColumnParallelLinear, Linear, RowParallelLinear, unfilled
+from llama.ops.attention import attention
 from llama.ops.batch import ForwardContext
 from llama.ranks.parallel import Parallel
 from llama.vision.tensors import VisionShare
@@ -29,6 +30,7 @@ from llama.vision.tensors import VisionShare
 _EPS = 1e-5
 # What a score of padding for padding loses, before the scale: its weight becomes 0 in every type.
 _MASKED = 1e4
+_MULTIPLE = 32  # elements of a head for which the kernels compute attention
 # The mean and the deviation of the pixels' channels (CLIP's).
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
@@ -101,51 +103,40 @@ class _KeyWeights:
     """How rows attend to rows of which some stand for several, and some are padding.
 
     Attributes:
-        num_rows: R.
-        of_queries: (R, 3) Further elements of each query.
-        of_keys: (R, 3) Further elements of each key.
+        weights: (R) How many rows each one stands for.
+        is_padding: (R) Whether a row is padding.
     """
 
-    def __init__(self, num_real: int, counts: Sequence[tuple[int, int]], like: Tensor) -> None:
+    def __init__(self, num_real: int, counts: Sequence[tuple[int, int]]) -> None:
         """Describe the rows.
 
         Args:
             num_real: The rows that are no padding, which come first.
             counts: Numbers of rows of padding, one after the other, and how many rows each of them
                 stands for.
-            like: A tensor of the type and device.
         """
         counted = [(num_real, 1), *counts]
-        self.num_rows = sum(number for number, _ in counted)
-        weights = torch.cat([torch.full((n,), float(count)) for n, count in counted])
-        is_padding = torch.arange(self.num_rows) >= num_real
-        self._columns = (weights, is_padding)
-        self._like = like
+        self.weights = torch.cat([torch.full((n,), float(count)) for n, count in counted])
+        self.is_padding = torch.arange(len(self.weights)) >= num_real
 
-    def padded(
-        self, queries: Tensor, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return heads with further elements: (R, H, D) -> (1, H, R, D') each."""
-        head_dim = queries.shape[-1]
-        weights, is_padding = self._columns
+    def widened(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Return heads with further elements: (R, H, D) each -> (3, H, R, D')."""
+        num_rows, n_heads, head_dim = queries.shape
         # The scores are divided by the root of D. The logarithm has two parts, as bf16 has 8 bits.
-        logs = weights.log() * math.sqrt(head_dim)
-        high = logs.to(self._like.dtype).float()
+        logs = self.weights.log() * math.sqrt(head_dim)
+        high = logs.to(queries.dtype).float()
         ones = torch.ones_like(logs)
-        of_queries = torch.stack([ones, ones, is_padding.float()], 1)
-        of_keys = torch.stack([high, logs - high, -_MASKED * is_padding.float()], 1)
-        width = -(-(head_dim + 3) // 8) * 8
-        wide_queries, wide_keys, wide_values = (
-            F.pad(heads, (0, width - head_dim)) for heads in (queries, keys, values)
-        )
-        further = slice(head_dim, head_dim + 3)
-        wide_queries[..., further] = of_queries.to(queries)[:, None]
-        wide_keys[..., further] = of_keys.to(keys)[:, None]
-        return (
-            wide_queries.transpose(0, 1)[None],
-            wide_keys.transpose(0, 1)[None],
-            wide_values.transpose(0, 1)[None],
-        )
+        is_padding = self.is_padding.float()
+        of_queries = torch.stack([ones, ones, is_padding], 1)
+        of_keys = torch.stack([high, logs - high, -_MASKED * is_padding], 1)
+        end = head_dim + 3
+        width = -(-end // _MULTIPLE) * _MULTIPLE
+        wide = queries.new_zeros(3, n_heads, num_rows, width)
+        for heads, given in zip(wide, (queries, keys, values), strict=True):
+            heads[..., :head_dim] = given.transpose(0, 1)
+        wide[0, ..., head_dim:end] = of_queries.to(queries)
+        wide[1, ..., head_dim:end] = of_keys.to(keys)
+        return wide
 
 
 class _Attention(nn.Module):
@@ -164,9 +155,9 @@ class _Attention(nn.Module):
         """Attend: x (R, W) -> (R, W)."""
         parts = [matrix(x, context) for matrix in (self.wq, self.wk, self.wv)]
         queries, keys, values = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        queries, keys, values = weights.padded(queries, keys, values)
-        attended = F.scaled_dot_product_attention(queries, keys, values, scale=self.head_dim**-0.5)
-        heads = attended[0, ..., : self.head_dim].transpose(0, 1)
+        wide = weights.widened(queries, keys, values)
+        attended = attention(wide, self.head_dim**-0.5, context.kernels)
+        heads = attended[..., : self.head_dim].transpose(0, 1)
         out: Tensor = self.wo(heads.flatten(1), context)
         return out
 
@@ -291,7 +282,6 @@ class VisionEncoder(nn.Module):
         weights = _KeyWeights(
             num_real,
             [(num_tokens if num_missing else 0, num_missing), (1, num_further * args.max_tiles)],
-            x,
         )
         features = []
         for i, block in enumerate(self.transformer.resblocks):
@@ -306,7 +296,7 @@ class VisionEncoder(nn.Module):
         if num_missing:
             further = [x[num_real:-1], *further, x[-1:]]
             counts = [(num_tokens, num_missing), *counts, (1, num_further * num_missing)]
-        weights = _KeyWeights(num_real, counts, x)
+        weights = _KeyWeights(num_real, counts)
         x = torch.cat([real.flatten(0, 1), *further])
         for block in self.global_transformer.resblocks:
             x = block(x, weights, context)

@@ -143,6 +143,21 @@ def test_paged_attention_is_attention(kernels, number, size):
     check(case, case.run(), loss_of(kernels), exact_answer(number, size))
 
 
+@pytest.mark.parametrize("shape", [(2, 300, 96), (3, 57, 32), (1, 9, 64), (2, 1, 128)])
+def test_attention_without_a_mask(kernels, shape):
+    """As the image encoder computes it; PyTorch alone where it has AMX."""
+    scale = 80**-0.5
+    heads = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    queries, keys, values = heads.double()
+    weights = (queries @ keys.transpose(1, 2) * scale).softmax(-1)
+    exact, size = weights @ values, weights @ values.abs()
+    out = attention.attention(heads, scale, KERNELS)
+    assert out.dtype is torch.bfloat16
+    assert ((out.double() - exact).abs() <= exact.abs() / 256 + size * (1e-5 + 1 / 256)).all()
+    is_ours = kernels != "none" and "amx_bf16" not in native.cpu_flags()
+    assert (KERNELS.run("attention", heads, scale) is not None) == is_ours
+
+
 @functools.cache
 def cased_in_8_bits(number: int) -> tuple[Case, tuple[Tensor, Tensor]]:
     """Return a case whose cache holds 8-bit integers, and the exact answer for their values."""

@@ -132,6 +132,47 @@ def paged_attention(
     return out
 
 
+def attention(heads: Tensor, scale: float) -> Tensor | None:
+    """Return what rows attend to; see `llama.ops.attention.attention`.
+
+    Each head is a sequence of its own, whose keys are one page. With AMX, which multiplies faster
+    than attention.cpp, PyTorch computes it.
+    """
+    if not native.has_kernel(heads) or "amx_bf16" in native.cpu_flags():
+        return None
+    _, n_heads, num_rows, head_dim = heads.shape
+    if head_dim > MAX_HEAD_DIM:
+        return None
+    heads = heads.contiguous()
+    page_table = torch.arange(n_heads)
+    query_starts = torch.arange(n_heads + 1) * num_rows
+    seq_lens = torch.full((n_heads,), num_rows)
+    num_bytes = native.call("attention_workspace", query_starts, seq_lens, n_heads, 1, 1, head_dim)
+    out = torch.empty_like(heads[0])
+    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    native.call(
+        "paged_attention_bf16",
+        heads[0],
+        heads[1:],
+        page_table,
+        query_starts,
+        seq_lens,
+        out,
+        workspace,
+        n_heads,
+        1,
+        1,
+        head_dim,
+        n_heads,
+        num_rows,
+        1,
+        KvFormat.BF16.value,
+        1,
+        float(scale),
+    )
+    return out
+
+
 def _format_of(heads: Tensor, kv_cache: Tensor) -> int | None:
     """Return the number of a cache's format in the CPU kernels.
 

@@ -6,12 +6,19 @@ known here.
 """
 
 from llama.kernels.cpu.layers import native_layers
-from llama.kernels.cpu.operators import paged_attention, rms_norm, rope_and_store, silu_mul
+from llama.kernels.cpu.operators import (
+    attention,
+    paged_attention,
+    rms_norm,
+    rope_and_store,
+    silu_mul,
+)
 from llama.kernels.cpu.sample import sample_ids, top_tokens
 from llama.ops.kernels import Kernels
 
 KERNELS = Kernels(
     {
+        "attention": attention,
         "layers": native_layers,
         "paged_attention": paged_attention,
         "rms_norm": rms_norm,
