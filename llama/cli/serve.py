@@ -193,45 +193,38 @@ def _listen(
         host_names(options.image_hosts)
     given = vars(options)
     limits = Limits(**{x.name: given[x.name] for x in fields(Limits) if x.name in given})
+    tool_format = None if options.tool_format is None else ToolFormat(options.tool_format)
+    model: dict[str, Any] = {
+        "given_format": tool_format,
+        "reasoning_field": options.reasoning_field,
+        "sampling_defaults": defaults,
+        "lora_folder": _lora_folder(options),
+        "public_text": read_public_text(options),
+    }
     keys = _keys(options)
-    network = {
-        "host": options.host,
-        "port": options.port,
+    secret = _secret(options, keys)
+    app: dict[str, Any] = {
         "api_keys": keys,
-        "secret": _secret(options, keys),
         "metrics_keys": _metrics_keys(options),
         "allowed_origins": _origins(options),
         "lenient": options.lenient,
     }
     fastchat = _fastchat(options)
-    public_text = read_public_text(options)
     num_processes = _num_api_processes(options)
     log_to_stderr()
+    network: dict[str, Any] = {"host": options.host, "port": options.port}
     if num_processes:
+        from llama.server.api_options import ApiOptions
         from llama.server.split import SplitServer
 
-        return SplitServer(
-            limits,
-            num_processes,
-            **network,
-            listener=_listener(options, inherited),
-            name=name,
-            tool_format=options.tool_format,
-            reasoning_field=options.reasoning_field,
-            sampling_defaults=defaults,
-            lora_folder=options.lora_folder,
-            public_text=public_text,
-        )
+        shared: dict[str, Any] = {} if secret is None else {"secret": secret.hex()}
+        api_options = ApiOptions(name=name, limits=limits, **model, **app, **shared)
+        listener = _listener(options, inherited)
+        return SplitServer(api_options, num_processes, **network, listener=listener)
     service = Service(limits)
-    service.add(
-        name,
-        given_format=None if options.tool_format is None else ToolFormat(options.tool_format),
-        reasoning_field=options.reasoning_field,
-        sampling_defaults=defaults,
-        lora_folder=_lora_folder(options),
-        public_text=public_text,
-    )
-    return Server(service, **network, host_routes=fastchat, listener=_listener(options, inherited))
+    service.add(name, **model)
+    listener = _listener(options, inherited)
+    return Server(service, **network, **app, secret=secret, host_routes=fastchat, listener=listener)
 
 
 def _num_api_processes(options: argparse.Namespace) -> int:

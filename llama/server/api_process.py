@@ -14,17 +14,16 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from llama.api import ServedModel, TextSide
 from llama.common.garbage import freeze_loaded
-from llama.prompts import ToolFormat
+from llama.server.api_options import ApiOptions
 from llama.server.app import make_app
 from llama.server.connections import BoundedProtocol, HandedOver, http_config
-from llama.server.limits import Limits, State
+from llama.server.limits import State
 from llama.server.log import log_to_stderr
 from llama.server.remote_desk import RemoteDesk
 from llama.server.service import Service
@@ -88,38 +87,29 @@ class ApiServer:
         return self._code
 
     async def _begin(
-        self,
-        *,
-        limits: dict[str, Any],
-        num_processes: int,
-        secret: str,
-        created: int,
-        is_loopback: bool,
-        name: str,
-        tool_format: str | None,
-        reasoning_field: str,
-        sampling_defaults: dict[str, Any],
-        lora_folder: str | None,
-        public_text: str,
-        **app_options: Any,
+        self, *, options: dict[str, Any], num_processes: int, is_loopback: bool
     ) -> None:
         """Answer requests with 503 until the model is known."""
-        self._service = Service(Limits(**limits))
+        given = ApiOptions.from_json(options)
+        self._service = Service(given.limits)
         self._service.add(
-            name,
-            created=created,
-            given_format=None if tool_format is None else ToolFormat(tool_format),
-            reasoning_field=reasoning_field,
-            sampling_defaults=sampling_defaults,
-            lora_folder=None if lora_folder is None else Path(lora_folder),
-            public_text=public_text,
+            given.name,
+            created=given.created,
+            given_format=given.given_format,
+            reasoning_field=given.reasoning_field,
+            sampling_defaults=given.sampling_defaults,
+            lora_folder=given.lora_folder,
+            public_text=given.public_text,
         )
         app = make_app(
             self._service,
             loopback=is_loopback,
-            secret=bytes.fromhex(secret),
+            secret=bytes.fromhex(given.secret),
             num_processes=num_processes,
-            **app_options,
+            api_keys=given.api_keys,
+            metrics_keys=given.metrics_keys,
+            allowed_origins=given.allowed_origins,
+            lenient=given.lenient,
         )
         self._config = http_config(app, BoundedProtocol)
         self._http = _HttpServer(self._config)

@@ -20,11 +20,11 @@ from llama.api import EngineSide, Llama, MaskBudget, ServedModel
 from llama.common.checks import FieldError
 from llama.server.acceptor import Acceptor
 from llama.server.admission import Admission
+from llama.server.api_options import ApiOptions
 from llama.server.api_processes import ApiProcess
 from llama.server.connections import Connections
 from llama.server.engine_metrics import EngineMetrics
 from llama.server.errors import ApiError
-from llama.server.limits import Limits
 from llama.server.local_desk import LocalDesk
 from llama.server.summed_metrics import SummedMetrics
 from llama.server.worker_pool import PoolBusyError, WorkerPool
@@ -56,22 +56,27 @@ class EngineHost:
     def __init__(
         self,
         listener: socket.socket,
-        limits: Limits,
-        hello: dict[str, Any],
+        options: ApiOptions,
         num_processes: int,
+        *,
+        is_loopback: bool,
     ) -> None:
         """Prepare to run.
 
         Args:
             listener: the socket that the server listens on.
-            limits: the limits of the server.
-            hello: what each API process is told first.
+            options: the options of all API processes.
             num_processes: the number of API processes.
+            is_loopback: whether the server listens on this machine alone.
         """
         self.failure: BaseException | None = None
-        self._limits = limits
-        self._hello = hello
+        limits = self._limits = options.limits
         self._num_processes = num_processes
+        self._hello = {  # what each API process is told first
+            "options": options.to_json(),
+            "num_processes": num_processes,
+            "is_loopback": is_loopback,
+        }
         connections = Connections(limits.max_connections, limits.max_per_address)
         self._processes: list[ApiProcess] = []
         self._acceptor = Acceptor(listener, connections, self._takers)

@@ -52,18 +52,15 @@ def _seconds_of(pid: int) -> float:
 
 def _server(num_processes: int) -> Any:
     """Return a server with so many API processes."""
-    network: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "api_keys": []}
+    network: dict[str, Any] = {"host": "127.0.0.1", "port": 0}
     if num_processes:
-        from llama.server.split import SplitServer  # An older tree has none.
+        from llama.server.api_options import ApiOptions  # An older tree has none.
+        from llama.server.split import SplitServer
 
-        return SplitServer(
-            Limits(), num_processes, **network, name="bench", tool_format=None,
-            reasoning_field="reasoning_content", sampling_defaults={}, lora_folder=None,
-            public_text="",
-        )  # fmt: skip
+        return SplitServer(ApiOptions(name="bench"), num_processes, **network)
     service = Service(Limits())
     service.add("bench")
-    return Server(service, **network)
+    return Server(service, **network, api_keys=[])
 
 
 def main(batch: int, longest: int, step_s: float, num_processes: int) -> None:

@@ -190,7 +190,7 @@ async def run(kills: Kills, minutes: float, num_processes: int, *, has_kills: bo
     kills.report(0)
 
     async def repeat(seed: int) -> None:
-        while time.monotonic() < end:
+        while time.monotonic() < end or not killing.done():  # A kill waits for answers after it.
             await kills.ask(random.Random(f"{seed} {time.monotonic()}"))
 
     async def kill() -> None:
@@ -202,7 +202,8 @@ async def run(kills: Kills, minutes: float, num_processes: int, *, has_kills: bo
             await asyncio.sleep(min(15.0, max(0.0, end - time.monotonic())))
             kills.report(time.monotonic() - began)
 
-    await asyncio.gather(kill(), watch(), *(repeat(i) for i in range(CLIENTS)))
+    killing = asyncio.create_task(kill())
+    await asyncio.gather(killing, watch(), *(repeat(i) for i in range(CLIENTS)))
     await settle(kills.client)
     await asyncio.sleep(3.0)
     kills.report(time.monotonic() - began)
