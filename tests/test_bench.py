@@ -7,6 +7,7 @@ must give the same tokens as ours; the benchmark skips the others with a message
 
 import functools
 import importlib.util
+import io
 import json
 import os
 import re
@@ -446,17 +447,20 @@ def test_linear_compares_every_kernel(bench, monkeypatch, has_bf16):
 
 
 def test_images_times_the_encoder_and_the_first_token(bench, monkeypatch):
-    """The encoder here is a small one; the times are not asserted."""
+    """The encoder here is a small one; the times are not asserted. A row is printed when made."""
     small: dict[str, Any] = {
         "chunk_size": 28, "width": 32, "n_heads": 4, "ffn_dim": 64, "n_layers": 2,
         "n_global_layers": 1, "features": (0,),
     }  # fmt: skip
     monkeypatch.setattr("bench.images.VisionArgs", functools.partial(VisionArgs, **small))
+    progress = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", progress)
     document = bench("images --model demo --tiles 1,4 --layers 2 --threads 1")
     rows = document["rows"]
     assert [(row["engine"], row["tiles"], row["to_ours"]) for row in rows] == [
         ("ours", 1, 1.0), ("ours", 4, 1.0),
     ]  # fmt: skip
+    assert re.findall("tiles (.): encode", progress.getvalue()) == ["1", "4"]
     assert all(0 < row["encode_s"] < row["first_s"] for row in rows)
 
 

@@ -66,6 +66,8 @@ def images(tiles: tuple[int, ...] = (1, 4), layers: int = 4, **flags: Any) -> No
             shape = (count, vision.chunk_size, vision.chunk_size, 3)
             pixels = draw.integers(0, 256, shape, np.uint8)
             encode, first = measure(pixels, (rows, columns))
+            line = f"... tiles {count}: encode {encode:.2f} s, first token {first:.2f} s"
+            print(line, file=sys.stderr, flush=True)
             found.append({"engine": engine, "tiles": count, "encode_s": encode, "first_s": first})
         del measure
         gc.collect()
