@@ -366,12 +366,14 @@ def test_images_elsewhere_are_refused(llama, own_url):
 
 
 def test_bodies_with_images_may_be_large(llama, own_url):
-    """The limit is 32 MiB where a model reads images."""
+    """The limit is 32 MiB where a model reads images, in each of many processes, too."""
     data = PNG + b"\0" * (9 << 20)  # decoders read no further than the end of the image
     part = {"type": "image_url", "image_url": {"url": url_of(data)}}
     content(chat(own_url, part))
     with served(llama, Limits(max_image_body_bytes=1 << 20)) as url:
         assert chat(url, part).status_code == 413
+    with served(llama, num_processes=8) as url:
+        content(chat(url, part))
 
 
 def test_what_images_take_is_limited(llama, own_url):

@@ -70,7 +70,8 @@ def make_app(
     )
     app.state.lenient = lenient
     limits = service.limits
-    share = max(limits.max_body_bytes, limits.max_bodies_bytes // num_processes)
+    largest = max(limits.max_body_bytes, limits.max_image_body_bytes)
+    share = max(largest, limits.max_bodies_bytes // num_processes)
     app.state.bodies = body_memory(min(limits.max_bodies_bytes, share))
     answers = answer_memory(limits.max_answer_mb, num_processes)
     host = host_routes or APIRouter()
