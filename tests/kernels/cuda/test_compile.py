@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import sys
 from typing import Any
 
@@ -120,6 +121,16 @@ def test_only_weights_are_read_before_the_previous_kernel_has_ended(compiled):
             assert x["before_wait"] is None, x
         else:
             assert x["before_wait"] == early.get(name, []), x
+
+
+def test_a_branch_past_the_wait_is_told_from_one_before_it():
+    """sm_100 allocates tensor memory in one warp, whose branches end before the wait."""
+    before_wait = runpy.run_path(str(PROGRAMS / "compiled_kernels.py"))["_before_wait"]
+    code = "/*0050*/ {} ; /* 0x0f00 */\n/*0060*/ CCTL [R2] ;\n/*0070*/ ACQBULK ;\n/*0080*/ EXIT ;"
+    assert before_wait(code.format("BRA.U 0x70")) == ["CCTL"]
+    for instruction in ("BRA 0x80", "EXIT"):
+        with pytest.raises(AssertionError, match="not every program waits"):
+            before_wait(code.format(instruction))
 
 
 def test_kernels_fit_an_amd_gpu_except_for_a_tile():
