@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import gpu_formats, gpu_mixed, gpu_probes, gpu_ranks, gpu_scaled, gpu_steps, machine
 from bench.gpu_run import DRY_KERNELS, MODES, Section, read_results
@@ -158,7 +160,7 @@ def throughput(at: Section) -> None:
 
 
 def sweeps(at: Section) -> None:
-    """Time decode attention by the number of parts, to judge `attention.num_parts`."""
+    """Time decode attention by the number of parts, to judge `attention.num_parts`, and prefill."""
     if not has_triton():
         at.say("sweeps", NO_TRITON)
         return
@@ -190,6 +192,35 @@ def sweeps(at: Section) -> None:
                 chosen=chosen(batch, kv_heads),
             )  # fmt: skip
     attention.num_parts = chosen
+    for length in (2048, 8192)[: at.size(2, 1)]:
+        _prompt_attention(at, args, at.size(length, 32))
+
+
+def _prompt_attention(at: Section, args: ModelArgs, length: int) -> None:
+    """Time attention of a prompt, by our kernel and by PyTorch's FlashAttention without pages."""
+    from llama.kernels.cuda.attention import paged_attention
+
+    heads, kv_heads, d = args.n_heads, args.kv_heads, args.head_dim
+    pages = [*range(length // PAGE_SIZE)]
+    shape = 2, len(pages), PAGE_SIZE, kv_heads, d
+    cache = torch.randn(shape, device=at.device, dtype=at.dtype)
+    queries = torch.randn(length, heads, d, device=at.device, dtype=at.dtype)
+    _, step = Batch.pack([], [0], [length], [pages], PAGE_SIZE, [], at.device)
+    keys, values = (plane.view(1, length, kv_heads, d).transpose(1, 2) for plane in cache)
+    q = queries.unsqueeze(0).transpose(1, 2)
+
+    def flash() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+
+    def ours() -> torch.Tensor:
+        return paged_attention(queries, cache, step)
+
+    for name, call in (("ours", ours), ("FlashAttention of PyTorch", flash)):
+        seconds = gpu_steps.device_seconds(at, [call])
+        flop = 2 * heads * d * length * length  # two products, each over half of the pairs
+        what = f"attention of a prompt of {length}, {name}"
+        at.say(what, seconds * 1e6, "us", flop_per_s=flop / seconds)
 
 
 def _always(value: int, *_: Any) -> int:
