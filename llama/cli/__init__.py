@@ -181,7 +181,13 @@ COMMANDS = {
     ),
     "kv": Command(
         "List the KV pages of prompts that are kept on disk, or remove them.",
-        defaults={"kv_cache_dir": None, "clear": False, "model": None, "older_than": None},
+        defaults={
+            "kv_cache_dir": None,
+            "clear": False,
+            "model": None,
+            "tenant": None,
+            "older_than": None,
+        },
         positional=["kv_cache_dir"],
         function="kv:kv",
         flags=FLAGS

@@ -114,6 +114,12 @@ _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a
             str, "OUT", "Folder to write, or for convert a .gguf file; it must not exist yet"
         ),
         "clear": Flag(bool, "", "Remove pages, in place of listing them"),
+        "tenant": Flag(
+            str,
+            "NAME",
+            "Remove those of this tenant, and pages of others in the same files",
+            "all",
+        ),
         "older_than": Flag(
             click.FloatRange(min=0), "DAYS", "Remove those alone that were not used so long", "0"
         ),

@@ -84,6 +84,7 @@ class SequenceSpec:
             pages only if their roots are equal, except for public ones.
         num_public: Its leading tokens that are no secret. The pages wholly inside them do not
             depend on the root: all sequences with the same adapter share them.
+        tenant: The name of whoever sent it in files of pages, a hash; empty without tenants.
         stays_in_memory: Whether its pages are written nowhere else.
         adapter: The hash of the LoRA adapter that the model runs with; empty for none.
         is_constrained: Whether a `Constraint` chooses among its tokens. It is true on every rank,
@@ -109,6 +110,7 @@ class SequenceSpec:
     sender: bytes = b""
     prefix_root: bytes = b""
     num_public: int = 0
+    tenant: bytes = b""
     stays_in_memory: bool = False
     adapter: bytes = b""
     is_constrained: bool = False

@@ -16,7 +16,7 @@ from llama.loading.files import Files
 from llama.ops.kv_cache import KVFormat
 from llama.storage.kv_folder import Identity
 
-_FORMAT = 1  # the number changes when the bytes of pages do
+_FORMAT = 2  # the number changes when the bytes of pages do
 _SIZES_OF_A_RUN = ("max_batch_size", "max_seq_len")
 _END_BYTES = 32  # the digest at the end of a compiled library
 

@@ -39,6 +39,8 @@ _MEASURED_TOKENS = 128  # tokens of a step whose time says how long prompts take
 _WEIGHT = 0.2  # the weight of a new measurement in a mean
 _RETRY_S = 60.0  # seconds after which a slow disk is tried again
 _UNCOMPARED_S = 1.0  # a load may take so long, times `min_gain`, before computing was measured
+_MAX_UNCOMPARED_S = 10.0  # so long at most, where it leaves enough to measure computing
+_TRIED_PAGES = 4  # pages whose time says how fast a disk is, before the first load
 
 
 @dataclass
@@ -220,12 +222,16 @@ class PageStore(StepHook):
         count = 0
         while count < len(contents) and contents[count] in self.folder:
             count += 1
-        if not count or self._page_seconds is None:
-            return count
+        if not count:
+            return 0
+        if self._page_seconds is None:
+            self._page_seconds = self._time_pages(contents[: min(count, _TRIED_PAGES)])
         num_measured = -(-_MEASURED_TOKENS // self._size)
         least = self._policy.min_gain * self._page_seconds  # seconds that computing a page takes
         if self._token_seconds is None:
-            return count if least * count <= _UNCOMPARED_S else max(0, count - num_measured)
+            if least * count <= _UNCOMPARED_S:
+                return count
+            return min(max(0, count - num_measured), int(_MAX_UNCOMPARED_S / self._page_seconds))
         if least <= self._size * self._token_seconds:
             return count
         now = time.monotonic()
@@ -234,6 +240,13 @@ class PageStore(StepHook):
         is_due = self._retry_at > 0
         self._retry_at = now + _RETRY_S
         return min(count, num_measured) if is_due else 0
+
+    def _time_pages(self, contents: Sequence[bytes]) -> float:
+        """Read pages that nobody needs, one by one, and return the seconds that each takes."""
+        began = time.perf_counter()
+        for content in contents:
+            self._read(_Load([0], [content]))
+        return (time.perf_counter() - began) / len(contents)
 
     def _read(self, load: _Load) -> tuple[int, Tensor]:
         """Read this rank's heads of pages.
@@ -286,16 +299,33 @@ class PageStore(StepHook):
         fitting = missing[: self.writer.num_free]
         self.stats.dropped_pages += len(missing) - len(fitting)
         if fitting:
-            kv_cache = self._runner.kv_cache
-            places = torch.tensor([seq.pages[i] for i in fitting], device=kv_cache.device)
-            data = self._format.to_heads(kv_cache.index_select(2, places)).cpu().numpy()
-            self.writer.put([seq.page_hashes[i] for i in fitting], data)
+            data = self._copied([seq.pages[i] for i in fitting]).numpy()
+            is_continued = seq.num_cached > seq.spec.num_public
+            for i, page in zip(fitting, data, strict=True):
+                is_public = (i + 1) * self._size <= seq.spec.num_public
+                tenant = b"" if is_public else seq.spec.tenant
+                self.writer.put(_Waiting(seq.page_hashes[i], page, tenant, is_continued))
+
+    def _copied(self, pages: list[int]) -> Tensor:
+        """Return the bytes of pages of the KV cache on the host, (n, K, bytes) uint8."""
+        kv_cache = self._runner.kv_cache
+        places = torch.tensor(pages, device=kv_cache.device)
+        return self._format.to_heads(kv_cache.index_select(2, places)).cpu()
 
     def _has_file(self, content: bytes) -> bool:
         return content in self.folder or content in self.writer.waiting
 
 
-_Queue = queue.SimpleQueue[tuple[bytes, np.ndarray] | None]
+class _Waiting(NamedTuple):
+    """A page that is to be written, as `KVWriter.append` takes it."""
+
+    content: bytes
+    page: np.ndarray  # (K, bytes) uint8
+    tenant: bytes
+    is_continued: bool
+
+
+_Queue = queue.SimpleQueue[_Waiting | None]
 
 
 class _WriteBehind:
@@ -331,11 +361,10 @@ class _WriteBehind:
         """The bytes that were written."""
         return self._writer.written_bytes
 
-    def put(self, contents: list[bytes], pages: np.ndarray) -> None:
-        """Let pages be written: (n, K, bytes) uint8, with the hashes of their content."""
-        for content, page in zip(contents, pages, strict=True):
-            self.waiting.add(content)
-            self._queue.put((content, page))
+    def put(self, entry: _Waiting) -> None:
+        """Let a page be written."""
+        self.waiting.add(entry.content)
+        self._queue.put(entry)
 
     def close(self) -> None:
         """Write what waits, and end the thread."""
@@ -345,9 +374,9 @@ class _WriteBehind:
 def _write(pages: _Queue, waiting: set[bytes], writer: KVWriter) -> None:
     """Write pages until None comes."""
     while (entry := pages.get()) is not None:
-        content, page = entry
+        content, page, tenant, is_continued = entry
         try:
-            writer.append(content, page.reshape(-1).data)
+            writer.append(content, page.reshape(-1).data, tenant, is_continued=is_continued)
         except Exception:  # No request waits for this thread, so that nothing else says it.
             _LOGGER.exception("llama: a KV page could not be written")
         waiting.discard(content)

@@ -34,6 +34,7 @@ from llama.requests.reasoning_text import (
 from llama.requests.request import Request
 from llama.requests.seeds import derived_seed
 from llama.sampling_params import IN_MEMORY, SamplingParams
+from llama.storage.kv_segments import tenant_tag
 from llama.tokenizer import Tokenizer
 
 log = logging.getLogger("llama")
@@ -141,6 +142,8 @@ class Preparer:
         if self.images is not None:
             self.images.check_fits(spans, min(max_len, context))
         answers = self._answers(ids, params, min(max_len, context), root)
+        if tenant:
+            _change_spec(answers, tenant=tenant_tag(tenant))
         if spans:
             _change_spec(answers, images=spans)
             for answer in answers:

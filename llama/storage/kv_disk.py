@@ -13,17 +13,17 @@ import re
 import secrets
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from llama.storage.kv_segments import SUFFIX
+from llama.storage.kv_segments import SUFFIX, Segment
 
 SEGMENT_BYTES = 64 << 20
 MIN_BYTES = 2 * SEGMENT_BYTES  # the smallest limit
 DAY_S = 86_400
 DESCRIPTION = "model.json"  # in the folder of a model's pages
-_MAX_WRITES = 4  # times the limit in a day
 _MIN_FREE = 2 << 30  # bytes of the disk that stay free, besides the next part of it
 _MIN_FREE_PART = 0.05
 _MAX_ENTRIES = 8192  # the entries that `written` keeps
@@ -61,7 +61,20 @@ def stored_models(root: Path) -> list[StoredModel]:
     return sorted(models, key=lambda model: -model.last_used)
 
 
-def clear(root: Path, model: str | None = None, days: float | None = None) -> int:
+def tenants_of(folder: Path) -> Counter[str]:
+    """Return the bytes of each tenant's pages in the folder of a model.
+
+    A tenant has its tag in hexadecimal as a name; an empty one stands for pages of all keys.
+    """
+    sizes: Counter[str] = Counter()
+    for path, *_ in segments_in(folder):
+        sizes.update(_tenants_in(path))
+    return sizes
+
+
+def clear(
+    root: Path, model: str | None = None, days: float | None = None, tenant: str | None = None
+) -> int:
     """Remove pages, and return how many bytes they had.
 
     A process that reads or writes one of these segments goes on, and makes a new one.
@@ -70,6 +83,7 @@ def clear(root: Path, model: str | None = None, days: float | None = None) -> in
         root: The folder.
         model: Remove those of models whose path ends in this name alone.
         days: Remove those alone that were not used for so many days.
+        tenant: Remove those of the tenant with this name, and what shares a segment with them.
     """
     num_bytes = 0
     oldest = time.time() - (days or 0) * DAY_S
@@ -78,7 +92,8 @@ def clear(root: Path, model: str | None = None, days: float | None = None) -> in
         if model is not None and not _is_named(stored.model, model):
             continue
         for path, size, used in segments_in(stored.folder):
-            if days is None or used < oldest:
+            is_old = days is None or used < oldest
+            if is_old and (tenant is None or tenant in _tenants_in(path)):
                 path.unlink(missing_ok=True)
                 num_bytes += size
         if not any(segments_in(stored.folder)):
@@ -86,7 +101,7 @@ def clear(root: Path, model: str | None = None, days: float | None = None) -> in
                 path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # It has something else, which is not ours.
                 stored.folder.rmdir()
-    if models and model is None and days is None:
+    if models and not _folders(root):
         for name in ("secret", "written"):
             (root / name).unlink(missing_ok=True)
     return num_bytes
@@ -177,6 +192,17 @@ def segments_in(folder: Path) -> Iterator[tuple[Path, int, float]]:
                     yield Path(entry.path), status.st_size, status.st_mtime
 
 
+def _tenants_in(path: Path) -> Counter[str]:
+    """Return the bytes of each tenant's pages in a segment, as `tenants_of` does."""
+    with contextlib.suppress(OSError, ValueError):  # It is gone, or none.
+        segment = Segment(path)
+        with contextlib.closing(segment):
+            size = segment.description.part.record_bytes
+            counts = Counter(tag.hex() for tag in segment.tenants())
+            return Counter({name: count * size for name, count in counts.items()})
+    return Counter()
+
+
 def _described(folder: Path) -> tuple[str, str]:
     """Return the model of a folder, and what tells its pages from others of the same model."""
     try:
@@ -256,17 +282,24 @@ def _entries(root: Path) -> list[tuple[int, int]]:
     return [(at, count) for at, count in _ENTRY.iter_unpack(whole) if now - DAY_S < at <= now]
 
 
-def may_write(root: Path, max_bytes: int, num_bytes: int = 0) -> bool:
-    """Return whether the disk has room for so many bytes, and the day's writes are not used up.
+def has_room(root: Path, num_bytes: int = 0) -> bool:
+    """Return whether the disk has room for so many bytes, besides what stays free.
 
     Raises:
         OSError: The folder cannot be read.
     """
     disk = os.statvfs(root)
     free = disk.f_bavail * disk.f_frsize - num_bytes
-    if free < max(_MIN_FREE, _MIN_FREE_PART * disk.f_blocks * disk.f_frsize):
-        return False
-    return sum(count for _, count in _entries(root)) < _MAX_WRITES * max_bytes
+    return free >= max(_MIN_FREE, _MIN_FREE_PART * disk.f_blocks * disk.f_frsize)
+
+
+def written_today(root: Path) -> int:
+    """Return the bytes that were written within a day.
+
+    Raises:
+        OSError: They cannot be read.
+    """
+    return sum(count for _, count in _entries(root))
 
 
 def note_written(root: Path, num_bytes: int) -> None:

@@ -4,8 +4,9 @@ In: pages as bytes, by the hashes of their content. Out: the same bytes, or noth
 changed. This file knows neither torch, nor which segments there are.
 
 A segment begins with a header of 4 KiB. Record i is at 4 KiB + i R: a header of 4 KiB, which has
-the key and a digest of each head, then the heads. A record's header is written after its heads, so
-that a process which is killed leaves whole records, and at most one without a header.
+the key, the tenant's tag and a digest of each head, then the heads. A record's header is written
+after its heads, so that a process which is killed leaves whole records, and at most one without a
+header.
 """
 
 import hashlib
@@ -17,13 +18,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 KEY_BYTES = 32
+_TENANT_BYTES = 8
 SUFFIX = ".kv"
 HEADER_BYTES = 4096  # the size of each header
-_MAGIC = b"LLAMAKV1"
+_MAGIC = b"LLAMAKV2"
 _HEADER = struct.Struct("<8s32s32sIIIIQ")
 _CRC = struct.Struct("<I")
 _DIGEST_BYTES = 16
-MAX_HEADS = (HEADER_BYTES - KEY_BYTES - _CRC.size) // _DIGEST_BYTES
+_DIGESTS_AT = KEY_BYTES + _TENANT_BYTES
+MAX_HEADS = (HEADER_BYTES - _DIGESTS_AT - _CRC.size) // _DIGEST_BYTES
+
+
+def tenant_tag(root: bytes) -> bytes:
+    """Return the name of a tenant in records: 8 bytes that do not tell its root, nor its key.
+
+    Args:
+        root: The prefix root of the tenant; empty where there is one tenant, which has no name.
+    """
+    return hashlib.sha256(b"tenant" + root).digest()[:_TENANT_BYTES] if root else b""
 
 
 class Part(NamedTuple):
@@ -107,6 +119,18 @@ class Segment:
 
         Of a damaged header nothing is known, so that it yields an empty key where others follow.
         """
+        for header in self._headers(first):
+            yield header[:KEY_BYTES]
+
+    def tenants(self) -> Iterator[bytes]:
+        """Yield the tag of the tenant of each record that is whole; of those without one, b""."""
+        for header in self._headers(0):
+            tag = header[KEY_BYTES:_DIGESTS_AT]
+            if header:
+                yield tag if any(tag) else b""
+
+    def _headers(self, first: int) -> Iterator[bytes]:
+        """Yield the headers of records, as `keys` does."""
         part = self.description.part
         end = os.fstat(self._file.fileno()).st_size
         number = first
@@ -117,7 +141,7 @@ class Segment:
                 skipped += 1
             else:
                 yield from [b""] * skipped
-                yield header[:KEY_BYTES]
+                yield header
                 skipped = 0
             number += 1
 
@@ -149,7 +173,7 @@ class Segment:
         for i, head in enumerate(heads):
             size = part.head_bytes
             digest = _digest(key, part, head, out[i * size : (i + 1) * size])
-            at = KEY_BYTES + (first + i) * _DIGEST_BYTES
+            at = _DIGESTS_AT + (first + i) * _DIGEST_BYTES
             if header[at : at + _DIGEST_BYTES] != digest:
                 return False
         return True
@@ -180,8 +204,13 @@ class SegmentWriter:
         """The bytes of the file."""
         return _start(self._part, self.num_records)
 
-    def append(self, key: bytes, page: memoryview) -> int:
+    def append(self, key: bytes, page: memoryview, tenant: bytes = b"") -> int:
         """Append a page, head by head, and return the number of its record.
+
+        Args:
+            key: The hash of its content.
+            page: The bytes of its heads.
+            tenant: The tag of the tenant that it belongs to.
 
         Raises:
             OSError: It cannot be written; the record does not exist then.
@@ -195,7 +224,11 @@ class SegmentWriter:
         ]
         start = self.nbytes
         _write_all(self._descriptor, page, start + HEADER_BYTES)
-        _write_all(self._descriptor, _with_crc(key + b"".join(digests)), start)
+        _write_all(
+            self._descriptor,
+            _with_crc(key + tenant.ljust(_TENANT_BYTES, b"\0") + b"".join(digests)),
+            start,
+        )
         number = self.num_records
         self.num_records += 1
         return number
@@ -230,9 +263,9 @@ def _checked(block: bytes, size: int) -> bytes | None:
 
 
 def _read_header(descriptor: int, start: int, num_heads: int) -> bytes | None:
-    """Return key and digests of a record; None where they are damaged or not written."""
+    """Return key, tenant and digests of a record; None where they are damaged or not written."""
     block = os.pread(descriptor, HEADER_BYTES, start)
-    return _checked(block, KEY_BYTES + num_heads * _DIGEST_BYTES)
+    return _checked(block, _DIGESTS_AT + num_heads * _DIGEST_BYTES)
 
 
 def _read_all(descriptor: int, out: memoryview, start: int) -> int:

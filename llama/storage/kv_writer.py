@@ -17,13 +17,14 @@ from llama.storage.kv_disk import (
     DESCRIPTION,
     SEGMENT_BYTES,
     alone,
+    has_room,
     locked,
     make_private,
-    may_write,
     note_written,
     remove,
     segments,
     write_whole,
+    written_today,
 )
 from llama.storage.kv_folder import KVFolder
 from llama.storage.kv_segments import HEADER_BYTES, SUFFIX, SegmentWriter
@@ -32,6 +33,7 @@ log = logging.getLogger("llama")
 DAYS_UNUSED = 7  # after which a segment is removed
 _PAUSE_S = 60.0  # without writing, after an error
 _COUNTED_BYTES = 8 << 20  # written bytes that are counted at once
+_DAY_LIMITS = 4  # times the limit that is written in a day, and as much again of continued texts
 
 
 class KVWriter:
@@ -68,6 +70,8 @@ class KVWriter:
         self._segment: SegmentWriter | None = None
         self._name = ""
         self._uncounted = 0
+        self._today = 0  # bytes that were written within a day, by all processes
+        self._look_at = 0.0  # when these are looked up again
         self._write_at = 0.0  # no writing before this time
         self._has_warned = False
         oldest = time.time() - DAYS_UNUSED * DAY_S
@@ -76,18 +80,32 @@ class KVWriter:
                 remove(path)
         self._make_room(0)
 
-    def append(self, key: bytes, page: memoryview) -> bool:
-        """Write a page, unless a limit or an error forbids it; return whether it was written."""
-        is_written = time.monotonic() >= self._write_at and self._append(key, page)
+    def append(
+        self, key: bytes, page: memoryview, tenant: bytes = b"", *, is_continued: bool = False
+    ) -> bool:
+        """Write a page, unless a limit or an error forbids it; return whether it was written.
+
+        Args:
+            key: The hash of its content.
+            page: The bytes of its heads.
+            tenant: The tag of the tenant that it belongs to.
+            is_continued: Whether the text before was found, so that it was asked for again. Of
+                such texts pages are written when the day's bytes for others are used up.
+        """
+        is_written = time.monotonic() >= self._write_at and self._append(
+            key, page, tenant, is_continued
+        )
         self.num_dropped += not is_written
         return is_written
 
-    def _append(self, key: bytes, page: memoryview) -> bool:
+    def _append(self, key: bytes, page: memoryview, tenant: bytes, is_continued: bool) -> bool:
         try:
+            if self._is_spent(is_continued):
+                return False
             segment = self._segment or self._next()
             if segment is None:
                 return False
-            number = segment.append(key, page)
+            number = segment.append(key, page, tenant)
             is_found = self._folder.add(number, key)
             self._count(self._folder.part.record_bytes)
         except OSError as error:
@@ -104,6 +122,18 @@ class KVWriter:
         with contextlib.suppress(OSError):
             self._flush_count()
 
+    def _is_spent(self, is_continued: bool) -> bool:
+        """Return whether the bytes of a day are written; say so once."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + _PAUSE_S
+            self._today = written_today(self._folder.root)
+        limit = _DAY_LIMITS * self._max_bytes * (1 + is_continued)
+        is_spent = self._today + self._uncounted >= limit
+        if is_spent:
+            self._warn("the bytes of this day are written")
+        return is_spent
+
     def _next(self) -> SegmentWriter | None:
         """Return a segment that has room, or a new one; None if the limits leave no room."""
         folder = self._folder
@@ -112,8 +142,8 @@ class KVWriter:
         description = folder.path / DESCRIPTION
         if not description.exists():
             write_whole(description, json.dumps(vars(folder.identity), indent=1).encode())
-        if not may_write(folder.root, self._max_bytes, self._segment_bytes):
-            self._pause("the disk is nearly full, or the day's bytes are written")
+        if not has_room(folder.root, self._segment_bytes):
+            self._pause("the disk is nearly full")
             return None
         folder.refresh()
         if self._resume() or self._start():
@@ -183,19 +213,24 @@ class KVWriter:
         if self._uncounted >= _COUNTED_BYTES:
             self._flush_count()
             is_there = (self._folder.path / self._name).exists()
-            if not is_there or not may_write(self._folder.root, self._max_bytes):
+            if not is_there or not has_room(self._folder.root):
                 self._end_segment()
 
     def _flush_count(self) -> None:
         if self._uncounted:
             note_written(self._folder.root, self._uncounted)
             self._uncounted = 0
+            self._look_at = 0.0
 
     def _pause(self, reason: str) -> None:
-        """Write nothing for a minute; say why once."""
+        """Write nothing for a minute."""
         self._write_at = time.monotonic() + _PAUSE_S
+        self._warn(reason)
+
+    def _warn(self, reason: str) -> None:
+        """Say once why pages are not written."""
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "llama: no KV pages are written to %s for a minute: %s", self._folder.root, reason
+                "llama: KV pages are not written to %s for now: %s", self._folder.root, reason
             )

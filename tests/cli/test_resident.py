@@ -6,6 +6,7 @@ The oracle of the answers is the same model in this process.
 import argparse
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import signal
@@ -18,9 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from helpers.launch import DEMO, environment
+from helpers.launch import DEMO, PROGRAMS, environment
 from helpers.processes import children
 from helpers.prompts import FRANCE, STORY, replies
 from helpers.waiting import wait_until
@@ -230,6 +232,27 @@ def fake(monkeypatch, tmp_path) -> Callable[[str], None]:
         monkeypatch.setattr("sys.executable", str(path))
 
     return install
+
+
+@pytest.mark.slow
+def test_a_server_that_was_idle_comes_back_to_its_prompts(folder, fake, tmp_path, capsys):
+    """A server that ended for being idle has written its prompts, and the next one loads them."""
+    python, program = sys.executable, PROGRAMS / "kv_server.py"
+    fake(f'shift 3; exec {python} -P {program} "$@"')
+    words = ["serve", "--background", *FLAGS, "--idle_minutes", "1"]
+    words += ["--kv_cache_dir", str(tmp_path / "kv")]
+    body = {"prompt": list(range(300, 500)), "max_tokens": 1}
+    num_cached = []
+    for _ in range(2):
+        assert main(words) == 0
+        path = capsys.readouterr().out.strip().removeprefix("unix:")
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), timeout=LIMIT_S) as client:
+            answer = client.post("http://localhost/v1/completions", json=body).json()
+        num_cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        log = Path(path).with_suffix(".log")
+        os.utime(log.with_suffix(".users"), (1, 1))
+        wait_until(functools.partial(is_free, log))
+    assert num_cached == [0, 192]
 
 
 def test_a_killed_server_is_replaced(folder, fake):

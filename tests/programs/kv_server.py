@@ -12,11 +12,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from helpers.kv_pages import always
 from llama.cli import main
 from llama.options.page_store import POLICY, DiskPolicy
-from llama.storage import kv_disk
+from llama.storage import kv_writer
 
 if __name__ == "__main__":
     always()
-    kv_disk._MAX_WRITES = 1000
+    kv_writer._DAY_LIMITS = 1000
     if seconds := float(os.environ.get("SLOW_READS_S", "0")):
         POLICY.min_gain = DiskPolicy.min_gain
         read = os.preadv

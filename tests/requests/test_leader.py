@@ -114,8 +114,8 @@ def test_the_follower_holds_what_the_leader_holds_after_each_step(ahead: bool) -
 def test_a_message_carries_every_field() -> None:
     spec = SequenceSpec(
         (5, 128_255, 0), 131_072, seed=2**63 - 1, stop_ids=frozenset({128_001, 9}), call=3,
-        prefix_root=bytes(range(256)), num_public=9, stays_in_memory=True, is_constrained=True,
-        prediction=(7, 8),
+        prefix_root=bytes(range(256)), num_public=9, tenant=b"\xff" * 8, stays_in_memory=True,
+        is_constrained=True, prediction=(7, 8),
         temperature=0.1, top_p=0.9, top_k=5, min_p=1e-9, repetition_penalty=1.5,
         presence_penalty=-0.5, frequency_penalty=0.25, logit_bias=((3, -100.0), (5, 1.5)),
         bad_words=((1,), (2, 3)), min_tokens=4, logprobs=0, prompt_logprobs=1,

@@ -16,9 +16,9 @@ import pytest
 
 from helpers.launch import environment
 from llama.storage import kv_disk, kv_folder, kv_writer
-from llama.storage.kv_disk import clear, secret_of, stored_models
+from llama.storage.kv_disk import clear, secret_of, stored_models, tenants_of
 from llama.storage.kv_folder import Identity, KVFolder
-from llama.storage.kv_segments import HEADER_BYTES, Part
+from llama.storage.kv_segments import HEADER_BYTES, Part, tenant_tag
 from llama.storage.kv_writer import KVWriter
 
 PART = Part(first_layer=0, num_layers=2, first_head=0, num_heads=4, head_bytes=24)
@@ -297,7 +297,10 @@ def test_an_error_of_the_disk_stops_writing(root, monkeypatch, caplog, code):
 
 
 def test_the_writes_of_a_day_are_bounded(root, monkeypatch):
-    """At most four times the limit is written within a day, over all processes."""
+    """At most four times the limit is written within a day, over all processes.
+
+    As much again is written of texts that others continue.
+    """
     monkeypatch.setattr(kv_writer, "_COUNTED_BYTES", 1)
     small = 1 << 15
     for number in range(100):
@@ -306,9 +309,15 @@ def test_the_writes_of_a_day_are_bounded(root, monkeypatch):
             break
         writer.close()
     assert 8 * small <= number * PART.record_bytes <= 8 * small + 2 * PART.record_bytes
+    writer = KVWriter(opened(root), 2 * small, small)
+    for further in range(number + 1, 200):
+        if not writer.append(key_of(further), memoryview(page_of(further)), is_continued=True):
+            break
+    assert 16 * small <= further * PART.record_bytes <= 16 * small + 4 * PART.record_bytes
+    writer.close()
     entries = (root / "written").read_bytes()
     yesterday = int(time.time()) - 90_000
-    (root / "written").write_bytes(struct.pack("<QQ", yesterday, 8 * small) * (len(entries) // 16))
+    (root / "written").write_bytes(struct.pack("<QQ", yesterday, 16 * small) * (len(entries) // 16))
     assert KVWriter(opened(root), 2 * small, small).append(key_of(-1), memoryview(page_of(-1)))
 
 
@@ -319,6 +328,27 @@ def test_what_was_not_used_for_a_week_is_removed(root):
         os.utime(path, (used, used))
         KVWriter(opened(root), LIMIT, SMALL)
         assert path.exists() == is_there
+
+
+def test_pages_are_listed_and_removed_by_tenant(root):
+    """A tenant's name is a hash; its files are removed, and those of others stay."""
+    tags = [tenant_tag(root) for root in (b"", b"a" * 32, b"b" * 32)]
+    assert tags[0] == b"" and len(set(tags)) == 3
+    folder = opened(root)
+    for group in ((0, 1), (2,)):
+        writer = KVWriter(folder, LIMIT, HEADER_BYTES + 3 * PART.record_bytes)
+        for number in range(3):
+            key = key_of(10 * group[0] + number)
+            assert writer.append(key, memoryview(page_of(number)), tags[group[number % len(group)]])
+        writer.close()
+    names = [tag.hex() for tag in tags]
+    assert tenants_of(folder.path) == dict(
+        zip(names, [n * PART.record_bytes for n in (2, 1, 3)], strict=True)
+    )
+    assert clear(root, tenant=tags[1].hex()) == HEADER_BYTES + 3 * PART.record_bytes
+    assert tenants_of(folder.path) == {names[2]: 3 * PART.record_bytes}
+    assert clear(root, tenant="0") == 0 and clear(root, tenant=names[2]) > 0
+    assert not tenants_of(folder.path)
 
 
 def test_the_list_and_the_deletion(root):
