@@ -26,14 +26,18 @@ from bench import machine
 from bench.gpu_run import MODES, Section
 from bench.shapes import random_model, write_checkpoint
 from llama import Llama, SamplingParams, Transformer
+from llama.options import page_store
 from llama.options.graphs.recorder import CudaRecorder, Outputs
+from llama.options.page_store import PageStore
 from llama.ranks import torch_private
 from llama.requests.llm_engine import LLMEngine
+from llama.storage import kv_disk
+from llama.storage.kv_folder import Identity
 
 LIMITS = {  # seconds of each probe
     "probe_nan": 60, "probe_builds": 60, "probe_thread": 45, "probe_capture": 45,
     "probe_small_gpu": 120, "probe_first_request": 60, "probe_symmetric_memory": 120,
-    "probe_memcheck": 150,
+    "probe_memcheck": 150, "probe_pages_on_disk": 45,
 }  # fmt: skip
 _SMALL = {  # a model for which the kernels run, as its heads have 64 elements
     "dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 2048, "multiple_of": 64,
@@ -181,6 +185,28 @@ def probe_memcheck(at: Section) -> None:
     at.say(at.name, "ok")
 
 
+def probe_pages_on_disk(at: Section) -> None:
+    """Load the pages that another engine has written: the ids are the same.
+
+    Of one prompt a single token is left to compute, so that its step may be a graph.
+    """
+    model = _small_model(at)
+    prompts = [[*range(i, i + 97)] for i in (5, 300)] + [[*range(700, 900)]]
+    with at.engine(model, _mode(at), 4096) as engine:
+        wanted = _answers(engine, prompts)
+    policy = page_store.POLICY
+    policy.min_seconds = policy.min_gain = kv_disk._MIN_FREE = kv_disk._MIN_FREE_PART = 0
+    with tempfile.TemporaryDirectory() as root:
+        identity = Identity("small", {}, {})
+        options = {"kv_cache_dir": root, "page_identity": identity}
+        for num_loaded in (0, 2 * 96 + 192):
+            with at.engine(model, _mode(at), 4096, **options) as engine:
+                _expect([_answers(engine, [prompt])[0] for prompt in prompts], wanted)
+                pages = next(x for x in engine.core.hooks if isinstance(x, PageStore))
+                _expect(pages.stats.hit_tokens, num_loaded)
+    at.say(at.name, "ok")
+
+
 def _mode(at: Section) -> str:
     """Return how steps run: with kernels and graphs; dry without the interpreter's slow kernels."""
     return MODES[1] if at.dry else MODES[0]
@@ -286,7 +312,7 @@ PROBES: dict[str, Callable[[Section], None]] = {
     probe.__name__: probe
     for probe in (
         probe_nan, probe_builds, probe_thread, probe_capture, probe_small_gpu, probe_first_request,
-        probe_symmetric_memory, probe_memcheck,
+        probe_symmetric_memory, probe_memcheck, probe_pages_on_disk,
     )
 }  # fmt: skip
 

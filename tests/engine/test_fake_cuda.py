@@ -9,6 +9,7 @@ and that a graph can capture the step.
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from llama.options.engine_options import EngineOptions
 from llama.options.graphs import decode_inputs
 from llama.options.graphs.decode_graphs import DecodeGraphs, Shape
 from llama.options.graphs.decode_inputs import DecodeInputs
+from llama.options.page_store import PageStore, _Staged
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.weights.groups import GroupedWeight
@@ -93,6 +95,23 @@ def fake_batch(starts: list[int], counts: list[int]) -> tuple[Tensor, Batch]:
 def fake_model(args: ModelArgs, dtype: torch.dtype) -> Transformer:
     parallel = EightRanks(Placement(rank=3, size=8)) if args is ARGS_70B else None
     return Transformer(args, parallel=parallel, dtype=dtype, device=GPU)
+
+
+@pytest.mark.parametrize("cache", FORMATS)
+def test_pages_on_disk_leave_the_gpu_and_come_back(cache):
+    """Pages are copied to the host head by head, and loaded ones go into the KV cache."""
+    step: Any = object()
+    with FakeTensorMode(), torch.inference_mode():
+        model = Transformer(ARGS_8B, dtype=torch.bfloat16, device=GPU, kv_format=FORMATS[cache])
+        store = object.__new__(PageStore)
+        store._runner = SimpleNamespace(kv_cache=model.new_kv_cache(64, PAGE))  # type: ignore[assignment]
+        store._format = model.plan.kv_format
+        data = store._copied([5, 9, 2])
+        assert data.device.type == "cpu" and data.shape[:2] == (3, ARGS_8B.n_kv_heads)
+        assert data.numel() * 64 == 3 * store._runner.kv_cache.nbytes
+        store._staged = [_Staged(step, [1, 7, 3], data)]
+        store.before_pass(step)
+        assert not store._staged
 
 
 @pytest.mark.parametrize("args", [ARGS_8B, ARGS_70B], ids=["8B", "70B on 8"])
