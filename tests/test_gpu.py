@@ -218,7 +218,7 @@ def test_activations_in_e4m3_change_scores_a_little(wide):
 def test_prompts_that_come_among_answers_change_none(wide):
     """Prompts that arrive among answers change none.
 
-    Steps of prompts and answers run without graphs, and steps of answers alone with graphs.
+    Steps of prompts and answers run as graphs, as steps of answers alone do.
     """
     found = []
     for device in ("cuda", "cpu"):

@@ -94,9 +94,17 @@ def build(base: Path, folders: dict[str, Path], **arguments: Any) -> Llama:
     return llama
 
 
-def answers(llama: Llama, names: list[str | None], prompts: list[list[int]], n: int = 6) -> list:
+def answers(
+    llama: Llama,
+    names: list[str | None],
+    prompts: list[list[int]],
+    n: int = 6,
+    of_prompts: bool = True,
+) -> list:
     """Return ids, their log-probabilities and those of the prompt, all in one batch."""
-    params = SamplingParams(temperature=0.0, max_tokens=n, logprobs=0, prompt_logprobs=0)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=n, logprobs=0, prompt_logprobs=0 if of_prompts else None
+    )
     prepare = llama.llm_engine.prepare
     requests = [
         prepare("", prompt, params, index=i, adapter=name)
@@ -113,10 +121,12 @@ def answers(llama: Llama, names: list[str | None], prompts: list[list[int]], n: 
 
 
 def in_graphs(base: Path, folders: dict[str, Path]) -> Llama:
-    """Return a model whose steps of single tokens are recorded, with the kernels of adapters."""
+    """Return a model whose steps are recorded, with the kernels of adapters and of attention."""
     plain = build(base, {}, dtype="fp32")
-    plain.model.use_kernels(table({"adapters"}, {torch.float32}))
-    llama = Llama(plain.model, plain.tokenizer, options=EngineOptions(num_pages=64))
+    plain.model.use_kernels(table({"adapters", "attention"}, {torch.float32}))
+    llama = Llama(
+        plain.model, plain.tokenizer, options=EngineOptions(num_pages=64, token_budget=60)
+    )
     for name, folder in folders.items():
         llama.load_adapter(name, folder)
     return llama
@@ -126,12 +136,15 @@ def in_graphs(base: Path, folders: dict[str, Path]) -> Llama:
 def test_a_mixed_batch_gives_the_answers_of_peft(base, folders, monkeypatch, way):
     """In float32: ids, and log-probabilities of the prompt and of the answer.
 
-    On a GPU, steps of single tokens are graphs, also where some rows have adapters.
+    On a GPU, steps of single tokens and of short prompts are graphs, also where some rows have
+    adapters.
     """
     prompts, n = PROMPTS, 6
     if way != "torch":
         pytest.importorskip("triton")
         monkeypatch.setattr("llama.generation.recorder_for", lambda model: Again())
+        # PyTorch computes attention in the place of its kernel.
+        monkeypatch.setattr("llama.kernels.cuda.table.suits_tiles", lambda *_: False)
         prompts, n = [prompt[:8] for prompt in PROMPTS], 3  # the interpreter is slow
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     named = dict(folders)
@@ -147,6 +160,10 @@ def test_a_mixed_batch_gives_the_answers_of_peft(base, folders, monkeypatch, way
         graphs = llama.engine.runner.replayer
         assert isinstance(graphs, DecodeGraphs)
         assert {shape.reach.max_rank for shape in graphs._graphs} == {0, 64}
+        monkeypatch.setattr(llama.engine.runner, "hidden_states", None)
+        alone = answers(llama, MIXED, prompts, 1, of_prompts=False)
+        assert [ids for ids, *_ in alone] == [ids[:1] for ids, *_ in ours]
+        assert {shape.reach.max_rank for shape in graphs._graphs if shape.prompts} == {0, 64}
     texts = torch.tensor([[*p, *found[0]] for p, found in zip(prompts, ours, strict=True)])
     names = [name or "__base__" for name in MIXED]
     with torch.inference_mode():

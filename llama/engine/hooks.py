@@ -81,7 +81,7 @@ class Decoded(NamedTuple):
 
 
 class Replayer(Protocol):
-    """Computes decode steps without running the operators one by one, with the same results.
+    """Computes steps without running the operators one by one, with the same results.
 
     Attributes:
         is_over: Whether it records nothing any more: a step that `prepare` has returned runs
@@ -90,10 +90,14 @@ class Replayer(Protocol):
 
     is_over: bool
 
-    def prepare(self, sampled: list[Scheduled]) -> Any | None:
-        """Return a step of single tokens, each of which is sampled, in the form that `run` takes.
+    def prepare(self, step: Step, sampled: list[Scheduled]) -> Any | None:
+        """Return a step in the form that `run` takes.
 
         The result holds the sequences as they are now. None: such a step cannot be replayed.
+
+        Args:
+            step: The step.
+            sampled: What `Step.sampled` returns.
         """
 
     def run(self, step: Any, x: Tensor | None = None, *, wants_logits: bool) -> Decoded | Tensor:

@@ -8,7 +8,7 @@ cost two more waits.
 
 On a GPU scheduling is asynchronous, as in vLLM: the next step begins before this one is read, and
 takes the tokens that this one sampled from the device. A `Replayer` may compute steps of single
-tokens; all others run operator by operator.
+tokens and of short prompts; all others run operator by operator.
 """
 
 import functools
@@ -70,7 +70,7 @@ class ModelRunner:
         async_scheduling: Whether a step may start before the previous one is read; by default it
             may on a GPU.
         last_ids: The tokens of the latest step, which a replayer reads as well.
-        replayer: Computes steps of single tokens, if there is one.
+        replayer: Computes steps in the place of the operators, if there is one.
         hooks: The options that take part in each step. The core has the same list.
     """
 
@@ -120,11 +120,11 @@ class ModelRunner:
         """
         if self.replayer is not None and self.replayer.is_over:
             self.stop_replaying()
-        if self.replayer is None or len(sampled) != sum([item.count for item in step.items]):
+        if self.replayer is None:
             return None
         if any(hook.wanted_states or hook.changes_batch(step) for hook in self.hooks):
             return None
-        prepared = self.replayer.prepare(sampled)
+        prepared = self.replayer.prepare(step, sampled)
         return None if prepared is None else functools.partial(self.replayer.run, prepared)
 
     def stop_replaying(self) -> None:

@@ -5,7 +5,7 @@ embeds the tokens; each stage runs its layers and sends the hidden states on; th
 and sends what it sampled to all others. With P stages, P steps are in flight. States that requests
 capture travel with the hidden states to the last stage, which sends them to all others as well.
 
-A stage replays its part of a step of single tokens as a graph, see `llama.options.graphs`. Messages
+A stage replays its part of a step as a graph where it can, see `llama.options.graphs`. Messages
 are no part of it: what arrives is copied into the inputs of the graph, and what leaves is a copy of
 its outputs, as the next step overwrites them while the message may be under way.
 

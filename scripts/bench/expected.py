@@ -23,7 +23,8 @@ from llama.kernels.cuda import table as cuda
 from llama.model.cost import DEVICES, decode_bytes, step_roofline, weight_shapes
 from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import FORMATS
-from llama.options.graphs.decode_graphs import DecodeGraphs, Shape
+from llama.options.graphs.decode_graphs import DecodeGraphs
+from llama.options.graphs.shapes import Shape
 
 _SMALL_S = 2.5e-6  # seconds of a kernel that is neither a product nor attention
 _SHARES = {

@@ -1,8 +1,9 @@
-"""The sections `skew` and `lora` of `scripts/gpu_check.py`: steps whose rows differ.
+"""The sections `skew`, `lora` and `prompts` of `scripts/gpu_check.py`: steps whose rows differ.
 
-In: a section. Out: the time of replayed steps of 64 sequences of the 8B shape. In `skew` one of
-them is longer than the others, or each has several tokens to verify; in `lora` their rows have one
-adapter, eight or none. Steps read a cache that nobody has filled, so that no prompt is computed.
+In: a section. Out: the time of replayed steps of the 8B shape. In `skew` one of 64 sequences is
+longer than the others, or each has several tokens to verify; in `lora` their rows have one adapter,
+eight or none; in `prompts` a prompt is among 32 or none, which also runs operator by operator.
+Steps read a cache that nobody has filled.
 """
 
 import functools
@@ -18,17 +19,24 @@ from bench import machine
 from bench.gpu_run import MODES, Section
 from llama.checkpoint.lora.unmerged import LoadedAdapter, products_of
 from llama.engine.core import PAGE_SIZE
+from llama.engine.request import SequenceSpec
+from llama.engine.rows import Scheduled
+from llama.engine.runner import ModelRunner
+from llama.engine.sequence import SequenceState
+from llama.engine.step import Step
 from llama.model.transformer import Transformer
 from llama.ops.adapters import AdapterWeights, Delta, DeltaPart
+from llama.ops.kernels import Kernels
 from llama.options.graphs.decode_graphs import DecodeGraphs
 from llama.options.graphs.decode_inputs import DecodeStep
 
-LIMITS = {"skew": 100, "lora": 60}  # seconds of each section
+LIMITS = {"skew": 100, "lora": 60, "prompts": 60}  # seconds of each section
 _ROWS = 64
 _CONTEXT = 2048
 _LONGEST = (2048, 8192, 32_768, 102_400)
 _DRAFTS = 4
 _RANK = 16
+_PROMPTS = ((0, 60), (32, 60), (0, 200), (32, 200))  # single tokens, and those of a prompt
 _COUNTS = (0, 1, 8)  # adapters in a step
 
 
@@ -84,6 +92,58 @@ def lora(at: Section) -> None:
             replayed = _logits(graphs.run(step, wants_logits=True), rows)
             error = float((replayed - eager).norm() / eager.norm())
             at.say(f"{what}: error of the replay", error)
+
+
+def prompts(at: Section) -> None:
+    """Time steps of single tokens and a prompt, as a graph and operator by operator."""
+    context = at.size(512, 20)
+    model = at.model("8b", context + 256, at.size(64, 4))
+    # Without the kernel for attention, steps with prompts are no graphs. Dry, PyTorch attends.
+    at.dry_kernels = Kernels({"paged_attention": _refuse}, frozenset({"attention"}))
+    num_tokens = at.size(64, 4) * (context + 256)
+    with at.engine(model, MODES[0], num_tokens, token_budget=at.size(2048, 24)) as engine:
+        runner = engine.core.runner
+        graphs = runner.replayer
+        assert isinstance(graphs, DecodeGraphs), "steps run without graphs"
+        for single, count in _PROMPTS:
+            single = at.size(single, min(single, 2))
+            step = _with_prompt(single, context, at.size(count, 18))
+            prepared = graphs.prepare(step, step.sampled())
+            if prepared is None:
+                at.say("prompts", "the kernel for attention is not in use")
+                return
+            replay = functools.partial(graphs.run, prepared, wants_logits=True)
+            what = f"8b {single} x {context} and a prompt of {count}"
+            at.say(f"{what}, graph", _seconds(at, replay) * 1e3, "ms")
+            run = functools.partial(_run_eagerly, runner, step)
+            at.say(f"{what}, eager", _seconds(at, run) * 1e3, "ms")
+            rows = single + 1
+            eager = run().clone()
+            error = float((_logits(replay(), rows) - eager).norm() / eager.norm())
+            at.say(f"{what}: error of the replay", error)
+
+
+def _refuse(*_: object) -> None:
+    """Stand in for a kernel that takes no tensors, so that PyTorch computes."""
+
+
+@torch.inference_mode()
+def _run_eagerly(runner: ModelRunner, step: Step) -> Tensor:
+    """Return the logits of a step that runs operator by operator."""
+    return runner.model.logits(runner.hidden_states(step, runner.watched(step)))
+
+
+def _with_prompt(single: int, context: int, count: int) -> Step:
+    """Return a step of single tokens behind so many others, and of a prompt."""
+    items = []
+    used = 0
+    for length, new in [*[(context, 1)] * single, (count, count)]:
+        seq = SequenceState(SequenceSpec((1,) * length, length + 1))
+        num_pages = -(-length // PAGE_SIZE)
+        seq.pages.extend(range(used, used + num_pages))
+        used += num_pages
+        items.append(Scheduled(seq, length - new, new))
+    return Step.of(items)
 
 
 def _step(lengths: Sequence[int], count: int = 1, numbers: Sequence[int] | int = -1) -> DecodeStep:

@@ -25,12 +25,19 @@ from llama.engine.core import PAGE_SIZE
 from llama.gpu import selection
 from llama.gpu.cases import Computed
 from llama.kernels.cuda.table import table
+from llama.ops.kernels import NO_KERNELS
 from llama.options.engine_options import EngineOptions
 from llama.options.graphs.recorder import CudaRecorder, Outputs, Recorder
 from llama.requests.llm_engine import LLMEngine
 
 MODES = ("graphs+kernels", "graphs", "torch")
-DRY_KERNELS = ("add_norm", "rope_and_store", "silu_mul", "adapters", "sample")  # quick, dry
+DRY_KERNELS = (
+    "add_norm",
+    "rope_and_store",
+    "silu_mul",
+    "adapters",
+    "sample",
+)  # quick, dry
 H200 = {"read bandwidth": 4.3e12, "matrix rate": 7.9e14}  # what its machine.py would find
 # Tokens a second, or seconds, on one H200 with random weights in bf16: first bar, goal, and which
 # rate another GPU's bar goes by.
@@ -65,6 +72,7 @@ class Section:
         self.dry = dry
         self.device = torch.device("cpu") if dry else torch.device("cuda", 0)
         self.dtype = torch.float32 if dry else torch.bfloat16
+        self.dry_kernels = table(DRY_KERNELS, frozenset({self.dtype}))
 
     def say(self, what: str, value: Any, unit: str = "", **more: Any) -> None:
         """Write one figure to disk at once."""
@@ -116,8 +124,7 @@ class Section:
     ) -> LLMEngine:
         has_kernels = "kernels" in mode
         if self.dry:
-            names = frozenset(DRY_KERNELS if has_kernels else ())
-            model.use_kernels(table(names, frozenset({self.dtype})))
+            model.use_kernels(self.dry_kernels if has_kernels else NO_KERNELS)
         else:
             allowed = selection.allowed_kernels() if has_kernels else frozenset()
             computed = Computed(model.plan, model.params.vocab_size, self.device, self.dtype)

@@ -385,6 +385,7 @@ _SECTIONS: dict[str, Callable[[Section], None]] = {
         gpu_formats.formats,
         gpu_mixed.skew,
         gpu_mixed.lora,
+        gpu_mixed.prompts,
         gpu_scaled.scaled,
     )
 } | gpu_probes.PROBES

@@ -23,7 +23,7 @@ from helpers.sequences import state_of
 from helpers.tape import Again, NotCapturable, TapeRecorder
 from llama.assembly import assemble
 from llama.engine.core import EngineCore
-from llama.engine.rows import Scheduled
+from llama.engine.rows import SAMPLE, Scheduled
 from llama.engine.runner import RunningStep
 from llama.engine.sequence import SequenceState
 from llama.engine.step import Step
@@ -36,10 +36,11 @@ from llama.ops.batch import Batch
 from llama.ops.kernels import NO_KERNELS
 from llama.ops.kv_cache import FORMATS
 from llama.options.engine_options import EngineOptions
-from llama.options.graphs import decode_graphs as graphs_module
 from llama.options.graphs import decode_inputs
-from llama.options.graphs.decode_graphs import DecodeGraphs, bucket_of
+from llama.options.graphs import shapes as shapes_module
+from llama.options.graphs.decode_graphs import DecodeGraphs
 from llama.options.graphs.decode_inputs import DecodeInputs, DecodeStep
+from llama.options.graphs.shapes import PROMPT_GROUPS, MixedBuckets, bucket_of
 from llama.options.speculation import draft_model
 from llama.options.speculation.draft_model import ModelDrafter
 from llama.options.speculation.hook import speculate
@@ -308,12 +309,13 @@ def test_all_shapes_are_recorded_before_the_first_step(with_kernel, plain):
             recorder_for=lambda model: recorder,
         ),
     ).core
-    assert recorder.rows == [8, 4] + [8, 4, 2, 1]  # two are measured first
+    # Steps with prompts have results for 32 of them. Two shapes are measured first.
+    assert recorder.rows == [16 + 32, 32] + [16 + 32, 32, 8, 4, 2, 1]
     graphs = graphs_of(core)
     assert len({logits.data_ptr() for (_, logits), _ in graphs._graphs.values()}) == 1
     found = answers(core, 2)
     assert [x[:2] for x in found] == [x[:2] for x in plain(2, 26)[0]]
-    assert len(recorder.rows) == 6, "a shape was recorded while others waited"
+    assert len(recorder.rows) == 8, "a shape was recorded while others waited"
 
 
 def test_shapes_of_drafts_and_of_long_tables_are_recorded_at_build(model, plain, monkeypatch):
@@ -322,7 +324,7 @@ def test_shapes_of_drafts_and_of_long_tables_are_recorded_at_build(model, plain,
     Drafts have more rows than there are sequences, and PyTorch's attention a graph for each width
     of the page tables. A past fault: those were recorded while requests waited.
     """
-    monkeypatch.setattr(graphs_module, "_MIN_TABLE_WIDTH", 4)
+    monkeypatch.setattr(shapes_module, "_MIN_TABLE_WIDTH", 4)
     recorders: list[Counting] = []
 
     def recorder_for(model: Transformer) -> Counting:
@@ -386,7 +388,8 @@ def test_the_cache_has_what_graphs_and_a_step_leave(with_kernel, room, pages):
     """The cache gets the memory that graphs and a step leave, but enough for one sequence."""
     page, logits = 2 * 2 * PAGE * 2 * 16 * 4, 64 * 512 * 4
     two_measured = 50 + 10
-    recorder = Counting(with_kernel, (room + 1) * page + two_measured + (4 * 10 + logits) + 7000)
+    graphs = 4 * 10 + 5 * 10  # of 1, 2, 4 and 8 rows; of prompts in 64, 128 and 256 rows
+    recorder = Counting(with_kernel, (room + 1) * page + two_measured + graphs + logits + 7000)
     core = assemble(
         with_kernel,
         EngineOptions(
@@ -402,8 +405,8 @@ def test_the_cache_has_what_a_draft_model_leaves(with_kernel, monkeypatch):
     The draft model allocates its graphs and a cache of all pages first, and can draft for every
     page.
     """
-    # Graphs of 1, 2, 4, 8, 16, 24, 32, 48 and 64 rows, since drafts are rows.
-    page, graphs = 2 * 2 * PAGE * 2 * 16 * 4, 50 + 10 * 10
+    # Graphs of 1, 2, 4, 8, 16, 24, 32, 48 and 64 rows, since drafts are rows; five have prompts.
+    page, graphs = 2 * 2 * PAGE * 2 * 16 * 4, 50 + 10 * 15
     free = (201 + 151) * page + 2 * graphs + 64 * 512 * 4
     recorders: list[Counting] = []
     new_kv_cache = with_kernel.new_kv_cache
@@ -447,7 +450,7 @@ def test_of_the_page_tables_what_has_changed_is_sent(monkeypatch):
     monkeypatch.setattr(decode_inputs, "pinned", noted)
     cpu = torch.device("cpu")
     inputs = DecodeInputs(8, 512, most=1, page_size=PAGE, null_page=99, device=cpu)
-    num_fields = 5 * 8 + 8 + 9  # of the rows; the lengths and the first rows of the groups
+    num_fields = 5 * 8 + 8 + 9 + 8  # rows; lengths and first rows of groups; rows with results
     live = [state_of([1] * 70, 70) for _ in range(5)]
     for seq in live:
         seq.pages.extend(range(10))
@@ -556,6 +559,136 @@ def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, name, gr
         model.use_kernels(NO_KERNELS)
 
 
+def test_prompts_are_replayed_with_the_answers_beside_them(with_kernel, plain, monkeypatch):
+    """Steps with prompts are replayed, unless more than next tokens is wanted of a prompt.
+
+    The answers are those of steps that run operator by operator, with sequences that are preempted,
+    cached prefixes, and prompts in several steps.
+    """
+    eager = list[Step]()
+    mixed = list[DecodeStep]()
+    for seed, num_pages in ((1, 200), (2, 26), (3, 26)):
+        core = core_of(with_kernel, num_pages, graphs=True, ahead=True)
+        run, hidden = graphs_of(core).run, core.runner.hidden_states
+
+        def replayed(step: DecodeStep, *more: Any, run: Any = run, **options: Any) -> Any:
+            if 0 < step.num_prompts < len(step.ends):
+                mixed.append(step)
+            return run(step, *more, **options)
+
+        def seen(step: Step, *more: Any, run: Any = hidden) -> torch.Tensor:
+            eager.append(step)
+            return run(step, *more)
+
+        monkeypatch.setattr(graphs_of(core), "run", replayed)
+        monkeypatch.setattr(core.runner, "hidden_states", seen)
+        found = answers(core, seed)
+        wanted, _ = plain(seed, num_pages)
+        assert [x[:2] for x in found] == [x[:2] for x in wanted]
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours[2] == pytest.approx(theirs[2], abs=4e-5)
+    assert eager and all(step.rows.keys() - {SAMPLE} for step in eager)
+    assert len(mixed) > 10 and any(len(step.results or ()) < len(step.ends) for step in mixed)
+
+
+def test_the_rows_of_prompts_lie_behind_those_of_single_tokens():
+    """Rows of single tokens and of prompts have their own parts of a graph, both filled up.
+
+    Where a row of the step lies, all of its fields are those of a step that is packed anew, and its
+    sequence ends behind its last row. No unused row belongs to a sequence.
+    """
+    rng = random.Random(7)
+    cpu = torch.device("cpu")
+    inputs = DecodeInputs(256, 32, most=3, page_size=PAGE, null_page=999, device=cpu)
+    for _ in range(60):
+        num_single, num_prompts = rng.randrange(17), rng.randrange(1, 4)
+        items, tokens = list[Scheduled](), list[int]()
+        for i in range(num_single + num_prompts):
+            count = 1 if i < num_single else rng.randrange(2, 20)
+            seq = state_of([1] * 70, 100)
+            start = rng.randrange(60)
+            seq.pages.extend(rng.sample(range(900), -(-(start + count) // PAGE)))
+            items.append(Scheduled(seq, start, count))
+            tokens += [rng.randrange(1, 512) for _ in range(count)]
+        n = len(tokens)
+        results = sorted(rng.sample(range(n), 3))
+        step = DecodeStep.with_prompts(tokens, [-1] * n, items, PAGE, results)
+        rows, prompts = MixedBuckets(2048).of(num_single, n - num_single) or (0, 0)
+        inputs.fill(step, rows, prompts)
+        found, _, batch = inputs.batch(rows, prompts, 32, 5)
+        _, packed = Batch.pack(
+            [], [x.start for x in items], [x.count for x in items],
+            [x.sequence.pages for x in items], PAGE, results, cpu,
+        )  # fmt: skip
+        places = [*range(num_single), *range(rows, rows + n - num_single)]
+        assert found[places].tolist() == tokens and not found.sum() - sum(tokens)
+        assert batch.positions[places].tolist() == packed.positions.tolist()
+        assert batch.slots[places].tolist() == packed.slots.tolist()
+        unused = [row for row in range(rows + prompts) if row not in places]
+        assert batch.slots[unused].tolist() == [999 * PAGE] * len(unused)
+        assert batch.logit_rows[:3].tolist() == [places[row] for row in results]
+        starts = batch.query_starts.tolist()
+        assert starts[: rows + 1] == [*range(rows + 1)] and starts[-1] == rows + prompts
+        assert len(starts) == len(batch.query_lens_cpu) + 1 == rows + PROMPT_GROUPS + 1
+        groups = [*range(num_single), *range(rows, rows + num_prompts)]
+        for group, item in zip(groups, items, strict=True):
+            assert starts[group + 1] - starts[group] == item.count
+            assert batch.seq_lens[group] == item.start + item.count
+            held = list(item.sequence.pages)
+            assert batch.page_table[group, : len(held)].tolist() == held
+        nobodys = [*range(num_single, rows), rows + num_prompts]
+        assert batch.page_table[nobodys, 0].tolist() == [999] * len(nobodys)
+
+
+def test_graphs_with_prompts_are_few_and_small():
+    """Steps with prompts have ten shapes, which are at most 256 rows and twice as many as needed.
+
+    A step of few tokens, or with few sequences, has fewer.
+    """
+    buckets = MixedBuckets(2048)
+    shapes = buckets.all_of(256)
+    assert len(shapes) == 10 and {rows + prompts for rows, prompts in shapes} <= {
+        64, 80, 128, 144, 192, 256
+    }  # fmt: skip
+    for single, prompts in itertools.product(range(200), range(2, 257)):
+        found = buckets.of(single, prompts)
+        assert (found is None) == (single + prompts > 256) or single > 0
+        if found is not None:
+            assert found in shapes and single <= found[0] and prompts <= found[1]
+    assert buckets.all_of(1) == [(0, 64), (0, 128), (0, 256)]
+    assert MixedBuckets(100).all_of(1) == [(0, 64), (0, 128)]
+    assert not MixedBuckets(0).all_of(256)
+
+
+def test_prompts_are_replayed_over_the_kernels_of_a_gpu(model, plain, monkeypatch):
+    """The kernels for attention find the sequences of a recorded step with prompts."""
+    pytest.importorskip("triton")
+    from llama.kernels.cuda import attention as gpu_attention
+
+    arriving = [[3, 1, 4, 1, 5], [9, 2, 6], [5] * 19, [*range(40)]]
+    found = list[list[list[int]]]()
+    monkeypatch.setattr(gpu_attention, "_PROGRAMS", 8)
+    for kernels in (NO_KERNELS, table(frozenset({"attention"}), frozenset({torch.float32}))):
+        model.use_kernels(kernels)
+        try:
+            core = core_of(model, 40, graphs=False, ahead=False)
+            runner = core.runner
+            if kernels is not NO_KERNELS:
+                runner.replayer = DecodeGraphs(  # the last page is used by no sequence
+                    model, runner.kv_cache, Again(), runner.last_ids, max_tokens=24
+                )
+                monkeypatch.setattr(runner, "hidden_states", None)
+            live = [state_of(p, len(p) + 4, i, temperature=0.0) for i, p in enumerate(arriving)]
+            waiting = live.copy()
+            while waiting or core.has_unfinished():
+                core.step(waiting[:1])
+                del waiting[:1]
+        finally:
+            model.use_kernels(NO_KERNELS)
+        found.append([seq.tokens for seq in live])
+    assert found[0] == found[1]
+
+
 def test_a_batch_is_filled_up_with_rows_that_touch_nobodys_pages(model):
     """A batch is padded with rows that touch no sequence's pages.
 
@@ -606,7 +739,7 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
             [3] * len(live), [x.start for x in scheduled], [1] * len(live),
             [seq.pages for seq in live], PAGE, range(len(live)), cpu,
         )  # fmt: skip
-        n, (_, _, static) = len(live), inputs.batch(8, 16)
+        n, (_, _, static) = len(live), inputs.batch(8, 0, 16, 8)
         assert torch.equal(static.positions[:n], packed.positions)
         assert torch.equal(static.slots[:n], packed.slots)
         assert torch.equal(static.seq_lens[:n], packed.seq_lens)
@@ -639,7 +772,7 @@ def test_the_rows_of_a_sequence_are_groups_to_attention():
         n = len(scheduled)
         bucket = n + rng.randrange(4)
         inputs.fill(DecodeStep.of([3] * n, [-1] * n, scheduled, PAGE, 3), bucket)
-        _, _, batch = inputs.batch(bucket, 16)
+        _, _, batch = inputs.batch(bucket, 0, 16, bucket)
         assert batch.query_lens_cpu == [3] * bucket == [3] * len(batch.slots)
         starts = batch.query_starts.tolist()
         assert len(starts) == bucket + 1 and starts[-1] == bucket
@@ -756,7 +889,7 @@ def test_shapes_are_few():
     assert all(n <= bucket_of(n) <= max(2 * n, 1) for n in range(1, 600))
 
 
-def test_only_steps_of_single_tokens_that_sample_are_recorded():
+def test_only_steps_of_single_tokens_that_sample_decode():
     seq = state_of([1, 2, 3], 9)
     scored = state_of([1, 2, 3], 9, prompt_logprobs=0)
     assert Step.of([Scheduled(seq, 2, 1)]).is_decode
@@ -914,7 +1047,9 @@ def test_a_format_is_recorded_and_replayed(monkeypatch, name):
         for kernel in [x for x in vars(module) if x.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, NotLaunched(kernel, launched))
     weights = [x.weight for x in made.modules() if isinstance(x, Linear)]
-    tile, rows = Tile(32, 128, 4, 2), (2, 4, 8)
+    tile, rows = Tile(32, 128, 4, 2), [2, 4, 8]
+    if name != "cache":  # the kernels of plain weights take few rows
+        rows += [16, 32, 64, 128]
     tiles = {(x.kind, *x.shape, m): tile for x in weights for m in rows}
     alone = tile._replace(uses_dot=False)
     tiles |= {(kind, n, k, 1): alone for kind, n, k, _ in tiles}
@@ -954,14 +1089,14 @@ def test_no_rank_leaves_the_graphs_alone(model, monkeypatch):
     core = core_of(model, 20, graphs=True, ahead=False)
     seq = state_of([1, 2], 60, temperature=0.0)
     core.add(seq)
-    for _ in range(3):
+    for _ in range(2):
         core.step()
     monkeypatch.setattr(model, "parallel", Parallel(Placement(size=2)))
-    graphs, step = graphs_of(core), [Scheduled(seq, 3, 1)]
-    assert graphs.prepare(step)
+    graphs, step = graphs_of(core), Step.of([Scheduled(seq, len(seq.tokens) - 1, 1)])
+    assert graphs.prepare(step, step.sampled())
     graphs._path = object()
     with pytest.raises(RuntimeError, match="LLAMA_GPU_KERNELS=none"):
-        graphs.prepare(step)
+        graphs.prepare(step, step.sampled())
 
 
 def test_the_way_of_a_model_changes_with_its_hooks_and_weights(model):

@@ -23,6 +23,7 @@ from llama.engine.core import EngineCore
 from llama.engine.processors import LogitsProcessors
 from llama.engine.request import Capture
 from llama.engine.sequence import SequenceState
+from llama.kernels.cuda.table import table
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.ops.kv_cache import FORMATS
@@ -152,16 +153,20 @@ def answers(core: EngineCore) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    ("stages", "kv_format", "drafts"), [(2, None, False), (3, None, True), (3, "int8", False)]
+    ("stages", "kv_format", "drafts", "prompts"),
+    [(2, None, False, True), (3, None, True, False), (3, "int8", False, True)],
 )
-def test_stages_in_graphs_give_the_answers_of_one_process(stages, kv_format, drafts):
+def test_stages_in_graphs_give_the_answers_of_one_process(stages, kv_format, drafts, prompts):
     """Stages that replay their steps give the answers of one process that does not.
 
-    With P stages, P steps are in flight. Drafts take a row each.
+    With P stages, P steps are in flight. Drafts take a row each. With a GPU's kernel for attention,
+    in whose place PyTorch computes here, steps with prompts are replayed as well.
     """
     whole = filled(Transformer(ARGS, kv_format=FORMATS[kv_format]))
     wanted = answers(core_of(whole, None))
     models = stages_of(whole, stages)
+    for model in models if prompts else ():
+        model.use_kernels(table({"attention"}, ()))
     recorders = [Counting.of_model(model) for model in models]
     cores = [core_of(model, recorder) for model, recorder in zip(models, recorders, strict=True)]
     for recorder in recorders:
@@ -175,7 +180,8 @@ def test_stages_in_graphs_give_the_answers_of_one_process(stages, kv_format, dra
                 assert ours[:2] == theirs[:2]
                 assert ours[2] == pytest.approx(theirs[2], abs=4e-5)
     (replays,) = {recorder.num_replays for recorder in recorders}  # type: ignore[attr-defined]
-    assert replays > 10 and cores[0].stats.steps - replays < 40
+    num_eager = cores[0].stats.steps - replays
+    assert replays > 10 and num_eager < (10 if prompts else 40)
     assert (cores[0].stats.accepted_tokens > 20) == drafts
 
 
@@ -239,8 +245,9 @@ def test_steps_in_flight_count_the_tokens_of_their_own_sequences(monkeypatch):
     assert cores[0].stats.steps > 60 and len(begun) < 8
 
 
+@pytest.mark.parametrize("kind", ["single tokens", "prompts"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_stage_that_replays_wrongly_is_found_at_build(stage):
+def test_a_stage_that_replays_wrongly_is_found_at_build(stage, kind):
     """Each stage compares its own part of a replayed step with that of the step."""
 
     class Tape(TapeRecorder):
@@ -248,14 +255,17 @@ def test_a_stage_that_replays_wrongly_is_found_at_build(stage):
             self, function: Callable[[], Outputs], inputs: Iterable[Tensor]
         ) -> tuple[Outputs, Callable[[], None]]:
             outputs, replay = super().record(function, inputs)
+            is_mixed = len(outputs[-1]) >= 32  # a stage has 64 rows, the last one 32 results
 
             def wrong() -> None:
                 replay()
-                outputs[-1].mul_(2)
+                if is_mixed == (kind == "prompts"):
+                    outputs[-1].mul_(2)
 
             return outputs, wrong
 
     model = stages_of(filled(Transformer(ARGS)), 3)[stage]
+    model.use_kernels(table({"attention"}, ()))
     assert core_of(model, TapeRecorder.of_model(model)).runner.replayer
     wrong = "logits" if stage == 2 else "hidden states"
     with pytest.warns(UserWarning, match=f"steps run without graphs .* wrong: {wrong} are off"):

@@ -1,1 +1,1 @@
-"""Decode steps of a fixed shape, recorded once as CUDA graphs and replayed."""
+"""Steps of a fixed shape, recorded once as CUDA graphs and replayed."""

@@ -1,9 +1,9 @@
-"""Decode steps of a fixed shape, recorded once as CUDA graphs and replayed.
+"""Steps of a fixed shape, recorded once as CUDA graphs and replayed.
 
-In: single tokens, among them drafts that are verified. Out: the logits of their rows and their top
-ids, in tensors that the next step overwrites. A stage of a pipeline records its own layers: it also
-gets hidden states, or gives hidden states instead of logits. Messages between stages are outside of
-the graphs.
+In: single tokens, among them drafts that are verified, or single tokens and short prompts. Out: the
+logits of their rows and their top ids, in tensors that the next step overwrites. A stage of a
+pipeline records its own layers: it also gets hidden states, or gives hidden states instead of
+logits. Messages between stages are outside of the graphs.
 
 A step of an 8B model launches some 300 kernels; a replayed graph costs one launch (CUDA C++
 Programming Guide, "CUDA Graphs"). The price is a fixed shape: a batch is padded to the next of a
@@ -16,15 +16,15 @@ Shapes: R rows of the bucket, M pages of a row's table, S slots per page, E mode
 import itertools
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from llama.engine.hooks import Decoded
-from llama.engine.rows import Scheduled
+from llama.engine.rows import SAMPLE, Scheduled
 from llama.engine.runner import LastIds
 from llama.engine.sampler import top_of_ranks
+from llama.engine.step import Step
 from llama.kernels.cuda.table import has_attention, queries_at_once
 from llama.model.transformer import Transformer
 from llama.ops.adapters import Reach
@@ -32,25 +32,14 @@ from llama.ops.sample import choose_ids
 from llama.options.adapters import NumberedAdapters
 from llama.options.graphs.decode_inputs import DecodeInputs, DecodeStep
 from llama.options.graphs.recorder import CaptureError, Outputs, Recorder
-
-_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # then multiples of 64
-_MIN_TABLE_WIDTH = 64  # pages; wider tables are powers of two times it
-
-
-class Shape(NamedTuple):
-    """The steps that one graph can replay.
-
-    Attributes:
-        rows: The rows.
-        width: The pages of a row's table.
-        wants_logits: Whether logits are computed.
-        reach: What the adapters of the rows may change; nothing where no row has one.
-    """
-
-    rows: int
-    width: int
-    wants_logits: bool
-    reach: Reach = Reach()
+from llama.options.graphs.shapes import (
+    MAX_MIXED_ROWS,
+    PROMPT_GROUPS,
+    MixedBuckets,
+    Shape,
+    bucket_of,
+    table_widths,
+)
 
 
 class DecodeGraphs:
@@ -67,7 +56,10 @@ class DecodeGraphs:
         last_ids: The ids of the previous step, which the runner updates in place.
         recorded_rows: The rows up to which `record_all` records all shapes; a shape of more rows is
             recorded when it is first needed. By default max_batch_size.
-        max_queries: The number of rows that a sequence usually has at most.
+        max_queries: The number of rows that a sequence usually has at most in a step without
+            prompts.
+        max_tokens: The maximum number of tokens of a step with prompts. Such steps are recorded
+            where there is the kernel for attention. 0: none is.
         adapters: The adapters that rows may have. Graphs with adapters are recorded when they are
             first needed, as their kernels would cost other steps 5 % and more.
     """
@@ -80,6 +72,7 @@ class DecodeGraphs:
         last_ids: LastIds,
         recorded_rows: int | None = None,
         max_queries: int = 1,
+        max_tokens: int = 0,
         adapters: NumberedAdapters | None = None,
     ) -> None:
         self._model = model
@@ -91,7 +84,11 @@ class DecodeGraphs:
         self._last_ids = last_ids.ids
         self._page_size = kv_cache.shape[3]
         self._max_pages = -(-model.params.max_seq_len // self._page_size)
-        self._max_rows = max_rows = len(self._last_ids)
+        has_kernel = model.parallel.all_hold(has_attention(model.kernels))
+        has_prompts = max_tokens and has_kernel and model.params.is_causal
+        self._mixed = MixedBuckets(max_tokens if has_prompts else 0)
+        self._max_results = len(self._last_ids)
+        max_rows = max(self._max_results, MAX_MIXED_ROWS if has_prompts else 0)
         device = kv_cache.device
         heads = model.norm.weight.new_empty(0, model.plan.n_heads, model.plan.head_dim)
         self._most = min(max_queries, queries_at_once(model.kernels, heads, kv_cache[0]))
@@ -111,22 +108,22 @@ class DecodeGraphs:
         # All graphs write to these outputs, as one of them runs at a time.
         self._outputs: Outputs
         if self._has_lm_head:
-            logits_shape = (max_rows, model.vocab_size)
+            logits_shape = (self._max_results, model.vocab_size)
             logits = torch.empty(logits_shape, dtype=torch.float32, device=device)
             self._outputs = (torch.zeros_like(self._last_ids), logits)
         else:
             self._outputs = (model.norm.weight.new_zeros(max_rows, model.params.dim),)
         # The widths of tables, in pages. With the attention kernel there is one.
-        self._widths = [self._max_pages]
-        if not model.parallel.all_hold(has_attention(model.kernels)):
-            self._widths = _table_widths(self._max_pages)
+        self._widths = [self._max_pages] if has_kernel else table_widths(self._max_pages)
         self.is_over = False
         self._graphs: dict[Shape, tuple[Outputs, Callable[[], None]]] = {}
         self._path: object = None  # the model's execution path when the graphs were recorded
 
-    def prepare(self, sampled: list[Scheduled]) -> DecodeStep | None:
-        """Return a step of these items, see `Replayer.prepare`."""
-        if not self._takes(len(sampled)):
+    def prepare(self, step: Step, sampled: list[Scheduled]) -> DecodeStep | None:
+        """Return a step in the form that `run` takes, see `Replayer.prepare`."""
+        if len(sampled) < sum([item.count for item in step.items]):
+            return self._with_prompts(step)
+        if len(sampled) > self._max_results or not self._takes():
             return None
         sequences = [item.sequence for item in sampled]
         tokens = [seq.tokens[-1] for seq in sequences]
@@ -137,18 +134,41 @@ class DecodeGraphs:
             numbers = self.adapters.of_rows(seq.spec.adapter for seq in sequences)
         return DecodeStep.of(tokens, sources, sampled, self._page_size, self._most, numbers)
 
-    def _takes(self, num_rows: int) -> bool:
-        """Return whether a step of so many single tokens that sample can be replayed.
+    def _with_prompts(self, step: Step) -> DecodeStep | None:
+        """Return a step of prompts, of which nothing but the next tokens is wanted."""
+        counts = [item.count for item in step.items]
+        num_single = counts.count(1)
+        buckets = self._mixed.of(num_single, sum(counts) - num_single)
+        has_groups = len(counts) - num_single < PROMPT_GROUPS
+        if not (step.rows.keys() <= {SAMPLE} and buckets and has_groups and self._takes()):
+            return None
+        tokens: list[int] = []
+        sources: list[int] = []
+        numbers: list[int] = []
+        for item in step.items:
+            seq = item.sequence
+            known = seq.tokens[item.start : item.start + item.count]
+            tokens += known
+            sources += [-1] * len(known)
+            if len(known) < item.count:  # the step before samples its last token
+                tokens.append(0)
+                sources.append(self._last_rows.rows[seq])
+            if self.adapters is not None:
+                numbers += self.adapters.of_rows([seq.spec.adapter]) * item.count
+        return DecodeStep.with_prompts(
+            tokens, sources, step.items, self._page_size, step.result_rows(), numbers or -1
+        )
 
-        It can unless there are too many, or the model runs in another way than when it was
-        recorded: a replay calls no hook, and reads the weights where they were.
+    def _takes(self) -> bool:
+        """Return whether a step can be replayed.
+
+        It can unless the model runs in another way than when it was recorded: a replay calls no
+        hook, and reads the weights where they were.
 
         Raises:
             RuntimeError: The model of one rank of a group has changed. Either all ranks of a group
                 replay a step or none (NCCL, "CUDA Graphs").
         """
-        if num_rows > self._max_rows:
-            return False
         path = self._model.execution_path()
         is_hooked = path is None and self._kv_cache.is_cuda
         takes = not is_hooked and (not self._graphs or path is self._path)
@@ -175,33 +195,53 @@ class DecodeGraphs:
                 warn_of_no_graphs(error)
                 self.close()
         if self.is_over:
-            return self._results(self._step(shape))
+            return self._results(step, self._step(shape))
         outputs, replay = self._graphs[shape]
         replay()
-        return self._results(outputs)
+        return self._results(step, outputs)
 
     def run_eagerly(
         self, step: DecodeStep, x: Tensor | None = None, *, wants_logits: bool
     ) -> Decoded | Tensor:
         """Run what `run` replays operator by operator, in the same shape."""
-        return self._results(self._step(self._fill(step, x, wants_logits)))
+        return self._results(step, self._step(self._fill(step, x, wants_logits)))
 
     def _fill(self, step: DecodeStep, x: Tensor | None, wants_logits: bool) -> Shape:
         """Copy the inputs of a step to where the graphs read them, and return its shape."""
-        rows = bucket_of(step.fields.shape[1])
-        self._inputs.fill(step, rows)
+        rows, prompts = self._rows_of(step)
+        self._inputs.fill(step, rows, prompts)
         if self._arrived is not None:
             assert x is not None, "a later stage computes what the one before has sent"
-            self._arrived[: len(x)].copy_(x, non_blocking=True)
+            n = step.num_single
+            self._arrived[:n].copy_(x[:n], non_blocking=True)
+            if prompts:
+                self._arrived[rows : rows + len(x) - n].copy_(x[n:], non_blocking=True)
         last_position = step.last_position
         width = next(n for n in self._widths if n * self._page_size > last_position)
         reach = Reach()
         if self.adapters is not None and step.has_adapters:
             reach = self.adapters.table.reach
-        return Shape(rows, width, wants_logits or not self._has_lm_head, reach)
+        return Shape(rows, width, wants_logits or not self._has_lm_head, prompts, reach)
 
-    def _results(self, outputs: Outputs) -> Decoded | Tensor:
-        return Decoded(*outputs) if self._has_lm_head else outputs[0]
+    def _rows_of(self, step: DecodeStep) -> tuple[int, int]:
+        """Return the rows of single tokens and of prompts of the shape of a step."""
+        num_rows = step.fields.shape[1]
+        if not step.num_prompts:
+            return bucket_of(num_rows), 0
+        buckets = self._mixed.of(step.num_single, num_rows - step.num_single)
+        assert buckets is not None, "a step was prepared that has no shape"
+        return buckets
+
+    def _results(self, step: DecodeStep, outputs: Outputs) -> Decoded | Tensor:
+        """Return the outputs of a step: on a stage without lm_head rows in the step's order."""
+        if self._has_lm_head:
+            return Decoded(*outputs)
+        (states,) = outputs
+        if not step.num_prompts:
+            return states
+        n = step.num_single
+        rows, _ = self._rows_of(step)
+        return torch.cat([states[:n], states[rows : rows + step.fields.shape[1] - n]])
 
     def shapes(self) -> list[Shape]:
         """Return all shapes without adapters up to `recorded_rows`, the largest first."""
@@ -211,7 +251,13 @@ class DecodeGraphs:
         wants_logits = (True, False) if has_both else (True,)
         descending = sorted(buckets, reverse=True)
         shapes = itertools.product(descending, reversed(self._widths), wants_logits)
-        return [Shape(*shape) for shape in shapes]
+        mixed = self._mixed.all_of(self._model.params.max_batch_size)
+        found = [
+            Shape(rows, self._max_pages, wants, prompts)
+            for (rows, prompts), wants in itertools.product(mixed, wants_logits)
+        ]
+        found += [Shape(*shape) for shape in shapes]
+        return sorted(found, key=lambda shape: -shape.rows - shape.prompts)
 
     @torch.inference_mode()
     def num_bytes(self) -> int:
@@ -225,7 +271,7 @@ class DecodeGraphs:
         used = 0
         for shape in (*shapes, *shapes)[:2]:
             free = self._recorder.free_bytes()
-            self._record(shape)
+            self._record_unused(shape)
             used = free - self._recorder.free_bytes()
         return used * len(shapes) + self._outputs[-1].nbytes
 
@@ -237,7 +283,13 @@ class DecodeGraphs:
             CaptureError: A shape cannot be recorded, on this rank or on another one of the group.
         """
         for shape in self.shapes():
-            self._graphs[shape] = self._record(shape)
+            self._graphs[shape] = self._record_unused(shape)
+
+    def _record_unused(self, shape: Shape) -> tuple[Outputs, Callable[[], None]]:
+        """Record one shape, whose rows belong to no sequence."""
+        nobody = DecodeStep.of((), (), (), self._page_size)
+        self._inputs.fill(nobody, shape.rows, shape.prompts)
+        return self._record(shape)
 
     def _record(self, shape: Shape) -> tuple[Outputs, Callable[[], None]]:
         """Record one shape. All ranks of the group do so at once, and agree on whether all could.
@@ -253,7 +305,7 @@ class DecodeGraphs:
             results = self._step(shape)
             outputs = []
             for tensor, result in zip(self._outputs, results, strict=False):
-                used_rows = tensor[: shape.rows]
+                used_rows = tensor[: len(result)]
                 outputs.append(used_rows.copy_(result))
             return tuple(outputs)
 
@@ -271,7 +323,8 @@ class DecodeGraphs:
                 raise  # the step itself broke off, and other ranks may wait for this one's sums
             reason = str(e)
         if not self._model.parallel.all_hold(recorded is not None) or recorded is None:
-            raise CaptureError(f"a step of {shape.rows} rows was not captured: {reason}")
+            num_rows = shape.rows + shape.prompts
+            raise CaptureError(f"a step of {num_rows} rows was not captured: {reason}")
         return recorded
 
     def _step(self, shape: Shape) -> Outputs:
@@ -280,9 +333,14 @@ class DecodeGraphs:
         It can run twice: it writes keys and values, and nothing that it reads before.
         """
         model = self._model
-        rows = shape.rows
+        rows = shape.rows + shape.prompts
+        num_results = shape.rows
+        if shape.prompts:
+            num_results = min(shape.rows + PROMPT_GROUPS, self._max_results)
         table = self.adapters.table if self.adapters and shape.reach.max_rank else None
-        tokens, sources, batch = self._inputs.batch(rows, shape.width, table)
+        tokens, sources, batch = self._inputs.batch(
+            shape.rows, shape.prompts, shape.width, num_results, table
+        )
         if self._arrived is None:
             known = self._last_ids[sources.clamp(min=0)]
             x = model.tok_embeddings(torch.where(sources < 0, tokens, known))
@@ -295,7 +353,7 @@ class DecodeGraphs:
         if not shape.wants_logits:
             return (top_of_ranks(model, hidden),)
         logits = model.logits(hidden)
-        greedy = [None] * rows
+        greedy = [None] * num_results
         ids = choose_ids(logits, greedy, (), (), model.kernels)
         return ids, logits
 
@@ -309,21 +367,3 @@ class DecodeGraphs:
 def warn_of_no_graphs(error: CaptureError) -> None:
     """Warn that steps run operator by operator from now on."""
     warnings.warn(f"steps run without graphs from now on: {error}", stacklevel=3)
-
-
-def _table_widths(max_pages: int) -> list[int]:
-    """Return the widths of page tables, ascending; the last one has all pages of a sequence."""
-    widths = []
-    width = _MIN_TABLE_WIDTH
-    while width < max_pages:
-        widths.append(width)
-        width *= 2
-    return [*widths, max_pages]
-
-
-def bucket_of(num_rows: int) -> int:
-    """Return the rows of the graph in which `num_rows` sequences run."""
-    for rows in _BUCKETS:
-        if rows >= num_rows:
-            return rows
-    return -(-num_rows // 64) * 64

@@ -1,13 +1,14 @@
-"""The inputs of recorded decode steps: what the host schedules, and its copy on the device.
+"""The inputs of recorded steps: what the host schedules, and its copy on the device.
 
-In: single tokens, among them drafts. Out: the tensors that `DecodeGraphs` records. Only what has
-changed is copied to the device. What a step computes must not be known here.
+In: single tokens, among them drafts, and behind them tokens of prompts. Out: the tensors that
+`DecodeGraphs` records. Only what has changed is copied to the device. What a step computes must not
+be known here.
 
 Neighbouring tokens of one sequence are a group, which attention computes at once. To attention a
-group is a sequence, whose last tokens it has.
+group is a sequence, whose last tokens it has. The tokens of a prompt are a group of any size.
 
-Shapes: n rows of a step, m groups, R rows of the largest step, M pages of a group's table, S slots
-per page.
+Shapes: n rows of a step, m groups, r results, R rows of the largest step, M pages of a group's
+table, S slots per page.
 """
 
 from collections.abc import Sequence as Seq
@@ -21,23 +22,28 @@ from llama.common.allocation import pinned
 from llama.engine.rows import Scheduled
 from llama.ops.adapters import AdapterRows, AdapterTable
 from llama.ops.batch import Batch
+from llama.options.graphs.shapes import PROMPT_GROUPS
 
 _ROW_FIELDS = 5  # token, source, position, slot, and the number of the adapter
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A step of single tokens, as its sequences are when it is scheduled.
+    """A step of single tokens and of prompts, as its sequences are when it is scheduled.
 
     Attributes:
         fields: (5, n) int64: token, source, position, slot and adapter of each row.
         ends: (m) int64: the row after the last of each group.
         pages: The pages of each group's sequence. Pages that are appended later do no harm.
+        num_prompts: How many of the groups, which are the last ones, are prompts.
+        results: (r) The rows that have results; None for all of them.
     """
 
     fields: np.ndarray
     ends: np.ndarray
     pages: list[Seq[int]]
+    num_prompts: int = 0
+    results: Seq[int] | None = None
 
     @classmethod
     def of(
@@ -71,6 +77,50 @@ class DecodeStep:
         if most == 1:
             return cls(fields, np.arange(1, len(pages) + 1), pages)
         return cls(fields, *_groups(pages, starts.tolist(), most))
+
+    @classmethod
+    def with_prompts(
+        cls,
+        tokens: Seq[int],
+        sources: Seq[int],
+        items: Seq[Scheduled],
+        page_size: int,
+        results: Seq[int],
+        adapters: Seq[int] | int = -1,
+    ) -> "DecodeStep":
+        """Return the step of items with any number of tokens, of which single ones come first.
+
+        Args:
+            tokens: The token of each row, as in `of`.
+            sources: As in `of`.
+            items: The items of the step, each of which is a group.
+            page_size: The slots of a page.
+            results: The rows that have results.
+            adapters: As in `of`.
+        """
+        counts = [item.count for item in items]
+        positions = [np.arange(item.start, item.start + item.count) for item in items]
+        pages: list[Seq[int]] = [item.sequence.pages for item in items]
+        slots = []
+        for held, at in zip(pages, positions, strict=True):
+            slots.append(np.array(held, np.int64)[at // page_size] * page_size + at % page_size)
+        fields = np.empty((_ROW_FIELDS, len(tokens)), np.int64)
+        fields[0] = tokens
+        fields[1] = sources
+        fields[2] = np.concatenate(positions)
+        fields[3] = np.concatenate(slots)
+        fields[4] = adapters
+        num_prompts = len(counts) - counts.count(1)
+        return cls(fields, np.cumsum(counts), pages, num_prompts, results)
+
+    @property
+    def num_single(self) -> int:
+        """The rows before those of prompts."""
+        num_rows: int = self.fields.shape[1]
+        if self.num_prompts:
+            first = len(self.ends) - self.num_prompts
+            num_rows = self.ends[first - 1].item() if first else 0
+        return num_rows
 
     @property
     def last_position(self) -> int:
@@ -121,13 +171,13 @@ class DecodeInputs:
 
     All but the tables is copied to the device with each step. Of the tables only changes are
     copied, which is one page per group every S steps unless the groups move. Rows beyond the
-    sequences compute token 0 at position 0 of the null page, each as a group; the groups beyond
-    these have no rows.
+    sequences compute token 0 at position 0 of the null page: each as a group, or behind prompts all
+    as one. The groups beyond these have no rows.
 
     Args:
         rows: R.
         width: M.
-        most: The maximum number of rows of a group.
+        most: The maximum number of rows of a group that is no prompt.
         page_size: S.
         null_page: The page of unused rows.
         device: The device of the tensors.
@@ -144,68 +194,105 @@ class DecodeInputs:
         device: torch.device,
     ) -> None:
         self._most = most
+        # The fields of the rows, the groups' lengths, their first rows with the end of the last,
+        # and the rows that have results
+        sizes = [_ROW_FIELDS * rows, rows, rows + 1, rows]
         self._max_rows = rows
-        # The fields of the rows, the groups' lengths, and their first rows with the end of the last
-        sizes = [_ROW_FIELDS * rows, rows, rows + 1]
+        self._counted = np.arange(rows + 1)
         self._fields = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        row_fields, self._lengths, self._starts = self._fields.split(sizes)
+        row_fields, self._lengths, self._starts, self._results = self._fields.split(sizes)
         self._rows = row_fields.view(_ROW_FIELDS, rows)
         self._table = torch.full((rows, width), null_page, device=device)
-        self._arange = torch.arange(rows, device=device)
-        self.tensors = [self._fields, self._table, self._arange]
+        self.tensors = [self._fields, self._table]
         self._page_size = page_size
         self._null_page = null_page
+        self._blank = np.zeros(sum(sizes), np.int64)  # a step of unused rows, each with a result
+        fields, lengths, _, results = self._parts_of(self._blank)
         # The fields of a row beyond the sequences, one below the other.
-        null_slot = null_page * page_size
-        self._unused_row = np.array([[0], [-1], [0], [null_slot], [-1]], np.int64)
-        self._shown: list[Seq[int]] = [()] * rows  # the pages in each row of the table
-        self._num_shown = [0] * rows
+        fields[:] = np.array([[0], [-1], [0], [null_page * page_size], [-1]])
+        lengths[:] = 1
+        results[:] = self._counted[:-1]
+        self._shown: list[Seq[int]] = []  # the pages in the first rows of the table
+        self._num_shown: list[int] = []
         self.fill(DecodeStep.of((), (), (), page_size), rows)
 
+    def _parts_of(self, host: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return views of the parts of `_fields` on the host."""
+        rows = self._max_rows
+        first = _ROW_FIELDS * rows
+        return (
+            host[:first].reshape(_ROW_FIELDS, rows),
+            host[first : first + rows],
+            host[first + rows : first + 2 * rows + 1],
+            host[first + 2 * rows + 1 :],
+        )
+
     def batch(
-        self, rows: int, width: int, table: AdapterTable | None = None
+        self,
+        rows: int,
+        prompts: int,
+        width: int,
+        num_results: int,
+        table: AdapterTable | None = None,
     ) -> tuple[Tensor, Tensor, Batch]:
         """Return tokens, sources and the batch of the first rows.
 
         Args:
-            rows: The number of rows.
+            rows: The number of rows before those of prompts.
+            prompts: The number of rows of prompts.
             width: The pages of each table.
+            num_results: The number of rows that have results.
             table: The adapters that the rows may have; None where no row has one.
         """
-        tokens, sources, positions, slots, adapters = self._rows[:, :rows]
+        tokens, sources, positions, slots, adapters = self._rows[:, : rows + prompts]
+        counts = [1] * rows + [prompts] * PROMPT_GROUPS if prompts else [self._most] * rows
+        groups = len(counts)
         batch = Batch(
             positions,
             slots,
-            self._table[:rows, :width],
-            self._starts[: rows + 1],
-            self._lengths[:rows],
-            self._arange[:rows],
-            [self._most] * rows,
-            [width * self._page_size] * rows,
+            self._table[:groups, :width],
+            self._starts[: groups + 1],
+            self._lengths[:groups],
+            self._results[:num_results],
+            counts,
+            [width * self._page_size] * groups,
             adapters=None if table is None else AdapterRows((), adapters, table),
         )
         return tokens, sources, batch
 
-    def fill(self, step: DecodeStep, rows: int) -> None:
-        """Copy the inputs of a step of at most `rows` rows to the device."""
-        n = step.fields.shape[1]
-        m = len(step.ends)
+    def fill(self, step: DecodeStep, rows: int, prompts: int = 0) -> None:
+        """Copy the inputs of a step to the device.
+
+        Args:
+            step: The step.
+            rows: The rows for what is no prompt, at least as many as it needs.
+            prompts: The rows for prompts.
+        """
+        host = self._blank.copy()
+        fields, lengths, starts, results = self._parts_of(host)
+        n = step.num_single
         num_unused = rows - n
-        num_fields = _ROW_FIELDS * self._max_rows
-        host = np.zeros(num_fields + 2 * self._max_rows + 1, np.int64)
-        fields = host[:num_fields].reshape(_ROW_FIELDS, -1)
-        fields[:, :n] = step.fields
-        fields[:, n:] = self._unused_row
-        lengths = host[num_fields : num_fields + self._max_rows]
-        starts = host[num_fields + self._max_rows :]
-        lengths[:m] = step.lengths()
-        lengths[m : m + num_unused] = 1
-        starts[1 : m + 1] = step.ends
-        starts[m + 1 : m + 1 + num_unused] = np.arange(n + 1, rows + 1)
-        starts[m + 1 + num_unused :] = rows
+        num_prompt_rows = step.fields.shape[1] - n
+        first = len(step.ends) - step.num_prompts  # the first group of a prompt
+        fields[:, :n] = step.fields[:, :n]
+        of_groups = step.lengths()
+        lengths[:first] = of_groups[:first]
+        starts[1 : first + 1] = step.ends[:first]
+        starts[first + 1 : first + 1 + num_unused] = self._counted[n + 1 : rows + 1]
+        starts[first + 1 + num_unused :] = rows
+        if prompts:
+            end = rows + step.num_prompts
+            fields[:, rows : rows + num_prompt_rows] = step.fields[:, n:]
+            lengths[rows:end] = of_groups[first:]
+            starts[rows + 1 : end + 1] = step.ends[first:] + num_unused
+            starts[end + 1 :] = rows + prompts
+        if step.results is not None:
+            wanted = np.array(step.results, np.int64)
+            results[: len(wanted)] = np.where(wanted < n, wanted, wanted + num_unused)
         sent = pinned(host, self._fields.device)
         self._fields.copy_(sent, non_blocking=True)
-        self._update_tables(step.pages)
+        nobody: list[Seq[int]] = [()] * (rows - first)
+        self._update_tables([*step.pages[:first], *nobody, *step.pages[first:]])
 
     def _update_tables(self, tables: list[Seq[int]]) -> None:
         """Copy the changed entries of the page tables to the device.
@@ -214,6 +301,9 @@ class DecodeInputs:
         that a row with the same object needs its new pages only.
         """
         width = self._table.shape[1]
+        num_more = len(tables) - len(self._shown)
+        self._shown += [()] * num_more
+        self._num_shown += [0] * num_more
         indices: list[range] = []  # into the flattened table
         values: list[Seq[int]] = []
         for row, shown in enumerate(self._shown):
@@ -228,6 +318,8 @@ class DecodeInputs:
             start = row * width + first
             indices.append(range(start, start + len(new)))
             values.append(new)
+        del self._shown[len(tables) :]
+        del self._num_shown[len(tables) :]
         if indices:
             all_indices = np.concatenate(indices)
             all_values = np.concatenate(values)

@@ -62,10 +62,10 @@ def allocate(
         recorder: The recorder of graphs; None: there are none.
         reserve: The bytes that a step needs.
         recorded_rows: The rows up to which graphs are recorded now, see `DecodeGraphs`.
-        max_queries: The rows that a sequence usually has at most in a graph.
+        max_queries: The rows that a sequence usually has at most in a graph, see `DecodeGraphs`.
         adapters: The adapters that the rows of graphs may have.
-        step_tokens: The maximum number of tokens of a step. A GPU runs one such step first, whose
-            memory is reserved as well; 0: none.
+        step_tokens: The maximum number of tokens of a step, of which graphs may have prompts. A GPU
+            runs one such step first, whose memory is reserved as well; 0: none.
         captured_bytes: The bytes of the hidden states that a step may capture on a GPU.
     """
     device = model.norm.weight.device
@@ -80,7 +80,14 @@ def allocate(
 
         def graphs_of(kv_cache: Tensor) -> DecodeGraphs:
             return DecodeGraphs(
-                model, kv_cache, recorder, last_ids, recorded_rows, max_queries, adapters
+                model,
+                kv_cache,
+                recorder,
+                last_ids,
+                recorded_rows,
+                max_queries,
+                step_tokens,
+                adapters,
             )
 
         return _allocate_with_graphs(

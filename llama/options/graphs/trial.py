@@ -8,6 +8,8 @@ be known here.
 Shapes: P pages and S slots per page of the cache, n rows of a step.
 """
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,11 +20,13 @@ from llama.engine.runner import LastIds
 from llama.model.transformer import Transformer
 from llama.ops.cache_values import fill_cache, read_cache
 from llama.ops.kv_cache import format_of
-from llama.options.graphs.decode_graphs import DecodeGraphs, bucket_of
+from llama.options.graphs.decode_graphs import DecodeGraphs
 from llama.options.graphs.decode_inputs import DecodeStep
 from llama.options.graphs.recorder import CaptureError, CudaRecorder
+from llama.options.graphs.shapes import Shape, bucket_of
 
 _MIN_PAGES = 8
+_MAX_PROMPT = 100  # tokens of a prompt
 _TOLERANCE = 2e-2  # relative error of logits and the cache, where the library may add otherwise
 _MIN_VALUE = 1e-30
 _MAX_MESSAGE = 300  # characters of an error in a reason
@@ -45,19 +49,21 @@ def replay_problem(
 
     page_size = kv_cache.shape[3]
     num_ids = len(last_ids.ids)
-    num_pages = min(kv_cache.shape[2] - 1, max(_MIN_PAGES, -(-num_ids // page_size)))
-    # Each row writes to a slot of its own.
-    max_rows = num_pages * min(page_size, model.params.max_seq_len)
+    shapes = graphs.shapes()
+    # Each row writes to a slot of its own; prompts have pages of their own.
+    most_rows = num_ids + max(shape.prompts for shape in shapes)
+    num_pages = min(kv_cache.shape[2] - 1, max(_MIN_PAGES, -(-most_rows // page_size)))
     used_pages = kv_cache[:, :, :num_pages]
     unused_page = kv_cache[:, :, -1]  # the page of unused rows
     fill_cache(used_pages, model.params.head_dim, draw)
     last_ids.ids.copy_(torch.randint(model.vocab_size, (num_ids,), generator=generator))
     problem: CaptureError | None = None
-    for rows, width, wants_logits, _ in graphs.shapes():
-        num_rows = rows - 1 if rows > 1 and bucket_of(rows - 1) == rows else rows
-        num_rows = min(num_rows, max_rows)
+    for shape in shapes:
+        wants_logits = shape.wants_logits
+        step = _step(shape, num_pages, page_size, model.params.max_seq_len)
+        num_rows = step.fields.shape[1]
         tokens = torch.randint(model.vocab_size, (num_rows,), generator=generator)
-        step = _step(tokens.numpy(), width, num_pages, page_size)
+        step.fields[0] = tokens.numpy()
         is_first = model.parallel.placement.is_first
         x = None if is_first else draw(num_rows, model.params.dim)
         eager = graphs.run_eagerly(step, x, wants_logits=wants_logits)
@@ -68,21 +74,44 @@ def replay_problem(
         unused_page.fill_(7.0)  # nobody may read it
         replayed = graphs.run(step, x, wants_logits=wants_logits)
         try:
-            _expect_same(num_rows, replayed, eager)
+            _expect_same(step, replayed, eager)
             _expect_close("keys and values", read_cache(used_pages), eager_cache)
         except ArithmeticError as error:
+            rows = shape.rows + shape.prompts
             problem = problem or CaptureError(f"a replay of {rows} rows is wrong: {error}")
     for tensor in (used_pages, unused_page, last_ids.ids):
         tensor.zero_()
     return problem
 
 
-def _step(tokens: np.ndarray, width: int, num_pages: int, page_size: int) -> DecodeStep:
+def _step(shape: Shape, num_pages: int, page_size: int, max_len: int) -> DecodeStep:
+    """Return a step for a shape, as far as so many pages have slots for it; its tokens are 0."""
+    if not shape.prompts:
+        rows = shape.rows
+        num_rows = rows - 1 if rows > 1 and bucket_of(rows - 1) == rows else rows
+        num_rows = min(num_rows, num_pages * min(page_size, max_len))
+        return _single_tokens(num_rows, shape.width, num_pages, page_size)
+    prompts, num_left = _prompts(shape.prompts // 2 + 1, num_pages, page_size, max_len)
+    num_rows = min(max(shape.rows - 1, 0), num_left * min(page_size, max_len))
+    if not num_rows:
+        return prompts
+    single = _single_tokens(num_rows, min(shape.width, num_left), num_left, page_size)
+    assert prompts.results is not None
+    return DecodeStep(
+        np.concatenate([single.fields, prompts.fields], 1),
+        np.concatenate([single.ends, num_rows + prompts.ends]),
+        single.pages + prompts.pages,
+        prompts.num_prompts,
+        [*range(num_rows), *(num_rows + row for row in prompts.results)],
+    )
+
+
+def _single_tokens(num_rows: int, width: int, num_pages: int, page_size: int) -> DecodeStep:
     """Return a step of rows of many lengths, the first of which has `width` pages.
 
     Row i writes to page i modulo P, in the next slot at each round, and reads the pages before.
     """
-    rows = np.arange(len(tokens))
+    rows = np.arange(num_rows)
     counts = 1 + 7 * rows % max(1, width - 1)
     counts[0] = width
     last_pages = rows % num_pages
@@ -91,12 +120,45 @@ def _step(tokens: np.ndarray, width: int, num_pages: int, page_size: int) -> Dec
     sources = np.where(rows % 2, -1, rows)  # every second token is on the device
     slots = last_pages * page_size + offsets
     no_adapters = np.full_like(rows, -1)
-    fields = np.stack([tokens, sources, positions, slots, no_adapters])
+    fields = np.stack([no_adapters, sources, positions, slots, no_adapters])
     pages = [
         [(last + 1 + j) % num_pages for j in range(-count, 0)]
         for last, count in zip(last_pages.tolist(), counts.tolist(), strict=True)
     ]
     return DecodeStep(fields, np.arange(1, len(pages) + 1), list(pages))
+
+
+def _prompts(
+    num_tokens: int, num_pages: int, page_size: int, max_len: int
+) -> tuple[DecodeStep, int]:
+    """Return a step of prompts with so many tokens, and how many pages it does not write to.
+
+    Each prompt writes to the last of the pages that are left. All but the first one continue.
+    """
+    parts: list[np.ndarray] = []
+    tables: list[Seq[int]] = []
+    num_left = num_pages
+    while (count := min(num_tokens - sum(map(len, parts)), max_len, _MAX_PROMPT)) > 1:
+        start = 7 * len(parts) % (max_len - count + 1)
+        positions = np.arange(start, start + count)
+        first_page = start // page_size
+        num_new = positions[-1] // page_size + 1 - first_page
+        if num_new >= num_left:
+            break
+        num_left -= int(num_new)
+        read = [page % num_pages for page in range(first_page)]
+        tables.append([*read, *range(num_left, num_left + num_new)])
+        parts.append(positions)
+    positions = np.concatenate(parts)
+    slots = [
+        np.array(table)[at // page_size] * page_size + at % page_size
+        for table, at in zip(tables, parts, strict=True)
+    ]
+    none = np.full_like(positions, -1)
+    fields = np.stack([none, none, positions, np.concatenate(slots), none])
+    ends = np.cumsum([len(part) for part in parts])
+    results = (ends - 1).tolist()  # the last prompt goes on in the next step
+    return DecodeStep(fields, ends, tables, len(ends), results[:-1] or results), num_left
 
 
 def _clear(kv_cache: Tensor, slots: Tensor, zeros: Tensor) -> None:
@@ -105,12 +167,14 @@ def _clear(kv_cache: Tensor, slots: Tensor, zeros: Tensor) -> None:
         format_of(plane).store(plane, slots, zeros)
 
 
-def _expect_same(n: int, replayed: Decoded | Tensor, eager: Decoded | Tensor) -> None:
-    """Compare the first n rows. If logits are nearly equal, either of them may be the top one."""
+def _expect_same(step: DecodeStep, replayed: Decoded | Tensor, eager: Decoded | Tensor) -> None:
+    """Compare the results. If logits are nearly equal, either of them may be the top one."""
+    n = step.fields.shape[1]
     if isinstance(replayed, Tensor) or isinstance(eager, Tensor):
         assert isinstance(replayed, Tensor) and isinstance(eager, Tensor)
         _expect_close("hidden states", replayed[:n], eager[:n])
         return
+    n = n if step.results is None else len(step.results)
     differ = replayed.ids[:n] != eager.ids[:n]
     if replayed.logits is not None and eager.logits is not None:
         logits = eager.logits[:n]
