@@ -123,7 +123,9 @@ def tenants(root: Path, num_pairs: int) -> int:
     """Bar g."""
     always()
     draw = random.Random(0)
-    cold, others, own = [], [], []
+    cold: list[float] = []
+    others: list[float] = []
+    own: list[float] = []
     num_cached = 0
     with build(DEMO, root) as llama:
         for turn in range(num_pairs + 5):
