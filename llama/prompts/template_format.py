@@ -31,6 +31,7 @@ from llama.prompts.jinja.marked import MarkedEncoder, MarkedText, concatenate, t
 from llama.prompts.messages import (
     AssistantMessage,
     ChatMessage,
+    ImagePart,
     ToolCall,
     ToolMessage,
     has_images,
@@ -51,6 +52,7 @@ _THINK = ("<think>", "</think>")
 _BUILT_IN = "builtin_tools"  # the variable of Meta's templates for the names of built-in tools
 _CUT = "\ue0c5"  # a private character behind the content of a message that is left open
 _DEFAULT_OPTIONS = PromptOptions()
+_NO_IMAGES = ": Meta's format takes any dialog with images: build with chat_template='llama3'"
 
 
 def choose_format(
@@ -219,10 +221,17 @@ class TemplateFormat(DialogFormat):
         try:
             text = self._render_calls(given, shown, add_generation_prompt=prompted, **variables)
         except TemplateError as e:
-            raise FieldError("messages", str(e)) from e
+            remedy = _NO_IMAGES if any(map(_num_images, dialog)) else ""
+            raise FieldError("messages", f"{e}{remedy}") from e
         if cut:
             text = _cut_at(text, cut, keeps_space=options.keeps_space)
-        return self._encoder.encode(text)
+        ids = self._encoder.encode(text)
+        num_images = sum(_num_images(message) for message in dialog)
+        num_written = sum(i == self.tokenizer.image_id for i in ids) if num_images else 0
+        if num_images != num_written:
+            problem = f"the chat template writes {num_written} of {num_images} images{_NO_IMAGES}"
+            raise FieldError("messages", problem)
+        return ids
 
     def _shown(self, tools: Tools) -> list[Mapping[str, Any]] | None:
         """Return the tools as templates expect them; raise a FieldError if they cannot be shown."""
@@ -269,12 +278,8 @@ class TemplateFormat(DialogFormat):
         given: dict[str, Any] = {"role": _ROLES.get(message.role, message.role)}
         if isinstance(message, ToolMessage):
             given["content"] = _result_text(message)
-        elif has_images(message.content):
-            text = (
-                f"message {index}: images are written in Meta's format alone, and this model's "
-                "chat template is another one: build with chat_template='llama3'"
-            )
-            raise FieldError(f"messages[{index}]", text)
+        elif isinstance(message.content, list) and has_images(message.content):
+            given["content"] = [_part_of(part) for part in message.content]
         else:
             given["content"] = text_of(message.content)
         labels = ("name", "tool_call_id") if isinstance(message, ToolMessage) else ("name",)
@@ -388,6 +393,17 @@ class TemplateFormat(DialogFormat):
             calls = f"; calls begin with {self.call_format.open + self.call_format.before!r}"
         traits = self.traits.describe(self.tokenizer) + calls
         return f"a Jinja chat template; {traits}{self.describe_reasoning()}"
+
+
+def _num_images(message: ChatMessage) -> int:
+    """Return the number of images of a message."""
+    content = message.content if isinstance(message.content, list) else []
+    return sum(isinstance(part, ImagePart) for part in content)
+
+
+def _part_of(part: Any) -> dict[str, str]:
+    """Return a part of a message as templates expect it."""
+    return {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
 
 
 def _result_text(message: ToolMessage) -> str:

@@ -194,12 +194,12 @@ class ServedModel:
         description = _DESCRIPTION.validate_json(text)
         card = description.card
         tokenizer = description.tokenizer.make()
+        if card.images is not None:
+            tokenizer.image_id = card.vocab_size
         dialog_format = description.dialog_format.make(tokenizer)
         tokenizer.dialog_format = dialog_format
         if _digest(tokenizer, dialog_format) != description.digest:
             raise ValueError("the files of the tokenizer or of the chat template have changed")
-        if card.images is not None:
-            tokenizer.image_id = card.vocab_size
         book = RequestBook(
             port, tokenizer, RemoteFormats(), card.max_seq_len, card.why_silent, card.images
         )

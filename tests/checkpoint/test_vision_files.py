@@ -5,6 +5,7 @@ and PEFT.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from helpers import vision
+from helpers.chat_templates import LLAMA_3_2_VISION
 from helpers.kernels import KERNELS_RUN
 from helpers.vision import IMAGE_ID, picture
 from llama import Llama, Transformer
@@ -28,6 +30,7 @@ from llama.checkpoint.write.convert import convert, pack, reshard
 from llama.cli import main
 from llama.model.layers import Matrix
 from llama.prompts.pictures import PictureReader
+from llama.prompts.template_format import TemplateFormat
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
 from llama.vision.encoder import normalized
@@ -136,6 +139,42 @@ def test_the_images_of_a_dialog_stand_in_a_converted_template(converted):
     with build(converted) as llama:
         prompt: Any = next(llama._prompts.dialogs([asked], chat_options()))
     assert prompt.ids == ids
+
+
+@pytest.fixture(scope="module")
+def with_template(converted, tmp_path_factory) -> Path:
+    """A folder whose chat template writes images, and another text than Meta's format."""
+    folder = tmp_path_factory.mktemp("template") / "hf"
+    shutil.copytree(converted, folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"chat_template": LLAMA_3_2_VISION}
+    path.write_text(json.dumps(config))
+    for other in folder.glob("chat_template*"):
+        other.unlink()
+    return folder
+
+
+def test_a_chat_template_writes_the_images_of_a_dialog(with_template):
+    """The ids are those of transformers, except where a text names the token of images."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(with_template)
+    texts = [{"type": "text", "text": "Look: "}, {"type": "text", "text": " What is this?"}]
+    read = {"type": "image", "image": IMAGE}
+    dialog = [
+        {"role": "user", "content": [texts[0], {"type": "image"}, texts[1], {"type": "image"}]},
+        {"role": "assistant", "content": "A cat."},
+        {"role": "user", "content": "And its colour?"},
+    ]
+    asked = [{"role": "user", "content": [texts[0], read, texts[1], read]}, *dialog[1:]]
+    fake = {"role": "user", "content": [{"type": "text", "text": "<|image|>"}, read]}
+    ids = tokenizer.apply_chat_template(dialog, add_generation_prompt=True)["input_ids"]
+    with build(with_template) as llama:
+        assert isinstance(llama.dialog_format, TemplateFormat)
+        prompts: list[Any] = list(llama._prompts.dialogs([asked, [fake]], chat_options()))
+        assert prompts[0].ids == ids and len(prompts[0].pictures) == 2
+        assert prompts[1].ids.count(IMAGE_ID) == 1
+        refused = [{"role": "system", "content": "S"}, fake]
+        with pytest.raises(ValueError, match=r"no system message with images.*llama3"):
+            list(llama._prompts.dialogs([refused], chat_options()))
 
 
 def chat_options() -> Any:

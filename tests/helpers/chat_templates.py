@@ -147,6 +147,30 @@ DATED = """\
 LLAMA_3_1 = DATED.replace("DEFAULT_DATE", "'26 Jul 2024'")
 LLAMA_3_2 = DATED.replace("DEFAULT_DATE", "strftime_now('%d %b %Y')")
 
+# What that of Llama 3.2 Vision does: parts of messages; no dates, and no system turn, with images.
+LLAMA_3_2_VISION = """\
+{%- set found = namespace(images=0) %}
+{%- for message in messages if message.content is not string %}
+    {%- set found.images = found.images + message.content | selectattr('type', 'equalto', 'image') | list | length %}
+{%- endfor %}
+{{- bos_token }}
+{%- if found.images == 0 %}
+    {{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: ' + (date_string or '26 Jul 2024') + '<|eot_id|>' }}
+{%- elif messages[0].role == 'system' %}{{- raise_exception('no system message with images') }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+    {%- if message.content is string %}{{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}
+            {{- '<|image|>' if part.type == 'image' else part.text }}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+
 TULU = """\
 {% for message in messages %}{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] + '\n' }}\
 {% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] + '\n' }}\

@@ -191,7 +191,7 @@ def test_a_token_is_the_longest_name_that_is_trusted_in_full(text, names):
 def stand_in(added: dict[str, AddedToken]) -> Any:
     """Return a tokenizer with other added tokens."""
     _, tokenizer = tokenizers_of("tulu")
-    return SimpleNamespace(encode=tokenizer.encode, added_tokens=added)
+    return SimpleNamespace(encode=tokenizer.encode, added_tokens=added, image_id=None)
 
 
 @pytest.mark.parametrize("spaces", ["", "  ", "\n\t ", "\x1c "])

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import SupportsIndex, overload
 
+from llama.storage.token_files import IMAGE
 from llama.tokenizer import Tokenizer
 
 TRUSTED = "1"
@@ -214,6 +215,8 @@ class MarkedEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids = {name: token.id for name, token in tokenizer.added_tokens.items()}
+        if tokenizer.image_id is not None:
+            self._ids[IMAGE] = tokenizer.image_id
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         added = tokenizer.added_tokens.items()
