@@ -86,18 +86,64 @@ def paged_attention(
     kv_format = _format_of(queries, kv_cache)
     if kv_format is None:
         return None
-    queries = queries.contiguous()
-    _, n_heads, head_dim = queries.shape
-    page_size, n_kv_heads = kv_cache.shape[2:4]
     page_table = batch.page_table.contiguous()
-    n, width = page_table.shape
-    assert max(batch.seq_lens_cpu) <= width * page_size, (
+    assert max(batch.seq_lens_cpu) <= page_table.shape[1] * kv_cache.shape[2], (
         batch.seq_lens_cpu,
         page_table.shape,
         kv_cache.shape,
     )
-    query_starts = batch.query_starts.contiguous()
-    seq_lens = batch.seq_lens.contiguous()
+    return _attend(
+        queries.contiguous(),
+        kv_cache,
+        page_table,
+        batch.query_starts.contiguous(),
+        batch.seq_lens.contiguous(),
+        kv_format,
+        queries.shape[-1] ** -0.5,
+        is_causal=is_causal,
+    )
+
+
+def attention(heads: Tensor, scale: float) -> Tensor | None:
+    """Return what rows attend to; see `llama.ops.attention.attention`.
+
+    Each head is a sequence of its own, whose keys are one page. With AMX, which multiplies faster
+    than attention.cpp, PyTorch computes it.
+    """
+    if not native.has_kernel(heads) or "amx_bf16" in native.cpu_flags():
+        return None
+    _, n_heads, num_rows, head_dim = heads.shape
+    if head_dim > MAX_HEAD_DIM:
+        return None
+    heads = heads.contiguous()
+    out = _attend(
+        heads[0].view(n_heads * num_rows, 1, head_dim),
+        heads[1:, :, :, None],
+        torch.arange(n_heads)[:, None],
+        torch.arange(n_heads + 1) * num_rows,
+        torch.full((n_heads,), num_rows),
+        KvFormat.BF16.value,
+        scale,
+        is_causal=False,
+    )
+    return out.view(n_heads, num_rows, head_dim)
+
+
+def _attend(
+    queries: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    kv_format: int,
+    scale: float,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """Return what queries (T, H, D) attend to in pages (2, P, S, K, W), all of them contiguous."""
+    _, n_heads, head_dim = queries.shape
+    page_size, n_kv_heads = kv_cache.shape[2:4]
+    n, width = page_table.shape
     num_bytes = native.call(
         "attention_workspace",
         query_starts,
@@ -127,47 +173,6 @@ def paged_attention(
         width,
         kv_format,
         int(not is_causal),
-        head_dim**-0.5,
-    )
-    return out
-
-
-def attention(heads: Tensor, scale: float) -> Tensor | None:
-    """Return what rows attend to; see `llama.ops.attention.attention`.
-
-    Each head is a sequence of its own, whose keys are one page. With AMX, which multiplies faster
-    than attention.cpp, PyTorch computes it.
-    """
-    if not native.has_kernel(heads) or "amx_bf16" in native.cpu_flags():
-        return None
-    _, n_heads, num_rows, head_dim = heads.shape
-    if head_dim > MAX_HEAD_DIM:
-        return None
-    heads = heads.contiguous()
-    page_table = torch.arange(n_heads)
-    query_starts = torch.arange(n_heads + 1) * num_rows
-    seq_lens = torch.full((n_heads,), num_rows)
-    num_bytes = native.call("attention_workspace", query_starts, seq_lens, n_heads, 1, 1, head_dim)
-    out = torch.empty_like(heads[0])
-    workspace = torch.empty(num_bytes, dtype=torch.uint8)
-    native.call(
-        "paged_attention_bf16",
-        heads[0],
-        heads[1:],
-        page_table,
-        query_starts,
-        seq_lens,
-        out,
-        workspace,
-        n_heads,
-        1,
-        1,
-        head_dim,
-        n_heads,
-        num_rows,
-        1,
-        KvFormat.BF16.value,
-        1,
         float(scale),
     )
     return out

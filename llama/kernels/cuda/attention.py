@@ -15,8 +15,8 @@ In prefill a program finds its sequence by a binary search in query_starts, as i
 Triton attention. It has two loops: over the diagonal, and over the keys before it, without masks.
 Lengths are read on the device alone, so that a CUDA graph can replay a step with other lengths.
 
-Over 400 lines: the launchers and the kernels depend on the same layouts and tile sizes. Two kernels
-have over 60 lines, as Triton passes each pointer and size as an argument of its own.
+Over 400 lines: the launchers and the kernels depend on the same layouts and tile sizes. The kernels
+and their loop have over 60 lines, as Triton passes each pointer and size as an argument of its own.
 
 Shapes: T tokens, B sequences, N sequences with few queries, Q the most queries of one, R their
 queries, C parts of their keys, H query heads, K KV heads, D head dim, P pages, S slots per page,
