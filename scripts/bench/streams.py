@@ -33,7 +33,7 @@ _COLUMNS: list[Column] = [
 ]  # fmt: skip
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _PROMPT = 32  # characters
-_MORE = 400  # tokens of an answer beyond the timed ones, while the other streams begin and end
+_MORE = 2000  # tokens of an answer beyond the timed ones, while the other streams begin and end
 _FEW = 4  # reads of a stream before it is timed: the head, and the first tokens
 _LIMIT_S = 60.0
 _URLS = {
