@@ -150,8 +150,8 @@ class VisionParts:
             if text_name is None:
                 continue
             rows = tensor.data
-            has_image_rows = len(rows) == self.vocab_size + NUM_IMAGE_ROWS
-            if text_name == _HF_EMBEDDING and rows.dim() == 2 and has_image_rows:
+            num_rows = self.vocab_size + NUM_IMAGE_ROWS
+            if text_name == _HF_EMBEDDING and rows.dim() == 2 and len(rows) == num_rows:
                 if self.reads_images:
                     image_rows = rows[self.vocab_size :]
                     loaded[IMAGE_ROWS] = tensor._replace(data=image_rows, offset=None)

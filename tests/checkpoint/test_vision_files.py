@@ -4,6 +4,7 @@ The tensors are those of Meta's own modules. Files in Hugging Face's layout are 
 and PEFT.
 """
 
+import copy
 import json
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from helpers import vision
@@ -23,7 +24,7 @@ from helpers.vision import IMAGE_ID, picture
 from llama import Llama, Transformer
 from llama.checkpoint import packed
 from llama.checkpoint.find import find
-from llama.checkpoint.hf.vision import grids_of
+from llama.checkpoint.hf.vision import grids_of, newer_name
 from llama.checkpoint.loader import load
 from llama.checkpoint.verify import verify
 from llama.checkpoint.write.convert import convert, pack, reshard
@@ -251,6 +252,58 @@ def test_the_text_of_a_vision_model_is_quantized(source, quantize, tmp_path):
         )
     difference = torch.tensor(found[0]["logprobs"]) - torch.tensor(expected[0]["logprobs"])
     assert 0 < difference.square().mean().sqrt() < (1.0 if quantize == "int4" else 0.3)
+
+
+TOWER = ["vision_model", "multi_modal_projector"]
+BITSANDBYTES: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4, plain tower": {
+        "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+        "llm_int8_skip_modules": ["lm_head", *(f"model.{name}" for name in TOWER)],
+    },
+    "int8": {"load_in_8bit": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BITSANDBYTES)
+def test_files_of_bitsandbytes_are_their_dequantized_tensors(converted, case, tmp_path):
+    """transformers writes them, with the matrices of the encoder as codes or not."""
+    library = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    theirs: Any = transformers.MllamaForConditionalGeneration
+    config = transformers.BitsAndBytesConfig(**BITSANDBYTES[case])
+    model = theirs.from_pretrained(converted, quantization_config=config, dtype=torch.float32)
+    coded, plain = tmp_path / "coded", tmp_path / "plain"
+    for folder in (coded, plain):
+        shutil.copytree(converted, folder)
+    model.save_pretrained(coded)
+    tensors = load_file(plain / "model.safetensors")
+    modules = dict(model.named_modules())
+    was_coded = set()
+    for name in tensors:
+        weight = getattr(modules.get(newer_name(name).removesuffix(".weight")), "weight", None)
+        if isinstance(weight, library.nn.Params4bit):
+            state = copy.copy(weight.quant_state)
+            # Its code for CPUs errs where a row has no whole number of blocks.
+            state.shape = (weight.numel() * 2 // state.blocksize, state.blocksize)
+            numbers = library.functional.dequantize_4bit(weight.data, state)
+            tensors[name] = numbers.view_as(tensors[name])
+        elif isinstance(weight, library.nn.Int8Params):
+            tensors[name] = weight.CB.float() * weight.SCB[:, None] / 127
+        else:
+            continue
+        was_coded.add(name)
+    save_file(tensors, plain / "model.safetensors")
+    assert any(name.startswith(tuple(TOWER)) for name in was_coded) == (case != "nf4, plain tower")
+    assert len(was_coded) >= 6 * 7  # layers of text and of cross-attention
+    found, expected = (model_of(folder, 1, 2).named_shards() for folder in (coded, plain))
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-6)
+    with build(coded) as llama, build(plain) as other:
+        answers = [
+            each.text_completion([[IMAGE, " a text"]], 0.0, max_gen_len=0, logprobs=True, echo=True)
+            for each in (llama, other)
+        ]
+    assert answers[0][0]["logprobs"] == pytest.approx(answers[1][0]["logprobs"], abs=1e-4)
 
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="packed weights are for the CPU's kernels")

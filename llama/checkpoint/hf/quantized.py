@@ -20,7 +20,8 @@ from llama.vision.tensors import ENCODER
 from llama.weights.choice import ROUNDED_ACTIVATIONS
 
 _MATRIX_PART = re.compile(
-    r"(.+_proj|lm_head|.*embed_tokens|tok_embeddings|output|.+\.w[qkvo123])\.(.+)"
+    r"(.+_proj|.+\.c_fc|.+\.vision_projection|lm_head|.*embed_tokens|tok_embeddings|output"
+    r"|.+\.w[qkvo123])\.(.+)"
 )
 # Parts that describe activations and the KV cache with constant scales, which are not used here,
 # and the memory that a kernel for GPUs needs.
