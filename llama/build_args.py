@@ -200,7 +200,7 @@ class BuildArgs:
     tokenizer_path: Annotated[
         str | None,
         _AS_GIVEN,
-        Flag("FILE", "Tokenizer file", "the one beside the weights", may_differ=True),
+        Flag("FILE", "Tokenizer file", "the one alongside the weights", may_differ=True),
     ] = None
     max_seq_len: Annotated[
         int | None,

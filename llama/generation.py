@@ -188,7 +188,7 @@ class Llama:
                 `shares`, or with shares="memory" what that measures.
             max_num_batched_tokens: the maximum number of tokens that one step computes, at least
                 max_batch_size. More read prompts faster, above all with quantized weights on a GPU;
-                answers beside them wait longer for their next token, and the KV cache gets less
+                answers alongside them wait longer for their next token, and the KV cache gets less
                 memory. Default: 2,048, and 8,192 on GPUs of 80 GB and more if that leaves nine
                 tenths of the KV cache, over the number of pipeline stages.
             kv_cache_memory_bytes: the size of the KV cache on each rank. Default: the memory that
@@ -765,8 +765,8 @@ class Llama:
 
         Args:
             prompts: texts or lists of token ids.
-            layers: 0 is the embedding of the tokens, i the residual stream behind i layers, -1 the
-                one behind the last layer, before the norm, and "norm" the normalised one, from
+            layers: 0 is the embedding of the tokens, i the residual stream after i layers, -1 the
+                one after the last layer, before the norm, and "norm" the normalised one, from
                 which logits are computed. transformers calls this one hidden_states[-1].
             tokens: "all", or "last" for the last token of each prompt alone.
             adapter: the name of a LoRA adapter, see `load_adapter`; None for the base model.

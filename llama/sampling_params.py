@@ -214,8 +214,8 @@ class SamplingParams:
         n: number of answers returned.
         best_of: number of answers generated, of which those with the highest log-probability are
             returned. At temperature 0 all answers are the same.
-        logprobs: number of most probable tokens whose log-probabilities are reported beside that of
-            each generated token; 0 reports the token's own only, None nothing.
+        logprobs: number of most probable tokens whose log-probabilities are reported besides that
+            of each generated token; 0 reports the token's own only, None nothing.
         prompt_logprobs: the same for each token of the prompt.
         bad_words: texts that are never generated.
         prediction: a text that the answer may repeat (OpenAI's predicted outputs). With speculative

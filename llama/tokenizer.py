@@ -86,7 +86,7 @@ class Tokenizer:
             neither `<|eom_id|>` nor `<|python_tag|>`.
         vocab_size: the rows of the model. Rows without a token get names such as `<|unused_7|>`,
             and tokens beyond the rows are left out.
-        config_folder: a folder with Hugging Face's configuration files. Those beside a
+        config_folder: a folder with Hugging Face's configuration files. Those alongside a
             `tokenizer.json` are read before them.
 
     Attributes:
@@ -102,10 +102,10 @@ class Tokenizer:
         roles: the ids of bos_token, eos_token and pad_token, as far as the files name them.
         stop_tokens: the ids that end an answer.
         bos_id: the id before a text.
-        eos_id: the id behind a text.
+        eos_id: the id after a text.
         eot_id: the id of Meta's `<|eot_id|>`, as `eom_id` and `python_tag_id` of theirs; None if
             the model has no such token.
-        image_id: the id of an image in a prompt, behind those of the vocabulary; None if the model
+        image_id: the id of an image in a prompt, after those of the vocabulary; None if the model
             reads text alone. Loading sets it.
         dialog_format: the format of its model's dialogs, for whoever has the tokenizer alone; a
             `Llama` sets it.
@@ -171,12 +171,12 @@ class Tokenizer:
         if token_id is None:
             raise ValueError(
                 f"{path} has no {metas_name}, and no file says which token is the {role}: put the "
-                "model's tokenizer_config.json, which names it, beside it"
+                "model's tokenizer_config.json, which names it, alongside it"
             )
         return token_id
 
     def add_stop_tokens(self, ids: Iterable[int]) -> None:
-        """Add tokens that end an answer, such as the one that a chat template writes behind it.
+        """Add tokens that end an answer, such as the one that a chat template writes after it.
 
         Requests and grammars that were prepared before do not learn of them.
 
@@ -327,7 +327,7 @@ class ChatFormat:
 
     @property
     def eot_id(self) -> int:
-        """The token behind a message."""
+        """The token after a message."""
         return self._special(EOT)
 
     def _special(self, name: str) -> int:

@@ -85,7 +85,7 @@ def test_inputs_in_e4m3_are_rounded_alone_and_in_any_batch(folder, has_kernels, 
     assert not model.output.weight.rounds_to_e4m3
     rounded, plain = logits_of(llama), logits_of(build(folder, quantize="fp8"))
     error = (rounded - plain).square().mean() / plain.square().mean()
-    assert 1e-5 < error < 1e-2  # e4m3 has three bits behind the point
+    assert 1e-5 < error < 1e-2  # e4m3 has three bits after the point
     model.use_modules(True)
     assert torch.equal(logits_of(llama), rounded), "the modules are the definition"
     model.use_modules(False)

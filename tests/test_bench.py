@@ -91,7 +91,7 @@ def test_the_program_is_run_by_its_folder():
 
 
 def test_latency_beside_a_peer(bench, tmp_path):
-    """Latency is measured beside a peer.
+    """Latency is measured alongside a peer.
 
     In float32, ours and Meta's model give the same tokens, and a peer whose environment lacks its
     package is skipped.
@@ -162,7 +162,7 @@ def test_a_quantized_folder_is_run_as_it_is(tmp_path):
 
 
 def test_latency_beside_busy_processes(bench):
-    """Latency is measured beside busy processes: each case runs quiet and then beside them."""
+    """Latency is measured alongside busy processes: each case runs quiet, then with them."""
     line = (
         "latency --model demo --batches 1,2 --context 8 --steps 2 --warmup 1 --busy 1 --threads 1"
     )
@@ -499,7 +499,7 @@ def test_quality_of_a_trained_model(bench):
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
 def test_quality_measures_activations(bench):
-    """Beside the same weights, activations in int8 cost the demo model little, per token more."""
+    """With the same weights, activations in int8 cost the demo model little, per token more."""
     folder = Path(run.__file__).parents[2] / "checkpoints" / "demo"
     command = f"quality --model {folder} --window 65 --windows 2 --threads 1"
     with without_amx():

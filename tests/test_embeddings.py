@@ -1,4 +1,4 @@
-"""Embeddings and hidden states against transformers, alone and beside other requests."""
+"""Embeddings and hidden states against transformers, alone and alongside other requests."""
 
 import random
 from collections.abc import Iterator

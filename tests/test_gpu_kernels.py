@@ -44,7 +44,7 @@ ALL = frozenset(NAMES)
 
 
 class Rank(Parallel):
-    """A rank beside others that have excluded some kernels, given by their indices in NAMES."""
+    """A rank alongside others that have excluded some kernels, given by their indices in NAMES."""
 
     def __init__(self, *others_drop: int) -> None:
         super().__init__()

@@ -419,7 +419,7 @@ def test_batch_files_have_images_as_data_urls(folder, llama, expected, tmp_path)
 
 
 def test_vllms_prompts_have_images(llama):
-    """Pillow's images beside a prompt, and OpenAI's in a dialog."""
+    """Pillow's images alongside a prompt, and OpenAI's in a dialog."""
     vllm = LLM.__new__(LLM)
     EngineFrontend.__init__(vllm, llama)
     vllm.names = map(str, itertools.count())

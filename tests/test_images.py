@@ -63,7 +63,7 @@ def ids_of(llama: Llama, parts: Parts) -> list[int]:
 
 @dataclass
 class Expected:
-    """What Meta's model computes: logits behind each token of PROMPTS, and greedy ids."""
+    """What Meta's model computes: logits after each token of PROMPTS, and greedy ids."""
 
     folder: Path
     logits: list[Tensor]
@@ -191,7 +191,7 @@ def with_engine(llama: Llama, **options: Any) -> Llama:
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="bits are promised with the CPU's kernels")
 def test_an_answer_does_not_depend_on_the_batch(native):
-    """Bits: alone, beside others, with the image found, in chunks, after a preemption."""
+    """Bits: alone, alongside others, with the image found, in chunks, after a preemption."""
     prompts = PROMPTS[:6]
     together = answers(native, prompts)
     assert answers(native, prompts) == together
@@ -228,7 +228,7 @@ def prompt_of(llama: Llama, parts: Parts) -> Any:
 
 
 def test_an_image_is_encoded_once(llama):
-    """It is found by its pixels, whatever text is before it and beside others of one step."""
+    """It is found by its pixels, whatever text is before it and alongside others of one step."""
     engine = with_engine(llama, num_pages=64)
     calls, hook = encoder_calls(engine)
     image = picture(50, 50, seed=9)
@@ -320,7 +320,7 @@ def test_a_draft_model_guesses_without_images(metas):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_steps_with_images_are_no_graphs(llama, ahead, monkeypatch):
-    """Graphs have the operators of text alone, which steps of text alone replay beside images."""
+    """Graphs have the operators of text alone, which steps of text alone replay next to images."""
     prompts = PROMPTS[:5]
     expected = answers(llama, prompts, 6)
     monkeypatch.setattr("llama.generation.recorder_for", TapeRecorder.of_model)
@@ -359,7 +359,7 @@ def test_beams_see_the_images_of_their_prompt(llama):
 def test_pages_on_disk_have_the_digests_of_their_images(metas, tmp_path, monkeypatch):
     """After a restart the pages of text are loaded, and images are encoded again for what follows.
 
-    Equal tokens with another image find nothing behind it. Pages of images are not written.
+    Equal tokens with another image find nothing after it. Pages of images are not written.
     """
     for name in ("min_seconds", "min_gain"):
         monkeypatch.setattr(page_store.POLICY, name, 0.0)

@@ -265,7 +265,7 @@ def test_type_checkers_see_the_names_that_are_there(module, stub):
     assert all(getattr(module, name) is not None for name in imported)
 
 
-# What the server, compat and the commands may import beside `llama.api`, and the files that look
+# What the server, compat and the commands may import besides `llama.api`, and the files that look
 # inside on purpose.
 VOCABULARIES = (
     "common",

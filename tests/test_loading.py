@@ -40,7 +40,7 @@ def sizes(seq_len=None, batch=256, kv_bytes=None, *, free=139 * GIB, weights=15 
 
 
 def test_the_kv_cache_is_what_is_free_beside_the_weights():
-    """The KV cache takes the memory that is free beside the weights.
+    """The KV cache takes the memory that is free next to the weights.
 
     For an 8B on a GPU of 139 GiB, 256 sequences of 8,192 would need 256 GiB, and are allowed.
     """
@@ -78,7 +78,7 @@ def test_the_length_shrinks_only_where_nobody_asked_for_one():
         sizes(8192, free=int(16.6 * GIB), weights=14 * GIB)
     with pytest.raises(ValueError, match="use more ranks, a smaller dtype"):
         sizes(free=14 * GIB, weights=14 * GIB)
-    with pytest.raises(ValueError, match="free beside the weights: ask for that or less"):
+    with pytest.raises(ValueError, match="free next to the weights: ask for that or less"):
         sizes(kv_bytes=200 * GIB)
     with pytest.raises(ValueError, match=r"bytes=\d+ asked for: max_seq_len=64 would fit"):
         sizes(8192, kv_bytes=64 * LLAMA_8B)

@@ -153,7 +153,7 @@ def test_columns_are_even_where_memory_allows_it():
     ranks = [[space(1000, 10, 1)], [space(900, 10, 2), space(10**6, 10, 2)]]
     assert fill_columns(ranks, 60, 16 * 9) == (30, 30)
     assert fill_columns(ranks, 60, 16 * 20) == (34, 26)
-    assert fill_columns(ranks, 60, 10**6) == (54, 6), "416 tokens, beside which 58 and 6 fit"
+    assert fill_columns(ranks, 60, 10**6) == (54, 6), "416 tokens, alongside which 58 and 6 fit"
     assert fill_columns(ranks, 200, 10**6) == (), "not even without a KV cache"
 
 

@@ -82,7 +82,7 @@ def test_a_row_of_a_chunk_has_the_bits_of_a_single_step(
     cache = model.new_kv_cache(20, 16)
 
     def logits(start: int, count: int) -> torch.Tensor:
-        """Return logits (count, V) of tokens behind `start` others whose keys and values are
+        """Return logits (count, V) of tokens after `start` others whose keys and values are
         cached.
         """
         new = tokens[start : start + count]

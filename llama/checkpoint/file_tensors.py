@@ -43,7 +43,7 @@ def titles_of_modules(name: str, params: ModelArgs) -> list[str]:
 def appended_to(layout: str, name: str, params: ModelArgs) -> str | None:
     """Return the tensor whose rows follow those of another in the same tensor of the files.
 
-    Hugging Face's embedding has the rows of further ids behind those of the vocabulary.
+    Hugging Face's embedding has the rows of further ids after those of the vocabulary.
     """
     has_rows = layout == "hf" and params.vision is not None
     return IMAGE_ROWS if has_rows and name == _EMBEDDING else None

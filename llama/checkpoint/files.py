@@ -345,7 +345,7 @@ class _Buffer:
 
     def __init__(self, is_cuda: bool) -> None:
         self.memory = torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=is_cuda)
-        # The event is recorded behind the last copy from this memory.
+        # The event is recorded after the last copy from this memory.
         new_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
         self.copied = new_event() if is_cuda else None
 

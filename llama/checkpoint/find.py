@@ -57,7 +57,7 @@ class Checkpoint:
         quantization: The quantization_config, as `quantization_of` returns it.
         in_codes: Whether quantized matrices keep the codes of the file when they are loaded.
         packed: The metadata of a file of packed weights.
-        vision: What the files hold beside the text model that is loaded; None: nothing.
+        vision: What the files hold besides the text model that is loaded; None: nothing.
         adapters: The adapters that are merged into the tensors while these are read, in order.
         base_params: The sizes of the model in the files, where adapters change them.
         pooling: What the files say about embeddings and scores of whole prompts.
@@ -125,7 +125,7 @@ class Checkpoint:
 
     @property
     def purpose(self) -> str:
-        """The use of the model beside generating, or instead; empty if its files say nothing."""
+        """The use of the model alongside generating, or instead; empty if its files say nothing."""
         parts = [self.pooling.describe()]
         if self.why_silent:
             parts.append(f"generates nothing, as {self.why_silent}")
@@ -197,7 +197,7 @@ class Checkpoint:
         return self.folder / ("config.json" if self.layout == "hf" else "params.json")
 
     def tokenizer_path(self) -> Path:
-        """Return the GGUF file, or tokenizer.model or tokenizer.json beside the weights.
+        """Return the GGUF file, or tokenizer.model or tokenizer.json alongside the weights.
 
         In Hugging Face's layout tokenizer.json comes first: a fine-tune may have a copy of Meta's
         original/tokenizer.model, which does not name the tokens that were added or renamed. An

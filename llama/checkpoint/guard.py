@@ -1,4 +1,4 @@
-"""Whether a model is Llama Guard, by the names and the chat templates beside its weights.
+"""Whether a model is Llama Guard, by the names and the chat templates alongside its weights.
 
 In: the folder of a model, or the header of a GGUF file. Out: yes or no. Sizes, tensors and
 tokenizer are those of a Llama.
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from llama.storage import gguf
 
-# Llama Guard is recognised by the name of its folder; or, in a file beside the weights, by the name
-# of the model that was saved or by the task in a chat template of Llama Guard 1 to 3.
+# Llama Guard is recognised by the name of its folder; or, in a file alongside the weights, by the
+# name of the model that was saved or by the task in a chat template of Llama Guard 1 to 3.
 _GUARD_FOLDER = re.compile(r"llama[-_ ]?guard", re.IGNORECASE)
 _GUARD_FILE = re.compile(
     rb'<BEGIN UNSAFE CONTENT CATEGORIES>|"_name_or_path"\s*:\s*"[^"]*llama[-_ ]?guard',

@@ -38,8 +38,8 @@ def load(
 ) -> None:
     """Fill a model with its rank's shard of the weights, in the model's type and on its device.
 
-    Every file is checked before anything is copied. The host memory beside the model is that of two
-    parts of it on a CPU, if `filled` makes them smaller, else none; and two buffers on a GPU.
+    Every file is checked before anything is copied. The host memory besides the model is that of
+    two parts of it on a CPU, if `filled` makes them smaller, else none; and two buffers on a GPU.
 
     Args:
         checkpoint: The checkpoint.

@@ -54,7 +54,7 @@ def config_of(params: dict[str, Any], source: str, num_shards: int) -> dict[str,
 def join_fp8_scales(tensors: dict[str, MappedTensor], rank: int) -> dict[str, MappedTensor]:
     """Return the tensors of a shard with its FP8 matrices and their scales joined.
 
-    The scales of shard `rank` are in fp8_scales_{rank}.pt beside it.
+    The scales of shard `rank` are in fp8_scales_{rank}.pt alongside it.
 
     Raises:
         OSError: The file of scales cannot be read.

@@ -110,7 +110,7 @@ def _parts(model: Transformer) -> Iterator[tuple[str, Matrix | RMSNorm]]:
 
 
 def _image_parameters(model: Transformer) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield what the parts that read images hold beside matrices and norms.
+    """Yield what the parts that read images hold besides matrices and norms.
 
     Yields:
         The path of a parameter, the module that has it, and its name there.

@@ -1,6 +1,6 @@
 """Settings for embeddings and scores of whole prompts in the files of a checkpoint.
 
-In: the content of config.json, and the files beside it that sentence-transformers writes. Out:
+In: the content of config.json, and the files alongside it that sentence-transformers writes. Out:
 `PoolingSettings`: which hidden states make the vector of a prompt, the texts that are put before
 inputs, and the labels of a classification head. No tensor is read.
 """

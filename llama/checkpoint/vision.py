@@ -59,7 +59,7 @@ _MODEL_TYPES = ("mllama", "mllama_text_model")
 
 @dataclass(frozen=True)
 class VisionParts:
-    """The parts of a vision checkpoint beside its text model.
+    """The parts of a vision checkpoint besides its text model.
 
     Attributes:
         num_cross_layers: The number of cross-attention layers.
@@ -231,7 +231,7 @@ def shard_of(name: str, tensor: Tensor, placement: Placement) -> Tensor:
 
 
 def params_of(args: VisionArgs) -> dict[str, Any]:
-    """Return what params.json has beside the sizes of the text model."""
+    """Return what params.json has besides the sizes of the text model."""
     params: dict[str, Any] = {key: getattr(args, name) for key, name in _META_SIZES.items()}
     others = [each for each in fields(VisionArgs) if each.name not in _META_SIZES.values()]
     sizes = {each.name: getattr(args, each.name) for each in others}

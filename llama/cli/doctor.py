@@ -178,7 +178,7 @@ def _import_problems(folder: Path) -> Iterator[Fact]:
     elif other.is_dir() and any(other.glob("*.py")):
         yield problem(
             "import",
-            f"{other} hides this package from the scripts beside it, which then stop with "
+            f"{other} hides this package from the scripts alongside it, which then stop with "
             '"environment variable RANK expected, but not set": start them with '
             "PYTHONSAFEPATH=1, as in PYTHONSAFEPATH=1 torchrun SCRIPT, or rename that folder",
         )

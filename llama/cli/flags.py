@@ -204,7 +204,7 @@ _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a
         "api_processes": Flag(
             click.IntRange(0, 64),
             "N",
-            "Number of processes that answer HTTP, beside the one of the model; 0: that one does",
+            "Number of processes that answer HTTP, besides the one of the model; 0: that one does",
             "0 on a CPU, 1 on a GPU",
         ),
     },

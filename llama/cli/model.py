@@ -19,7 +19,7 @@ from llama.storage.hub import model_folder
 from llama.storage.page_cache import read_ahead
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# The demo model is inside the package in a wheel, and beside it in a checkout.
+# The demo model is inside the package in a wheel, and alongside it in a checkout.
 DEMO_DIRS = (_PACKAGE / "data" / "demo", _PACKAGE.parent / "checkpoints" / "demo")
 
 _MIN_ADDRESS_SPACE = 3 << 28  # bytes; the demo model runs with slightly more on two cores
@@ -73,7 +73,7 @@ def sampling_params(**flags: Any) -> Any:
 
 
 def check_client(options: argparse.Namespace, flag: str, *allowed: str) -> None:
-    """Check that no flag of a model is given beside a flag that makes a server answer.
+    """Check that no flag of a model is given together with a flag that makes a server answer.
 
     Args:
         options: The flags.
@@ -81,7 +81,7 @@ def check_client(options: argparse.Namespace, flag: str, *allowed: str) -> None:
         allowed: Names of flags of a model that may be given all the same.
 
     Raises:
-        UsageError: A flag cannot be given beside `flag`, or torchrun started several processes.
+        UsageError: A flag does not go with `flag`, or torchrun started several processes.
     """
     defaults = {**BUILD_FLAGS, "seed": options.seed}
     if options.max_batch_size == 1:  # the default of a chat

@@ -1,4 +1,4 @@
-"""Collections of garbage that are short beside many objects that stay."""
+"""Collections of garbage that are short alongside many objects that stay."""
 
 import gc
 

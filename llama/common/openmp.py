@@ -3,7 +3,7 @@
 At the end of a parallel region the threads wait for one another and for the next region. libgomp,
 GNU's runtime, which torch brings along on Linux, spins there 300,000 times (14 ms on a Xeon at 3
 GHz). On a quiet machine that is fastest: a step of torch's ops has hundreds of regions, and a
-thread that sleeps takes 50 microseconds to wake. Beside other busy processes the system suspends a
+thread that sleeps takes 50 microseconds to wake. Next to other busy processes the system suspends a
 thread now and then, and those that spin take the core that it waits for. The CPU kernels have few
 regions, with a short wait of their own inside (kernels/cpu/team.h). Between regions the time
 matters to them too, above all for small models. scripts/bench/README.md has the measurements.
@@ -156,7 +156,7 @@ def pressure_file() -> Path | None:
 
 
 def idle_team_size(threads: int, cpus: int) -> int:
-    """Return the smallest team that, beside one of `threads`, makes more threads than CPUs.
+    """Return the smallest team that, alongside one of `threads`, makes more threads than CPUs.
 
     libgomp counts the process's first thread, and of each team all but the thread that began it:
     threads + size - 1.

@@ -51,7 +51,7 @@ _MARK = "\ue000"  # a character for private use, which no message contains
 _START = "<|start_header_id|>"
 _END = "<|end_header_id|>\n\n"
 _EOT = "<|eot_id|>"
-# With a chat template, a prompt of FastChat only lists the messages of a dialog, each behind the
+# With a chat template, a prompt of FastChat only lists the messages of a dialog, each after the
 # mark of its role, and `prompt_ids` encodes the dialog.
 _ROLE = "\ue001{}\ue001"  # characters for private use
 _ROLE_MARK = re.compile("\ue001(system|user|assistant)\ue001")

@@ -31,8 +31,8 @@ class LogitsProcessors:
         rows: How each row of the last step is sampled; None if greedily.
         seeds: The seed of each row.
         positions: The position of each row's next token.
-        logprobs: The largest number of likeliest tokens that a row asks for, or None if no row asks
-            for log-probabilities.
+        logprobs: The largest number of most probable tokens that a row asks for, or None if no row
+            asks for log-probabilities.
     """
 
     def __init__(self) -> None:

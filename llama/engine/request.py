@@ -36,7 +36,7 @@ class Capture:
     """The hidden states of a prompt that are reported.
 
     Attributes:
-        layers: Numbers of states: 0 is the embedding, i the residual stream behind i layers, and
+        layers: Numbers of states: 0 is the embedding, i the residual stream after i layers, and
             the number of layers plus one its normalised form, from which logits are computed.
         last_only: Whether only the states of the last token are wanted.
     """
@@ -91,8 +91,9 @@ class SequenceSpec:
             while the constraint may be rank 0's alone.
         prediction: Tokens that the output may repeat, as drafts.
         bad_words: Sequences of tokens. The last token of one must not follow the others.
-        prompt_logprobs: The number of likeliest tokens to report beside the log-probability of each
-            prompt token; None for no log-probabilities. `logprobs` is the same for the output.
+        prompt_logprobs: The number of most probable tokens to report besides the log-probability
+            of each prompt token; None for no log-probabilities. `logprobs` is the same for the
+            output.
         pooling: How the prompt becomes one vector; None: it does not. A sequence with `pooling` or
             `capture` generates nothing: its `max_len` is the length of its prompt.
         capture: The hidden states of the prompt that are wanted; None: none.

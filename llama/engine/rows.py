@@ -4,14 +4,14 @@ A row is one token that a step computes. Every row fills the KV cache; a row of 
 as well:
 
 - SAMPLE: the last known token of a sequence. The result is its next token.
-- VERIFY: the last known token and the drafts behind it. The results are the tokens that follow each
+- VERIFY: the last known token and the drafts after it. The results are the tokens that follow each
   of them; they count as far as the drafts were right.
-- SCORE: a token of a prompt. The result is the log-probability of the known token behind it.
+- SCORE: a token of a prompt. The result is the log-probability of the known token after it.
 - POOL: a token whose hidden state is a part of the vector of its prompt.
-- HIDDEN: a token whose hidden states are wanted themselves, behind some layers.
+- HIDDEN: a token whose hidden states are wanted themselves, after some layers.
 
 For example, a prompt of 5 tokens whose log-probabilities are wanted has SCORE rows 0 to 3 and the
-SAMPLE row 4. A sequence with two drafts behind its last token has three VERIFY rows.
+SAMPLE row 4. A sequence with two drafts after its last token has three VERIFY rows.
 
 A kind is one object with three methods. The scheduler asks `offsets` which rows of a step have the
 kind, the runner gets their results from `compute`, and the scheduler gives each sequence its own
@@ -46,7 +46,7 @@ class Scheduled:
     They are `count` tokens from position `start` on, the first ones that are not computed yet.
 
     Attributes:
-        drafts: Tokens behind the known ones, which the step verifies. Afterwards those that were
+        drafts: Tokens after the known ones, which the step verifies. Afterwards those that were
             right.
     """
 
@@ -85,7 +85,7 @@ class Tokens:
     Attributes:
         ids: The tokens; -1 where no token could be chosen.
         logprobs: The log-probability of each token, or an empty list.
-        tops: The likeliest tokens of each row, the likeliest first, or an empty list.
+        tops: The most probable tokens of each row, the most probable first, or an empty list.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -97,10 +97,10 @@ class RowComputer(Protocol):
     """The operations that a running step offers to the kinds of its rows."""
 
     def sample(self, hidden: HiddenStates) -> Reader[Tokens]:
-        """Sample a token behind each row of `Step.sampled`, from their hidden states."""
+        """Sample a token after each row of `Step.sampled`, from their hidden states."""
 
     def score(self, hidden: HiddenStates, ids: list[int], num_top: int) -> Reader[Tokens]:
-        """Score known tokens, one per row, beside the `num_top` likeliest of each row."""
+        """Score known tokens, one per row, and the `num_top` most probable of each row."""
 
     def add_up(self, hidden: HiddenStates, counts: list[int]) -> Reader["np.ndarray"]:
         """Add up groups of so many neighbouring rows each: (R, E) -> (groups, E) float64."""
@@ -148,7 +148,7 @@ class RowKind(ABC, Generic[_Results]):
         return rows
 
     def sampled(self, rows: Rows) -> list[Scheduled]:
-        """Return an item per row behind which a token is sampled, with the sequence as it is there.
+        """Return an item per row after which a token is sampled, with the sequence as it is there.
 
         None is, by default.
         """
@@ -169,7 +169,7 @@ class RowKind(ABC, Generic[_Results]):
 
 
 class _Sample(RowKind[Tokens]):
-    """The next token of a sequence, sampled behind the last of its known tokens."""
+    """The next token of a sequence, sampled after the last of its known tokens."""
 
     def offsets(self, seq: SequenceState, start: int, count: int) -> range:
         is_last = start + count == seq.num_known < seq.spec.max_len
@@ -202,7 +202,7 @@ class _Sample(RowKind[Tokens]):
 
 
 class _Verify(RowKind[Tokens]):
-    """The tokens behind the last known token of a sequence and behind each of its drafts.
+    """The tokens after the last known token of a sequence and after each of its drafts.
 
     While a step of such rows is in flight, none of its sequences is scheduled, so that its tokens
     are never pending. Without a pipeline, nothing is scheduled then.
@@ -217,9 +217,9 @@ class _Verify(RowKind[Tokens]):
         return computer.sample(hidden)
 
     def take(self, item: Scheduled, results: Tokens, part: range) -> None:
-        """Take the first token, and the one behind each draft that was sampled itself.
+        """Take the first token, and the one after each draft that was sampled itself.
 
-        The tokens that the step computed behind the last of these drafts are computed again.
+        The tokens that the step computed after the last of these drafts are computed again.
         """
         seq = item.sequence
         drafts = item.drafts
@@ -345,7 +345,7 @@ class _Pool(RowKind["np.ndarray"]):
 
 
 class _Hidden(RowKind[CapturedStates]):
-    """The hidden states of a prompt behind some layers."""
+    """The hidden states of a prompt after some layers."""
 
     def offsets(self, seq: SequenceState, start: int, count: int) -> range:
         capture = seq.spec.capture

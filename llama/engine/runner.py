@@ -250,7 +250,7 @@ class RunningStep:
         return lambda: {kind: read() for kind, read in readers.items()}
 
     def sample(self, hidden: HiddenStates) -> Reader[Tokens]:
-        """Sample a token behind each row, from hidden states (R, E) or the output of a graph."""
+        """Sample a token after each row, from hidden states (R, E) or the output of a graph."""
         num_rows = len(self._sequences)
         if isinstance(hidden, Decoded):
             if self._is_greedy or hidden.logits is None:
@@ -275,7 +275,7 @@ class RunningStep:
         return sample(logits, self._sequences, mask, self._model.kernels, self._processors)
 
     def score(self, hidden: HiddenStates, ids: list[int], num_top: int) -> Reader[Tokens]:
-        """Score known tokens, from hidden states (R, E), beside the likeliest of each row.
+        """Score known tokens, from hidden states (R, E), and the most probable of each row.
 
         It waits for the device, chunk by chunk: rows of logits are far wider than hidden states.
         """

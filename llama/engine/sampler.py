@@ -5,7 +5,8 @@ padding or the order in which a device adds; `llama.ops.sample` ensures that. If
 divided among ranks, greedy rows need only the largest logit of each share: see `top_of_share` and
 `top_of_all`.
 
-Shapes: B rows, one per sequence; E hidden size; V vocabulary; K likeliest tokens; N scored rows.
+Shapes: B rows, one per sequence; E hidden size; V vocabulary; K most probable tokens; N scored
+rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ class Sampled:
     Attributes:
         ids: (B) int64.
         logprobs: (B) float32, or None if no sequence asks for it.
-        top_ids: (B, K) int64, the likeliest first. K is the largest number that a row asks for.
+        top_ids: (B, K) int64, the most probable first. K is the largest number that a row asks for.
         top_logprobs: (B, K) float32.
     """
 
@@ -134,16 +135,16 @@ def top_of_all(pairs: Tensor) -> Tensor:
 
 
 def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute the log-probabilities of tokens, and the likeliest tokens of each row.
+    """Compute the log-probabilities of tokens, and the most probable tokens of each row.
 
     Args:
         logits: (N, V).
         targets: The token of each row, (N).
-        k: The number of likeliest tokens, K = min(k, V).
+        k: The number of most probable tokens, K = min(k, V).
 
     Returns:
-        Log-probabilities (N) float32; the likeliest ids (N, K) and their log-probabilities (N, K)
-        float32, or None and None if k is 0.
+        Log-probabilities (N) float32; the most probable ids (N, K) and their log-probabilities (N,
+        K) float32, or None and None if k is 0.
     """
     norm = _log_sums(logits)
     chosen = logits.gather(-1, targets[:, None])
@@ -202,14 +203,14 @@ def num_columns(num_top: int | None, vocab_size: int) -> int:
     """Return the columns of a table.
 
     Args:
-        num_top: The likeliest tokens of each row; None: without log-probabilities.
+        num_top: The most probable tokens of each row; None: without log-probabilities.
         vocab_size: The size of the vocabulary, which bounds them.
     """
     return 1 if num_top is None else 2 + 2 * min(num_top, vocab_size)
 
 
 def max_top(sequences: Sequence[SequenceState]) -> int | None:
-    """Return the likeliest tokens that rows of these sequences are sampled with."""
+    """Return the most probable tokens that rows of these sequences are sampled with."""
     asked = [seq.spec.logprobs for seq in sequences if seq.spec.logprobs is not None]
     return max(asked, default=None)
 

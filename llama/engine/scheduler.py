@@ -30,7 +30,7 @@ _PROMPT_STEPS = 4  # steps of each stage of a pipeline among which waiting promp
 
 
 class SidePages(Protocol):
-    """Pages that sequences have beside those of their tokens, such as the ones of images."""
+    """Pages that sequences have besides those of their tokens, such as the ones of images."""
 
     def pages_of(self, seq: SequenceState) -> int:
         """Return how many of these pages a sequence can have at most."""

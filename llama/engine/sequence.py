@@ -18,7 +18,7 @@ from llama.engine.request import Constraint, SequenceSpec
 if TYPE_CHECKING:
     import numpy as np
 
-TopLogprobs = list[tuple[int, float]]  # ids and log-probabilities, the likeliest first
+TopLogprobs = list[tuple[int, float]]  # ids and log-probabilities, the most probable first
 # Why a sequence ended: a stop token or text, its maximum length, its caller, or an error.
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -37,7 +37,7 @@ class SequenceState:
         tokens: The prompt, then the output.
         num_computed: The leading tokens whose keys and values are in pages, or will be after the
             steps that have been scheduled.
-        num_pending: The tokens behind these that are sampled and not read yet: 0 or 1.
+        num_pending: The tokens after these that are sampled and not read yet: 0 or 1.
         awaits_results: Whether a step of a pipeline is in flight that has results for it. Nothing
             more of it is scheduled until they are read.
         last_step: The number of the last step of a pipeline that had tokens of it.
@@ -50,9 +50,9 @@ class SequenceState:
         finish_reason: Why it ended, once it has ended.
         stop_id: The token that stopped it.
         logprobs: The log-probability of each output token, then of the token that stopped it.
-        top_logprobs: The likeliest tokens in the place of each of these.
+        top_logprobs: The most probable tokens in the place of each of these.
         prompt_logprobs: The log-probability of each prompt token; 0.0 for the first.
-        prompt_top_logprobs: The likeliest tokens in the place of each of these.
+        prompt_top_logprobs: The most probable tokens in the place of each of these.
         pooled: The sum of the hidden states that its pooling wants, (E) float64, as far as they
             are computed; in the end the vector, (E) float32.
         captured: By the number of a state, its parts on the host, (N, E) each, in the order of the
@@ -93,7 +93,7 @@ class SequenceState:
 
     @property
     def output(self) -> list[int]:
-        """The tokens behind the prompt."""
+        """The tokens after the prompt."""
         return self.tokens[self.num_prompt :]
 
     @property

@@ -77,7 +77,7 @@ class Step:
                 item.sequence.awaits_results = True
 
     def sampled(self) -> list[Scheduled]:
-        """Return an item per row behind which a token is sampled, in the order of the rows."""
+        """Return an item per row after which a token is sampled, in the order of the rows."""
         sampled: list[Scheduled] = []
         for kind, rows in self.rows.items():
             sampled += kind.sampled(rows)

@@ -116,7 +116,7 @@ class Case(NamedTuple):
     Attributes:
         name: What errors call it.
         op: The op.
-        inputs: Its inputs, beside `kernels=`.
+        inputs: Its inputs, besides `kernels=`.
         tolerance: The largest error of a row relative to its norm; None for that of the type.
         tile: The tile of a product. It may not fit the GPU, whose other tiles are then used.
         serves: The products of the model that the same variant of the kernel computes.

@@ -22,7 +22,8 @@ _PROBES = (  # tokenizers that agree on these texts are taken to be the same
 def check_drafter(args: BuildArgs) -> None:
     """Raise a ValueError for a drafter that cannot be used like this.
 
-    It has no use for the texts that `speculate_shared` offers, or it is a model beside a pipeline.
+    It has no use for the texts that `speculate_shared` offers, or it is a model alongside a
+    pipeline.
     """
     name = args.speculate
     kind = kind_of(name)

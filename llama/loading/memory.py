@@ -1,4 +1,4 @@
-"""The memory of the ranks: what weights and steps need, and the KV cache that fits beside them.
+"""The memory of the ranks: what weights and steps need, and the KV cache that fits alongside them.
 
 In: the files of the models and the memory that is free. Out: `RunSizes`, the same on every rank, or
 an error that says what would fit. Nothing is allocated here.

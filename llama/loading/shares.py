@@ -84,7 +84,7 @@ class ColumnSpace(NamedTuple):
     """The memory of a rank that feed-forward columns and the KV cache divide.
 
     Two limits hold: that of weights and KV cache alone, and that of a step, which needs a workspace
-    beside them. Columns need more of that, too.
+    alongside them. Columns need more of that, too.
 
     Attributes:
         per_token: Bytes of the keys and values of one token.
@@ -122,7 +122,7 @@ class ColumnSpace(NamedTuple):
         )
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the blocks of columns that fit beside the keys and values of so many tokens."""
+        """Return the blocks of columns that fit alongside the keys and values of so many tokens."""
         kv_bytes = num_tokens * self.per_token
         return min(
             (self.num_bytes - kv_bytes) // self.per_block,
@@ -152,7 +152,7 @@ def fill_columns(
     """
 
     def limits(num_tokens: int) -> list[int]:
-        """Return the maximum number of blocks of each rank beside so many tokens."""
+        """Return the maximum number of blocks of each rank alongside so many tokens."""
         return [min(space.num_blocks(num_tokens) for space in copies) for copies in ranks]
 
     def fits(num_tokens: int) -> bool:

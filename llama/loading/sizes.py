@@ -34,7 +34,7 @@ class Memory:
     Attributes:
         free: Bytes that are free.
         weights: Bytes of the weights.
-        reserve: Bytes that a step needs beside weights and KV cache.
+        reserve: Bytes that a step needs besides weights and KV cache.
         per_token: Bytes of the keys and values of one token.
         max_tokens: The tokens of the largest KV cache that the device can hold in one tensor; None
             without such a limit.
@@ -157,7 +157,7 @@ def step_bytes(
     batch_size: int,
     tokens: int | None = None,
 ) -> int:
-    """Return what the largest step needs on one rank beside weights and KV cache.
+    """Return what the largest step needs on one rank besides weights and KV cache.
 
     This is what the layers hold of each token, and the logits of sequences or scored rows.
 
@@ -211,7 +211,8 @@ def choose_sizes(
         batch_size: max_batch_size.
         kv_bytes: The bytes of the KV cache as the user asked for them; None: as many as fit.
         longest: The limit of the model.
-        num_further: The pages that a sequence may have beside those of its tokens: `image_pages`.
+        num_further: The pages that a sequence may have besides those of its tokens:
+            `image_pages`.
 
     Raises:
         ValueError: Not one sequence of max_seq_len fits.
@@ -220,7 +221,7 @@ def choose_sizes(
         raise FieldError.of(
             "kv_cache_memory_bytes",
             f"={kv_bytes} is more than the {memory.kv_bytes} bytes that are "
-            f"free beside the weights{_on_rank(memory)}: ask for that or less",
+            f"free next to the weights{_on_rank(memory)}: ask for that or less",
         )
     num_pages = (kv_bytes or memory.kv_bytes) // (memory.per_token * PAGE_SIZE)
     if seq_len is None:

@@ -50,7 +50,7 @@ def load_weights(
         parallel: The rank among its peers.
         kv_format: The format of the KV cache.
         sizes: The sizes of the run that the model is made for.
-        verify: Whether the files are compared with the digests beside them.
+        verify: Whether the files are compared with the digests alongside them.
     """
     if files.device.type == "cpu":
         set_num_threads(files.placement.shares)

@@ -2,7 +2,7 @@
 
 In: the rows of a call and their length. Out: a paged cache with the pages of each row, in which the
 keys and values of earlier calls remain. A cache of max_batch_size x max_seq_len tokens, as Meta's
-code has it, would not fit a GPU beside that of the engine. Tokens must not be known here.
+code has it, would not fit a GPU alongside that of the engine. Tokens must not be known here.
 """
 
 from collections.abc import Callable

@@ -328,9 +328,9 @@ class Transformer(nn.Module):
         """Normalise the `logit_rows` of a step's hidden states: x (T, E) -> (R, E).
 
         Args:
-            x: The hidden states behind the last layer.
+            x: The hidden states after the last layer.
             batch: The tokens of the step.
-            watched: Further states that are wanted; it gets those behind the last layer.
+            watched: Further states that are wanted; it gets those after the last layer.
         """
         watched.see(self.n_layers, x, batch)
         context = batch.with_kernels(self.kernels)

@@ -26,7 +26,7 @@ from llama.ops.kernels import NO_KERNELS, Kernels
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext:
-    """The context of the rows that a product multiplies, beside their elements.
+    """The context of the rows that a product multiplies, alongside their elements.
 
     It reaches every product of a model. What belongs to rows and must be known there, such as the
     adapter of each row, is a field of it.

@@ -28,8 +28,8 @@ from llama.ops.kernels import NO_KERNELS, Kernels
 
 _Array = np.ndarray[Any, Any]
 
-# The fixed-point probability of the likeliest token. A token of less than 2**-40 of that has 0, and
-# is never sampled.
+# The fixed-point probability of the most probable token. A token of less than 2**-40 of that has 0,
+# and is never sampled.
 FIXED_ONE = 2**40
 _GROUP = 256  # neighbouring ids whose first arrival is known by one number
 _SHARE_ONE = 2**62  # a share of 1, see `fixed_point.share`
@@ -116,9 +116,9 @@ def sample_ids(
     """Return a sampled id for each row; a row without a finite maximum gets any id.
 
     The temperature divides the logits. min_p keeps tokens that are at least min_p times as likely
-    as the top token. top_k keeps the k likeliest, and those as likely as the k-th. top_p keeps, of
-    what these leave, a token while the mass before it, from the likeliest down, is at most top_p.
-    Of tokens as likely as the last one, those with the lowest ids are kept.
+    as the top token. top_k keeps the k most probable, and those as likely as the k-th. top_p keeps,
+    of what these leave, a token while the mass before it, from the most probable down, is at most
+    top_p. Of tokens as likely as the last one, those with the lowest ids are kept.
 
     Args:
         logits: (B, V) float32, which are not changed.
@@ -196,7 +196,7 @@ def _filters(rows: tuple[SamplingRow | None, ...]) -> _Array:
 
 
 def relative_probs(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    """Return probabilities after temperature, over that of the likeliest token: (B, V) float32."""
+    """Return probabilities after temperature, relative to the top token's: (B, V) float32."""
     filters = _filters(tuple(rows))
     rate_bits = filters[:, 0].astype(np.int32)
     rates = on_device_of(logits, rate_bits.view(np.float32))

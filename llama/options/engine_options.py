@@ -30,7 +30,7 @@ class EngineOptions:
         draft_model: The model that drafts tokens, if `speculate` is one. Its KV cache is allocated
             first.
         recorder_for: Returns the recorder of a model's graphs, or None for no graphs.
-        reserve: The bytes that a step needs, which a KV cache beside graphs leaves free.
+        reserve: The bytes that a step needs, which a KV cache alongside graphs leaves free.
         kv_cache_dir: The folder of KV pages on disk; None: there is none.
         kv_cache_disk_bytes: The limit of all files in it; None: by the free disk.
         kv_cache_reuse: Whether pages that other kernels or ranks have rounded are loaded: "exact"

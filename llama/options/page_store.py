@@ -2,7 +2,7 @@
 
 In: the pages of prompts that a step would compute, and those that steps have filled. Out: pages of
 the KV cache, loaded as a chunk of a step, and files (`llama.storage.kv_folder`), which one thread
-writes behind the steps.
+writes after the steps.
 
 All ranks load the same pages. The leader plans: it counts the pages that it finds, where reading
 them is faster than computing them. The others take its counts, with the message of the step or by

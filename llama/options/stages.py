@@ -292,7 +292,7 @@ class _EarlierStep:
             return {kind: read() for kind, read in self._readers.items()}
 
     def sample(self, hidden: HiddenStates) -> Reader[Tokens]:
-        """Receive a token behind each row of `Step.sampled`."""
+        """Receive a token after each row of `Step.sampled`."""
         return self._expect(len(self._sequences), sampler.max_top(self._sequences))
 
     def score(self, hidden: HiddenStates, ids: list[int], num_top: int) -> Reader[Tokens]:

@@ -36,9 +36,9 @@ class CallFormat:
     Attributes:
         before: the text before a name.
         between: the text between a name and its arguments, which are a JSON object.
-        after: the text behind the arguments.
+        after: the text after the arguments.
         open: the text before the first call.
-        close: the text behind the last call.
+        close: the text after the last call.
         separator: the text between two calls; None if an answer has one call only.
     """
 

@@ -33,7 +33,7 @@ class _Patterns:
         start: the text that a call begins with.
         first: the first call of an answer, up to its arguments or its object. The group "at" marks
             the beginning of a name, and the group "name" is the name, unless calls are objects.
-        following: a call behind another one.
+        following: a call after another one.
         after: what follows the arguments of a call.
         close: what follows the last call.
         is_object: a call is a JSON object with the keys name and arguments (or parameters).

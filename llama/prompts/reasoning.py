@@ -20,7 +20,7 @@ _END = "</think>"
 
 @dataclass(frozen=True)
 class ReasoningMarks:
-    """The texts or tokens that a model writes before and behind its reasoning.
+    """The texts or tokens that a model writes before and after its reasoning.
 
     Attributes:
         start: the text of the mark that begins the reasoning.

@@ -114,7 +114,7 @@ def encode_chat(
 def _content_ids(tokenizer: Tokenizer, parts: Sequence[str | ImagePart]) -> list[int]:
     """Return the token ids of a message, in which each image is one token.
 
-    Without images content and the call behind it are one text, since tokens may span their border.
+    Without images content and the call after it are one text, since tokens may span their border.
     With images each text is encoded for itself, as in Meta's package.
 
     Raises:

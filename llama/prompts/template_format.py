@@ -50,7 +50,7 @@ _ROLES = {"developer": "system", "ipython": "tool"}  # roles that templates do n
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _THINK = ("<think>", "</think>")
 _BUILT_IN = "builtin_tools"  # the variable of Meta's templates for the names of built-in tools
-_CUT = "\ue0c5"  # a private character behind the content of a message that is left open
+_CUT = "\ue0c5"  # a private character after the content of a message that is left open
 _DEFAULT_OPTIONS = PromptOptions()
 _NO_IMAGES = ": Meta's format takes any dialog with images: build with chat_template='llama3'"
 
@@ -61,7 +61,7 @@ def choose_format(
     """Return Meta's format if the templates of a model's files write it, else a `TemplateFormat`.
 
     The templates of Llama 3.1 to 3.3 do not, as they add dates to each prompt. The tokens that the
-    template writes behind an answer also end the answers of the model.
+    template writes after an answer also end the answers of the model.
 
     Args:
         templates: the sources of the templates by name.
@@ -415,7 +415,7 @@ def _result_text(message: ToolMessage) -> str:
 
 
 def _open_final_message(messages: list[dict[str, Any]]) -> str:
-    """Put a mark behind the content of the last message, and return the mark."""
+    """Put a mark after the content of the last message, and return the mark."""
     final = messages[-1]
     if "tool_calls" in final:
         text = " needs a last message without tool calls"

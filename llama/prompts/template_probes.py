@@ -92,8 +92,8 @@ class Traits:
 
     Attributes:
         num_begin: how many begin-of-sequence tokens a prompt begins with.
-        stop_ids: the token that the template writes behind an answer, if it is special.
-        stop_strings: the mark behind an answer, if that is plain text.
+        stop_ids: the token that the template writes after an answer, if it is special.
+        stop_strings: the mark after an answer, if that is plain text.
         shows_tools: whether prompts contain the tools of a request.
         call_style: how calls are given, or None if the template shows no calls.
         has_prompt: whether add_generation_prompt has an effect.
@@ -190,7 +190,7 @@ def find_traits(render: Render, encoder: MarkedEncoder, tokenizer: Tokenizer) ->
 def _stops(
     probe: _Probe, encoder: MarkedEncoder, tokenizer: Tokenizer
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Return the special token behind an answer, or else the mark of text there."""
+    """Return the special token after an answer, or else the mark of text there."""
     text = probe.try_text([_USER, _ASSISTANT, _NEXT])
     if _ANSWER not in text:
         return frozenset(), ()

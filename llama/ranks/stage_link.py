@@ -175,7 +175,7 @@ class StepMessages:
     def send_hidden(self, x: Tensor) -> None:
         """Begin to send hidden states to the next stage. They must not be changed afterwards."""
         link = self._link
-        assert link.next is not None, "the last stage has none behind it"
+        assert link.next is not None, "the last stage has none after it"
         x = x.contiguous() if link.uses_nccl else x.contiguous().cpu()
         link.keep([dist.isend(x, link.next, link.groups.next, self._tag)], x)
 

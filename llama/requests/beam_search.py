@@ -77,16 +77,16 @@ class _Search:
         candidates_per_beam = max(2, 1 + len(self.stop_ids))
         return candidates_per_beam * self.params.beam_width
 
-    def advance(self, likeliest: list[list[tuple[int, float]]]) -> None:
+    def advance(self, tops: list[list[tuple[int, float]]]) -> None:
         """Extend the running beams by one token.
 
         Args:
-            likeliest: The likeliest next ids of each running beam, with their log-probabilities.
+            tops: The most probable next ids of each running beam, with their log-probabilities.
         """
         width = self.params.beam_width
         self.length += 1
         candidates = []
-        for beam, next_tokens in zip(self.running, likeliest, strict=True):
+        for beam, next_tokens in zip(self.running, tops, strict=True):
             for token, logprob in next_tokens:
                 candidates.append(Beam([*beam.tokens, token], beam.logprob + logprob))
         candidates.sort(key=lambda beam: -beam.logprob)
@@ -190,11 +190,11 @@ def _advance(engine: LLMEngine, searches: list[_Search]) -> None:
     )
     outputs = iter(engine.run(requests))
     for search in searches:
-        search.advance([_likeliest(next(outputs)) for _ in search.running])
+        search.advance([_top_tokens(next(outputs)) for _ in search.running])
 
 
-def _likeliest(output: RequestOutput) -> list[tuple[int, float]]:
-    """Return the likeliest next ids of a beam with their log-probabilities.
+def _top_tokens(output: RequestOutput) -> list[tuple[int, float]]:
+    """Return the most probable next ids of a beam with their log-probabilities.
 
     Raises:
         ValueError: No token can follow the beam.

@@ -54,7 +54,7 @@ class StopStrings:
     def push(self, text: str) -> tuple[str, str | None]:
         """Take more text and return the text that can be no part of a stop string any more.
 
-        The second value is the stop string that ended the text, or None. Text behind it is dropped.
+        The second value is the stop string that ended the text, or None. Text after it is dropped.
         """
         if not self._stops:
             return text, None

@@ -1,7 +1,7 @@
 """The engine's side of the stream to a process with text.
 
 In: one end of a pair of sockets. Out: calls with sequences, which somebody admits, and reports of
-their steps. Beside sequences, each side asks the other by name.
+their steps. Besides sequences, each side asks the other by name.
 """
 
 import asyncio

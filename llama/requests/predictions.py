@@ -133,7 +133,7 @@ class Predictor:
 
 
 def tokens_of(output: RequestOutput, echo: bool) -> list[int]:
-    """Return the tokens of an answer, behind those of its prompt with `echo`."""
+    """Return the tokens of an answer, after those of its prompt with `echo`."""
     tokens = output.outputs[0].token_ids
     return output.prompt_token_ids + tokens if echo else tokens
 

@@ -110,7 +110,7 @@ class Preparer:
             max_context: A context length for this request, if it is less than the model's.
             tenant: The prefix root of whoever sends the request. Nothing but pages of the public
                 text is reused between requests of different tenants.
-            reads: What is wanted of the hidden states of the prompt, behind which nothing is
+            reads: What is wanted of the hidden states of the prompt, after which nothing is
                 generated; None: the prompt is continued.
             adapter: The name of a loaded LoRA adapter; None: the base model.
             parse_special: Whether names of special tokens in a text are those tokens, whoever

@@ -119,7 +119,7 @@ class ReasoningReader:
 
 
 def reasoning_is_open(prompt: Sequence[int], rule: ReasoningRule, tokenizer: Tokenizer) -> bool:
-    """Return whether a prompt ends with the start mark, and nothing but white space behind it."""
+    """Return whether a prompt ends with the start mark, and nothing but white space after it."""
     if rule.end_id is None:
         return tokenizer.decode(prompt[-_MAX_TAIL:]).rstrip().endswith(rule.start_text)
     for token in reversed(prompt[-_MAX_TAIL:]):

@@ -23,7 +23,7 @@ _HEAD = struct.Struct("<III")  # rows, tokens, bytes of JSON
 _ENDS: list[FinishReason | None] = [None, "stop", "length", "abort", "error"]
 _CODE_OF = {reason: code for code, reason in enumerate(_ENDS)}
 _COUNTS = ("num_cached", "num_drafted", "num_accepted")
-# Lists that grow with the tokens, with the list of the same length beside each.
+# Lists that grow with the tokens, with the list of the same length alongside each.
 _SCORES = (("logprobs", "top_logprobs"), ("prompt_logprobs", "prompt_top_logprobs"))
 
 
@@ -79,7 +79,7 @@ def pack_report(moved: Iterable[tuple[SequenceState, Cursor]]) -> bytes:
 
 
 def _rare_values(seq: SequenceState, cursor: Cursor) -> dict[str, Any]:
-    """Return what a row has beside its tokens."""
+    """Return what a row has besides its tokens."""
     values: dict[str, Any] = {}
     for name in _COUNTS:
         count = getattr(seq, name)
@@ -142,7 +142,7 @@ def apply_report(data: bytes, mirrors: Mapping[int, SequenceState]) -> list[Sequ
 
 
 def _set_rare(seq: SequenceState, values: dict[str, Any]) -> None:
-    """Give a mirror what its row has beside its tokens."""
+    """Give a mirror what its row has besides its tokens."""
     for scores, tops in _SCORES:
         getattr(seq, scores).extend(values.get(scores, ()))
         entries = values.get(tops, ())

@@ -126,7 +126,7 @@ class CompletionOutput:
     def logprobs(self) -> list[dict[int, float]] | None:
         """Return one dict per token, from ids to log-probabilities; None if not requested.
 
-        Each dict has the token itself first, followed by the likeliest tokens.
+        Each dict has the token itself first, followed by the most probable tokens.
         """
         return self.logprobs_of(self.token_ids)
 
@@ -355,6 +355,6 @@ class Request:
 def _dicts(
     tokens: Iterable[int], logprobs: Iterable[float], tops: Iterable[list[tuple[int, float]]]
 ) -> Iterator[dict[int, float]]:
-    """Yield a dict per token: its own entry, then the likeliest; the shortest input ends them."""
+    """Yield a dict per token: its own entry, then the top ones; the shortest input ends them."""
     for token, logprob, top in zip(tokens, logprobs, tops, strict=False):
         yield {token: logprob, **dict(top)}

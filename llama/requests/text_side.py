@@ -1,6 +1,6 @@
 """The side of a process with text of the stream to the engine.
 
-In: one end of a pair of sockets. Out: a port to the engine. Beside sequences, each side asks the
+In: one end of a pair of sockets. Out: a port to the engine. Besides sequences, each side asks the
 other by name.
 """
 

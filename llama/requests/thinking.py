@@ -2,7 +2,7 @@
 
 In: the marks of the reasoning as token ids, a budget in tokens, and the constraint of the content.
 Out: the tokens that may come next. A grammar cannot do this, since the reasoning of a model is any
-text, and the format of an answer begins only behind it.
+text, and the format of an answer begins only after it.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ class ReasoningConstraint:
 
     An answer reasons from its first token on if its prompt ends with the start mark, or if it
     begins with the start mark. It ends with the end mark. Until then every token is allowed but
-    those that end an answer; once the budget is used up, the end mark alone is. Tokens behind the
+    those that end an answer; once the budget is used up, the end mark alone is. Tokens after the
     mark, and all tokens of an answer that does not reason, are content.
     """
 

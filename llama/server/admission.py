@@ -34,7 +34,7 @@ class Admission(Generic[_T]):
     """The requests that a model works on, in the order in which they came.
 
     Attributes:
-        max_queue: sequences that may wait, beside those that run.
+        max_queue: sequences that may wait, besides those that run.
     """
 
     def __init__(self, max_queue: int) -> None:
@@ -64,7 +64,7 @@ class Admission(Generic[_T]):
     def check_size(self, num_sequences: int, max_running: int, field: str) -> None:
         """Check that a request may be taken at all.
 
-        It may take the whole batch and half of the queue, so that others get in beside it.
+        It may take the whole batch and half of the queue, so that others get in alongside it.
 
         Args:
             num_sequences: sequences of the request.

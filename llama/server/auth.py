@@ -114,7 +114,7 @@ class AuthAndLimits:
         loopback: whether the server listens on this machine alone. Then the Host header must name
             this machine, so that no web page reaches the server through a name of its own (DNS
             rebinding).
-        open_paths: paths that need no key, beside the built-in ones.
+        open_paths: paths that need no key, besides the built-in ones.
     """
 
     app: ASGIApp

@@ -1,4 +1,4 @@
-"""The questions of the routes of a server to its engine, beside sequences.
+"""The questions of the routes of a server to its engine, besides sequences.
 
 In: names of adapters, and questions. Out: adapters that are loaded, and numbers of the whole
 server. `LocalDesk` has an engine in this process; this file needs none.

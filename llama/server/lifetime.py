@@ -19,7 +19,7 @@ from llama.server.auth import is_loopback
 
 _POLL_S = 0.05
 # Seconds after which a thread that computes in Python lets another one run. The event loop asks for
-# Python's lock after every system call: with Python's default of 5 ms, a small request beside a
+# Python's lock after every system call: with Python's default of 5 ms, a small request alongside a
 # busy thread takes tens of milliseconds longer.
 _SWITCH_S = 0.0005
 _BROKEN_S = 1.0  # time for the last responses after a failed step, and for a load balancer to see

@@ -22,7 +22,7 @@ class Limits:
     """The limits of a server.
 
     Attributes:
-        max_queue: sequences that may wait, beside those that run.
+        max_queue: sequences that may wait, besides those that run.
         max_wait_s: seconds until the first token of a request.
         max_body_bytes: bytes of one body.
         max_image_body_bytes: bytes of one body where a model reads images.

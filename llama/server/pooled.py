@@ -156,7 +156,7 @@ async def _run(
 
 
 async def _json_response(http: Exchange, content: dict[str, Any], num_values: int) -> Response:
-    """Return a response whose JSON is made beside the event loop if it may be large.
+    """Return a response whose JSON is made off the event loop if it may be large.
 
     Args:
         http: the request of HTTP, whose texts `content` may quote.

@@ -213,7 +213,7 @@ class PushedStream(Response):
     async def _send_pieces(
         self, output: RequestOutput, send_part: Callable[[bytes], Awaitable[None]]
     ) -> None:
-        """Send the events of a large output, which are made beside the event loop."""
+        """Send the events of a large output, which are made off the event loop."""
         answer = self._answer
         pieces = beside_loop(answer.stream_format.pieces(answer.events(output)))
         async with contextlib.aclosing(pieces):

@@ -1,7 +1,7 @@
 """One answer on its way out: what every route does between the engine and HTTP.
 
 In: a request for the engine. Out: the response, whole or as a stream, or an `ApiError` if it could
-become too large. The parts of large answers are encoded beside the event loop. It knows no fields
+become too large. The parts of large answers are encoded off the event loop. It knows no fields
 of any API.
 """
 
@@ -73,7 +73,7 @@ async def respond(
 async def _whole_response(
     request: ApiRequest, last: list[RequestOutput], answer: Completion | BlockAnswer
 ) -> Response:
-    """Return the response to a finished request; a large one is made beside the event loop."""
+    """Return the response to a finished request; a large one is made off the event loop."""
 
     def pieces() -> Iterator[bytes]:
         yield from json_pieces(answer.content(last))

@@ -48,7 +48,7 @@ class TokenizeText(_Tokenize):
         tokenizer = dialog_format.tokenizer
         has_bos = self.add_special_tokens is not False
         # A client that has these names from /tokenizer_info, as lm-eval has, can ask for their ids
-        # here. Beside other text they are text, so that a user's text cannot contain the tokens.
+        # here. Within other text they are text, so that a user's text cannot contain the tokens.
         special_id = tokenizer.special_tokens.get(self.prompt)
         if not has_bos and special_id in (tokenizer.bos_id, tokenizer.eos_id):
             return [special_id]

@@ -1,4 +1,4 @@
-"""Added tokens that Hugging Face's files name beside a tokenizer.json.
+"""Added tokens that Hugging Face's files name alongside a tokenizer.json.
 
 In: a folder with tokenizer_config.json or added_tokens.json. Out: the tokens that these files list,
 in their order. What a tokenizer.json holds is not known here.
@@ -17,7 +17,7 @@ _LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
 class FurtherToken(NamedTuple):
-    """A token that a file beside the tokenizer lists.
+    """A token that a file alongside the tokenizer lists.
 
     Attributes:
         path: The file.
@@ -33,7 +33,7 @@ class FurtherToken(NamedTuple):
 
 
 def further_tokens(folder: Path, known_ids: Container[int]) -> list[FurtherToken]:
-    """Return the tokens that the files beside a tokenizer.json list.
+    """Return the tokens that the files alongside a tokenizer.json list.
 
     Args:
         folder: The folder.

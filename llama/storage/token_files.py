@@ -1,7 +1,7 @@
 """Tokenizer files of Llama 3: the ranks of BPE tokens, added tokens, and settings of special ones.
 
-In: a tokenizer.model, a tokenizer.json with the configuration files beside it, or a GGUF file. Out:
-what the file holds, if pattern and byte alphabet are those of Llama 3. Names and ids of added
+In: a tokenizer.model, a tokenizer.json with the configuration files alongside it, or a GGUF file.
+Out: what the file holds, if pattern and byte alphabet are those of Llama 3. Names and ids of added
 tokens are data. Each fault is an error that names the file and the remedy. The sizes of models are
 not known here. The file has over 400 lines because the formats share the checks of one vocabulary.
 """
@@ -101,7 +101,7 @@ class AddedToken:
     Attributes:
         id: Its id.
         lstrip: Whether it takes the white space before it in a chat template's text.
-        rstrip: Whether it takes the white space behind it.
+        rstrip: Whether it takes the white space after it.
         special: Whether Hugging Face's decoders leave it out with skip_special_tokens.
     """
 
@@ -208,7 +208,7 @@ def _tokens(path: Path, key: str, value: Any) -> list[int | str]:
 
 
 def parse(given: str | PathLike[str] | Header, release: str) -> Parsed:
-    """Return what a tokenizer file, and the configuration beside a tokenizer.json, hold.
+    """Return what a tokenizer file, and the configuration alongside a tokenizer.json, hold.
 
     Args:
         given: The path of the file, or the header of a GGUF file.
@@ -273,7 +273,7 @@ def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
 
 
 def _parse_tokenizer_json(path: Path, data: bytes) -> Parsed:
-    """Return what a tokenizer.json and the configuration files beside it hold."""
+    """Return what a tokenizer.json and the configuration files alongside it hold."""
     content: Any = parse_json(path, data)
     try:
         tokens: list[dict[str, Any]] = content["added_tokens"]

@@ -19,7 +19,7 @@ _LOGGER = logging.getLogger(__name__)
 # Added tokens that say what a text is: without them, reasoning and calls would look like content.
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _MAX_ADDED = 65_536  # ids without a word of the BPE
-_MAX_PADDING = 4096  # rows of a model behind the last token; embeddings are padded to 2**17, too
+_MAX_PADDING = 4096  # rows of a model after the last token; embeddings are padded to 2**17, too
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def read_vocabulary(
         llama_3_0: Use the special tokens of the first release; a tokenizer.model names none.
         vocab_size: The rows of the model; None for as many as the tokens need.
         config_folder: A folder with Hugging Face's configuration files, which are read after those
-            beside a tokenizer.json.
+            alongside a tokenizer.json.
 
     Raises:
         OSError: A file cannot be read.

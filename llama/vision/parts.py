@@ -1,4 +1,4 @@
-"""The parts of one rank's model that read images, beside its layers of text.
+"""The parts of one rank's model that read images, besides its layers of text.
 
 In: a `Transformer` whose params have `vision`. Out: the same model with `image_parts`, which its
 loader fills, and which it runs for steps whose `Batch` has `cross`.
@@ -19,7 +19,7 @@ from llama.vision.tensors import CROSS, ENCODER, IMAGE_ROWS, VisionShare
 
 
 class _ImageRows(nn.Module):
-    """Embeddings of ids behind the vocabulary, (8, E): the first is that of an image's position."""
+    """Embeddings of ids after the vocabulary, (8, E): the first is that of an image's position."""
 
     def __init__(self, share: VisionShare) -> None:
         super().__init__()

@@ -230,7 +230,7 @@ class BlockedWeight(Weight):
         Args:
             rows: The rows, in ascending order.
             columns: The columns.
-            other_tensors: The arguments of the format's constructor beside the values.
+            other_tensors: The arguments of the format's constructor besides the values.
         """
         step = self.layout.columns
         if columns.start % step or columns.stop % step:

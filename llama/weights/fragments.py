@@ -14,7 +14,7 @@ are 0 or 1. Its word w has
 - of nibbles, the whole quad in 16 columns w: nibble 4 j + 2 h + r, from the lowest bits on, is
   column j of half h of row r. So a mask takes two columns of a row, one in each half of a word.
 
-The fragments of 16 rows lie one after another, and behind them those of the other 16 rows of a
+The fragments of 16 rows lie one after another, and after them those of the other 16 rows of a
 block.
 
 The names of dimensions are: block, tile (16 rows), fragment, thread row (8), quad (4), the index of

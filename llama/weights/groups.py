@@ -492,7 +492,7 @@ class GroupedWeight(BlockedWeight):
 
 
 def pack_extras(coded: Coded) -> dict[str, Tensor]:
-    """Return the constructor's arguments for what a matrix may have beside codes and scales."""
+    """Return the constructor's arguments for what a matrix may have besides codes and scales."""
     extras: dict[str, Tensor] = {}
     if coded.is_rotated:
         extras["rotated"] = torch.ones(1, dtype=torch.uint8)

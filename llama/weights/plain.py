@@ -24,7 +24,7 @@ def all_finite(x: Tensor) -> bool:
 
 
 class PlainWeight(Weight):
-    """A matrix whose `values` are (N, K), with rows of padding behind them if `empty` made it."""
+    """A matrix whose `values` are (N, K), with rows of padding after them if `empty` made it."""
 
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
 

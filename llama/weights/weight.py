@@ -28,7 +28,7 @@ class Weight(nn.Module):
         dtypes: The types of the plain matrices that it can be made from.
         kind: The `ElementFormat` by which kernels know the format.
         shape: (N, K), whatever the shape of the tensors is.
-        values: The stored elements. A format may have other tensors beside them.
+        values: The stored elements. A format may have other tensors besides them.
         is_finite: Whether no NaN and no infinity was found when the matrix was packed.
         has_empty_row: Whether a row of zeros was found then.
         rounds_to_e4m3: Whether the rows of x are rounded to e4m3, see `llama.ops.scaled`.

@@ -1,1 +1,1 @@
-"""The benchmark: how fast we are, beside other engines and beside what the machine can do."""
+"""The benchmark: how fast we are, alongside other engines and alongside what the machine can do."""

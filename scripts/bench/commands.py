@@ -1,4 +1,4 @@
-"""Measure the speed of the runtime beside the machine's roofline and beside other engines.
+"""Measure the speed of the runtime alongside the machine's roofline and alongside other engines.
 
     python scripts/bench latency --model 1b --batches 1,8,32 --context 512,512,64
     python scripts/bench latency --model 1b --vs transformers,llama_models --plot latency.svg
@@ -106,8 +106,8 @@ def latency(
     the longer of two times: to read all weights and the KV cache once, and to do the operations of
     all tokens. With batches above 1, the first token is that of the last prompt. With --rounds all
     engines stay loaded and take turns of so many steps, and "to ours" is the median of the rounds.
-    With --busy each case is measured twice, quiet and then beside busy processes, and "to quiet" is
-    the second step over the first.
+    With --busy each case is measured twice, quiet and then alongside busy processes, and "to quiet"
+    is the second step over the first.
     """
     bench = Bench(**flags)
     sizes = [whole("batches", batch) for batch in batches]
@@ -159,7 +159,7 @@ def latency(
 
 
 def _compare_with_quiet(rows: list[Row]) -> None:
-    """Add "to_quiet" to each row beside busy processes whose case was also measured without."""
+    """Add "to_quiet" to each row alongside busy processes whose case was also measured without."""
     quiet = {(r["engine"], r["batch"], r["context"]): r for r in rows if r.get("busy") == 0}
     for row in rows:
         same = quiet.get((row["engine"], row["batch"], row["context"]))

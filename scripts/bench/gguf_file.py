@@ -80,7 +80,8 @@ def _add_metadata(writer: gguf.GGUFWriter, args: ModelArgs) -> None:
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-    # numpy has no bfloat16: the type of the file is given beside a numpy type, which is not used.
+    # numpy has no bfloat16: the type of the file is given alongside a numpy type, which is not
+    # used.
     size = shape.numel() * dtype.itemsize
     writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=_TYPES[dtype])
 

@@ -134,7 +134,7 @@ def _run_eagerly(runner: ModelRunner, step: Step) -> Tensor:
 
 
 def _with_prompt(single: int, context: int, count: int) -> Step:
-    """Return a step of single tokens behind so many others, and of a prompt."""
+    """Return a step of single tokens after so many others, and of a prompt."""
     items = []
     used = 0
     for length, new in [*[(context, 1)] * single, (count, count)]:

@@ -72,7 +72,7 @@ def probe_nan(at: Section) -> None:
 
 
 def probe_builds(at: Section) -> None:
-    """Build and close many models beside an older one, whose graphs must give the same ids."""
+    """Build and close many models alongside an older one, whose graphs must give the same ids."""
     with _answering(at) as answers:
         wanted = answers()
         for _ in range(at.size(_NUM_BUILDS, 3)):
@@ -230,7 +230,7 @@ def _run(engine: LLMEngine, prompts: list[list[int]], max_tokens: int = 12) -> l
 
 
 def _answers(engine: LLMEngine, prompts: list[list[int]], max_tokens: int = 12) -> list[list[int]]:
-    """Return the greedy ids behind each prompt."""
+    """Return the greedy ids after each prompt."""
     outputs = _run(engine, prompts, max_tokens)
     return [list(output.outputs[0].token_ids) for output in outputs]
 

@@ -1,4 +1,4 @@
-"""Measure the image encoder of Llama 3.2 Vision and the first token behind an image.
+"""Measure the image encoder of Llama 3.2 Vision and the first token after an image.
 
 In: the shape of a text model, of which some layers are taken, and numbers of tiles. Out: a table of
 seconds and one JSON line. The encoder is that of the published models, with random weights, as
@@ -31,7 +31,7 @@ from llama.vision.encoder import normalized
 from llama.vision.parts import with_image_parts
 
 _GRIDS = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2)}
-_TEXT = 32  # tokens behind the image
+_TEXT = 32  # tokens after the image
 _VOCABULARY = 16384  # rows of both ends, which are no part of what is measured
 _COLUMNS: list[Column] = [
     ("engine", "engine", ""), ("tiles", "tiles", ""), ("encode s", "encode_s", ".2f"),
@@ -51,7 +51,7 @@ def images(tiles: tuple[int, ...] = (1, 4), layers: int = 4, **flags: Any) -> No
     """
     bench = Bench(**flags)
     if bench.dtype != "bf16" or set(bench.pythons) - {"ours", "llama_models"}:
-        raise ValueError("images measures bf16, beside --vs llama_models at most")
+        raise ValueError("images measures bf16, with --vs llama_models at most")
     vision = VisionArgs(num_cross_layers=max(1, whole("layers", layers) // 4))
     args = replace(bench.args, n_layers=layers, vocab_size=_VOCABULARY, vision=vision)
     args = replace(args, max_seq_len=64, max_batch_size=1)

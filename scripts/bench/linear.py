@@ -31,7 +31,7 @@ Kernel = Callable[[Tensor], Tensor]  # x (M, K) -> (M, N), with a weight of its 
 
 
 def linear(rows: tuple[int, ...] = (1, 8, 32, 512), repeats: int = 20, **flags: Any) -> None:
-    """Time the linear layers of a model, plain and quantized, beside torch's kernels, by rows (M).
+    """Time the linear layers of a model, plain and quantized, and torch's kernels, by rows (M).
 
     Milliseconds are the median and the minimum of `repeats`; "to ours" divides medians by our
     kernel's with the same weight type, "to bf16" by that of bf16. GB/s counts the weight's bytes.

@@ -1,7 +1,7 @@
 """Clients of a server: streams of OpenAI's completions, and the times of their events.
 
 In: a URL, prompts as ids, how many at once or how many per second. Out: `Timing` for each request.
-It speaks HTTP over plain sockets: a client that computes much would slow the server beside it.
+It speaks HTTP over plain sockets: a client that computes much would slow the server alongside it.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Time products with quantized weights on a GPU: each tile of each format, beside bf16.
+"""Time products with quantized weights on a GPU: each tile of each format, alongside bf16.
 
     python scripts/bench/quantized.py                      # the shapes of the 8B, about 70 s
     python scripts/bench/quantized.py --formats int8 --rows 1 --no_more
@@ -41,7 +41,7 @@ _COLD_BYTES = 256 << 20  # bytes of weights that are read before one is read aga
 _REPLAYS = 7
 _MAX_PROCESSES = 14  # that compile
 _COMPILE_S = 50
-# Tiles that are timed beside `candidates`, to see whether they should replace one.
+# Tiles that are timed alongside `candidates`, to see whether they should replace one.
 _MORE_FORMATS = ("int8", "int4")
 _MORE_FEW = (
     Tile(32, 1024, 8, 3),

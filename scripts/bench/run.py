@@ -53,7 +53,7 @@ class Bench:
     `flags.FLAGS` describes the flags.
 
     The dtypes int8, fp8 and int4 concern our weights only; `--vs ours_bf16` runs our own engine in
-    bf16 beside them, `--vs ours_rounded` in the same dtype with activations in int8, and `--vs
+    bf16 alongside them, `--vs ours_rounded` in the same dtype with activations in int8, and `--vs
     ours_rounded_lm_head` with those of lm_head as well.
     """
 

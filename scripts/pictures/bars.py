@@ -1,4 +1,4 @@
-"""This engine beside others as bars, from the newest results of the benchmark: light and dark.
+"""This engine alongside others as bars, from the newest results of the benchmark: light and dark.
 
 In: scripts/bench/results, files whose last line is JSON. Out: two SVGs. Only a run in which vLLM
 and llama.cpp took turns with this engine is drawn; of each case the median, as the file has it.

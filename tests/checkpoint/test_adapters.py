@@ -129,7 +129,7 @@ def test_weights_that_were_trained_whole_take_the_place_of_the_base_s(model, bas
 
 
 def test_a_weight_in_the_file_is_replaced_before_the_product_is_added(model, bases, tmp_path):
-    """PEFT stores the embedding itself beside its update, in case rows were added to it."""
+    """PEFT stores the embedding itself alongside its update, in case rows were added to it."""
     weight = torch.randn(512, 64)
     tensors = update_of(model, EMBEDDING)
     stored = {f"{PREFIX}{EMBEDDING}.base_layer.weight": weight}

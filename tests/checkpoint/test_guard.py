@@ -1,4 +1,4 @@
-"""Llama Guard is recognized by the files beside its weights."""
+"""Llama Guard is recognized by the files alongside its weights."""
 
 import json
 import os

@@ -944,7 +944,7 @@ def test_gptq_in_five_bits_is_named_with_what_to_take(tmp_path):
 def test_what_files_say_of_the_cache_and_of_single_modules_is_read(tmp_path):
     """Settings for the KV cache and for single modules are read.
 
-    Scales of the KV cache stand beside the matrices, and the number of bits may differ between
+    Scales of the KV cache stand alongside the matrices, and the number of bits may differ between
     modules.
     """
     state, names = write(tmp_path, "w4a16"), ("q_scale", "kv_scale", "v_scale", "k_zero_point")

@@ -1,4 +1,4 @@
-"""Loading and converting need little memory beside the weights, measured in a fresh process."""
+"""Loading and converting need little memory alongside the weights, measured in a fresh process."""
 
 import sys
 from pathlib import Path

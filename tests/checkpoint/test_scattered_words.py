@@ -37,7 +37,7 @@ CORPUS = [f"{a} {b}{c}, {d}" for a in WORDS for b in WORDS for c in PIECES for d
 
 
 def extend(path: Path) -> None:
-    """Put words behind the special tokens of a tokenizer.json, each with the merges it needs."""
+    """Put words after the special tokens of a tokenizer.json, each with the merges it needs."""
     content = json.loads(path.read_text(encoding="utf-8"))
     vocab, merges = content["model"]["vocab"], content["model"]["merges"]
     vocab |= {token["content"]: token["id"] for token in content["added_tokens"]}

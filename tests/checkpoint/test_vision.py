@@ -39,7 +39,7 @@ VISION: dict[str, Any] = {
     "intermediate_size": 64, "image_size": 28, "patch_size": 14, "vision_output_dim": 64,
     "intermediate_layers_indices": [0],
 }  # fmt: skip
-# What params.json of such a model has beside the keys of a text model, with other numbers.
+# What params.json of such a model has besides the keys of a text model, with other numbers.
 KEYS = {
     "vision_chunk_size": 560,
     "vision_max_num_chunks": 4,

@@ -51,7 +51,7 @@ COLUMNS = ("wo.weight", "w2.weight", "c_proj.weight")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Iterator[tuple[Path, dict[str, Tensor], Tensor]]:
-    """A folder in Meta's layout, its tensors, and Meta's logits behind an image and a text.
+    """A folder in Meta's layout, its tensors, and Meta's logits after an image and a text.
 
     Places of tiles that no grid has are zeros: no other layout has them.
     """

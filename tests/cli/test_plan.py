@@ -191,7 +191,7 @@ def test_one_sequence_is_fastest_on_all_devices():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_bytes_are_those_of_a_build(size, monkeypatch):
-    """Weights, and the tokens of the KV cache beside them, are what loading computes.
+    """Weights, and the tokens of the KV cache alongside them, are what loading computes.
 
     A step has as many tokens as a build on a GPU of 80 GB gives it.
     """

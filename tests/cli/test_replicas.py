@@ -226,7 +226,7 @@ DIALOGS: dict[str, Callable[[str], list[tuple[str, dict]]]] = {
         (CHAT, {"messages": [SYSTEM, user(text + "x" * 150_000)]}),
         (CHAT, {"messages": [SYSTEM, user(text + "x" * 150_000), user("more")]}),
     ],
-    "long system": lambda text: [  # dialogs that differ behind the first kilobyte
+    "long system": lambda text: [  # dialogs that differ after the first kilobyte
         (CHAT, {"messages": [{"role": "system", "content": "x" * 50_000 + text + "x" * 150_000}]}),
         (
             CHAT,

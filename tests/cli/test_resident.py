@@ -324,7 +324,7 @@ def test_each_model_and_way_to_hold_it_has_a_server(folder, tmp_path, monkeypatc
 def test_a_folder_that_others_can_enter_is_refused(folder, monkeypatch):
     """A folder that other users can enter is refused.
 
-    Without XDG_RUNTIME_DIR, the folder is one beside those of other users in /tmp.
+    Without XDG_RUNTIME_DIR, the folder is one alongside those of other users in /tmp.
     """
     folder.mkdir(0o755)
     for is_link in (False, True):

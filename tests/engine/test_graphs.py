@@ -595,7 +595,7 @@ def test_the_rows_of_prompts_lie_behind_those_of_single_tokens():
     """Rows of single tokens and of prompts have their own parts of a graph, both filled up.
 
     Where a row of the step lies, all of its fields are those of a step that is packed anew, and its
-    sequence ends behind its last row. No unused row belongs to a sequence.
+    sequence ends after its last row. No unused row belongs to a sequence.
     """
     rng = random.Random(7)
     cpu = torch.device("cpu")
@@ -692,7 +692,7 @@ def test_prompts_are_replayed_over_the_kernels_of_a_gpu(model, plain, monkeypatc
 def test_a_batch_is_filled_up_with_rows_that_touch_nobodys_pages(model):
     """A batch is padded with rows that touch no sequence's pages.
 
-    Three sequences run in a graph of four rows: the fourth writes to the page behind the last.
+    Three sequences run in a graph of four rows: the fourth writes to the page after the last.
     """
     core = core_of(model, 12, graphs=True, ahead=False)
     for i in range(3):

@@ -133,7 +133,7 @@ def expected(seq: SequenceState) -> list[int]:
 
 
 def check_budget(tried: FakeEngine, step: Step) -> None:
-    """Check that a step is within its budget, or encodes one group beside answers alone.
+    """Check that a step is within its budget, or encodes one group alongside answers alone.
 
     Drafts are added later, to what a step would compute anyway.
     """

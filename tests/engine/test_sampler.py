@@ -512,7 +512,7 @@ def test_what_is_counted_on_the_device_is_what_the_sequences_have() -> None:
         assert found.equal(sample(logits, now).ids)
         for seq, token in zip(now, found.tolist(), strict=True):
             seq.tokens.append(token)
-            if rng.random() < 0.1:  # the drafts behind it were accepted
+            if rng.random() < 0.1:  # the drafts after it were accepted
                 seq.tokens += [rng.randrange(12) for _ in range(2)]
 
 

@@ -137,7 +137,7 @@ def test_steps_of_a_pipeline_are_equally_full():
     """Steps of a pipeline are equally full, and chunks of a prompt follow one another at once.
 
     Eight sequences generate while a prompt of four chunks arrives: each of the three steps in
-    flight has three, three and two of them, beside a chunk.
+    flight has three, three and two of them, alongside a chunk.
     """
     tried = engine(num_pages=99, max_batch_size=9, budget=9, stages=3)
     sequences = [sequence([i], 12) for i in range(8)]
@@ -343,7 +343,7 @@ def _prompt_tokens(step: Step) -> dict[bytes, int]:
     ],
 )
 def test_senders_share_the_prompt_tokens_of_a_step(lengths, shares):
-    """Senders have equal shares, also beside one that came first, and what others do not want."""
+    """Senders have equal shares, also next to one that came first, and what others do not want."""
     tried = engine(num_pages=200, max_batch_size=9, budget=16)
     steps: list[Step] = []
     numbers = itertools.count()
@@ -361,7 +361,7 @@ def test_senders_share_the_prompt_tokens_of_a_step(lengths, shares):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_a_long_prompt_delays_nobody_else(ahead, stages):
-    """Beside long prompts of one sender, another one has a token in each step, from its first on.
+    """During long prompts of one sender, another one has a token in each step, from its first on.
 
     In a pipeline that is each round of its stages.
     """
@@ -465,7 +465,7 @@ def test_preemption_happens_and_is_invisible(monkeypatch, ahead):
 def test_who_gave_up_its_pages_comes_before_who_never_had_any(monkeypatch):
     """A preempted sequence comes before one that never had pages.
 
-    Three sequences cannot all run to their end together, and a fourth waits behind them.
+    Three sequences cannot all run to their end together, and a fourth waits after them.
     """
     tried = engine(num_pages=8, max_batch_size=3)
     sequences = [sequence([i], 15) for i in range(4)]
@@ -491,7 +491,7 @@ def test_more_prompts_than_the_batch_holds_queue_in_order():
 
 
 def test_long_prompts_are_taken_in_chunks_beside_running_ones():
-    """Long prompts are prefilled in chunks beside running sequences.
+    """Long prompts are prefilled in chunks alongside running sequences.
 
     With 8 tokens a step, a prompt of 21 takes three steps; the running sequence advances in each.
     """
@@ -518,7 +518,7 @@ def test_a_shared_prefix_is_computed_once():
             tried.step()
     assert seq.num_cached == 8
     assert tried.runner.computed == (10 + 2) + (2 + 2)
-    other = sequence([6] + prompt[1:], 1)  # the same second page behind another first one
+    other = sequence([6] + prompt[1:], 1)  # the same second page after another first one
     tried.add(other)
     while tried.has_unfinished():
         tried.step()

@@ -67,7 +67,7 @@ class BadRequest(NamedTuple):
 
 
 def rows(path: str, good: dict[str, Any], faults: Faults) -> list[BadRequest]:
-    """Return a request for each fault, with the good fields beside the faulty ones."""
+    """Return a request for each fault, with the good fields alongside the faulty ones."""
     return [
         BadRequest(path, good | fields, 400, param, message) for fields, param, message in faults
     ]

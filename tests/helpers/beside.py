@@ -24,7 +24,7 @@ HEADERS = {"Content-Type": "application/json"}
 
 @dataclass
 class Cost:
-    """The largest figures of all small requests beside a large one.
+    """The largest figures of all small requests alongside a large one.
 
     Attributes:
         status: the status of the large request.

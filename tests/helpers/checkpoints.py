@@ -112,7 +112,7 @@ def write_meta(
 def write_byte_tokenizer(folder: Path, num_tokens: int = 512) -> None:
     """Write a tokenizer.model of the 256 bytes; the 256 special tokens make a vocabulary of 512.
 
-    A larger vocabulary has tokens of two bytes behind the bytes.
+    A larger vocabulary has tokens of two bytes after the bytes.
     """
     tokens = [bytes([i]) for i in range(256)]
     tokens += [bytes(divmod(i, 256)) for i in range(num_tokens - 512)]

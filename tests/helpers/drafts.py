@@ -1,4 +1,4 @@
-"""Runs with drafts beside runs without: requests of all kinds, drafters, and the visible results.
+"""Runs with drafts and runs without: requests of all kinds, drafters, and the visible results.
 
 Used by tests in one process, and by programs/ranks.py on many ranks.
 """

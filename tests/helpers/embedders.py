@@ -33,7 +33,7 @@ def write_model(
         model_class: A class of transformers.
         sentence_transformers: By name, the content of further files.
         changes: Keys of config.json that are changed afterwards.
-        ends: Special tokens behind each text.
+        ends: Special tokens after each text.
         config: Values of config.json.
     """
     rows = make_tokenizer(folder, "meta")

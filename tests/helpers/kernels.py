@@ -97,7 +97,7 @@ def can_run(body: InstructionSet) -> bool:
 def library(name: str) -> ctypes.CDLL:
     """Return the library of an instruction set, compiled once.
 
-    The libraries of the tests share object files, which are stored beside them.
+    The libraries of the tests share object files, which are stored alongside them.
     """
     body = INTEGER_BODIES[name]
     path = path_of(body)

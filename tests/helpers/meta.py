@@ -1,4 +1,4 @@
-"""Meta's own model, from the PyPI package llama-models, and the project's reference beside it.
+"""Meta's own model, from the PyPI package llama-models, and the project's reference alongside it.
 
 Input: a state dict under Meta's names and a params dict. Output: what the model computes in
 float32, one prompt at a time, with its own key-value cache. A test that compares the engine with

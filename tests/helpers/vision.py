@@ -134,7 +134,7 @@ class MetasVision:
     def run(
         self, tokens: list[int], images: list[Image.Image], count: int
     ) -> tuple[Tensor, list[int]]:
-        """Return the logits behind each token of a prompt, (T, V), and a greedy answer.
+        """Return the logits after each token of a prompt, (T, V), and a greedy answer.
 
         Of several images, the last ones are seen by the answer. Meta's masks of several images end
         with the prompt, so that an answer would see none.

@@ -111,7 +111,7 @@ def test_packing_reorders_the_same_memory_and_unpack_gives_it_back():
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_a_block_that_is_not_full_is_padded_in_place(has_kernels, monkeypatch):
-    """The memory has whole blocks; what lies behind the rows is not read, and no id reaches it."""
+    """The memory has whole blocks; what lies after the rows is not read, and no id reaches it."""
     if not has_kernels:
         monkeypatch.setattr(native, "kernels", lambda: None)
     weight = numbers(50, 6)

@@ -28,7 +28,7 @@ SPREADS = (0.0, 0.3, 2.0, 8.0)
 def by_hand(probs: Tensor, rule: SamplingRow) -> list[tuple[int, int]]:
     """Return the ids and weights that the definition keeps, found by sorting.
 
-    `probs` (V) are relative to that of the likeliest token.
+    `probs` (V) are relative to that of the most probable token.
     """
     weights = [int(p * FIXED_ONE) for p in probs.tolist()]
     floor = max(1, math.ceil(rule.min_p * FIXED_ONE))

@@ -239,7 +239,7 @@ async def repeat(attack: Attack, client: Client, statuses: Statuses, end: float)
 
 
 class Probes:
-    """Requests beside an attack, with their times in seconds."""
+    """Requests alongside an attack, with their times in seconds."""
 
     def __init__(self, client: Client) -> None:
         self.client = client

@@ -1,4 +1,4 @@
-"""Random kill -9 of the API processes of a server, beside streams and whole answers, for minutes.
+"""Random kill -9 of the API processes of a server that streams and answers, for minutes.
 
 `python tests/programs/kills.py --minutes 15` starts a server with the demo model and two API
 processes, and ends one of them every few seconds. A request whose connection another process has

@@ -27,7 +27,7 @@ from helpers.server import RunningServer, run_server
 from llama.build_args import MIN_DISK_BYTES
 
 NUM_PROMPTS = 160
-PATIENCE_S = 900.0  # beside processes that have precedence
+PATIENCE_S = 900.0  # alongside processes that have precedence
 KEYS = ("first", "second")
 FLAGS = (str(DEMO), "--dtype", "bf16", "--device", "cpu", "--max_batch_size", "8")
 PROGRAM = (str(PROGRAMS / "kv_server.py"),)

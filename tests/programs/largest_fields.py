@@ -1,8 +1,8 @@
-"""Print what a small request costs beside each request of helpers/largest_fields.py.
+"""Print what a small request costs alongside each request of helpers/largest_fields.py.
 
 Arguments: parts of the names of cases, and "lookup" for a server with look-up drafts. Each line has
 the status and the size of the large request's answer, and then the largest figures of all small
-requests beside it: processor time of the event loop and of the thread of the model, and time.
+requests alongside it: processor time of the event loop and of the thread of the model, and time.
 """
 
 import json

@@ -120,7 +120,7 @@ async def disconnects(client: Client, count: int, at_once: int = 12) -> int:
 async def slow_readers(
     client: Client, count: int, others: int, max_tokens: int = 400
 ) -> tuple[float, float]:
-    """Return the median time of a small request, alone and beside streams that nobody reads.
+    """Return the median time of a small request, alone and alongside streams that nobody reads.
 
     The kernel's buffers can hold these; server/test_shut_out.py has streams that do not fit there.
     """

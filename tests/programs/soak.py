@@ -1,7 +1,7 @@
-"""Small requests beside requests of others that try to shut them out, for minutes.
+"""Small requests alongside requests of others that try to shut them out, for minutes.
 
 `python tests/programs/soak.py --minutes 15` starts a server with the demo model and look-up drafts;
-`--url URL --pid PID` uses a running one. Beside small requests it sends predictions of 7 MB, large
+`--url URL --pid PID` uses a running one. Besides small requests it sends predictions of 7 MB, large
 echoes with log-probabilities, echoes beyond the limit of an answer, grammars that take seconds to
 compile, and WebSocket upgrades; with `--attacks` also all attacks of attacks.py. The server has
 `--api_processes N`, by default none; kills.py ends them. Each minute, and at the end, it prints the

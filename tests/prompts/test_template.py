@@ -1,4 +1,4 @@
-"""Prompts with tools against Meta's own: the pages on prompt formats, and the code beside them."""
+"""Prompts with tools against Meta's own: the pages on prompt formats, and the code next to them."""
 
 import re
 from pathlib import Path

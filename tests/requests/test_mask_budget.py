@@ -56,7 +56,7 @@ class Slow:
 
 
 class Trial:
-    """A budget, the sequences of some senders, and steps that take 10 ms beside their masks."""
+    """A budget, the sequences of some senders, and steps that take 10 ms alongside their masks."""
 
     def __init__(self) -> None:
         self.clock = Clock()

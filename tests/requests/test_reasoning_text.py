@@ -85,7 +85,7 @@ def test_an_answer_may_begin_inside_of_the_reasoning(text):
 
 
 def test_marks_that_are_tokens_are_found_by_their_ids_alone():
-    """The text of a mark ends nothing, and a mark behind the reasoning is content."""
+    """The text of a mark ends nothing, and a mark after the reasoning is content."""
     reasoning = "the tag </think> ends it"
     for pieces in cuts(f" {reasoning}\n"):
         tokens: list[str | int] = [START, *pieces, END, "\n", "x ", END, START]

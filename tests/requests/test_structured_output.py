@@ -51,7 +51,7 @@ def answers(llama, forms: list[dict], **params: Any) -> list:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
 def test_an_answer_has_the_form(demo, temperature):
-    """An answer matches its constraint; the row beside it, without one, is as it would be alone."""
+    """An answer matches its constraint; the row next to it is as it would be alone."""
     params: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "n": 3}
     free = SamplingParams(**params, seed=9)
     (alone,) = demo.llm_engine.run([demo.llm_engine.prepare("", "The dog", free)])

@@ -1,4 +1,4 @@
-"""Reasoning with a budget, and formats that begin behind it.
+"""Reasoning with a budget, and formats that begin after it.
 
 The oracle is a definition of the allowed tokens that looks at one output as a whole.
 """
@@ -48,7 +48,7 @@ class Counting:
 
 
 def counting(content: list[int]) -> frozenset[int]:
-    """Return the tokens that `Counting` allows behind its own tokens."""
+    """Return the tokens that `Counting` allows after its own tokens."""
     return frozenset({len(content) + 1, STOPS[1]})
 
 

@@ -1,4 +1,4 @@
-"""Beside each attack of programs/attacks.py, small requests of others are answered, and rightly.
+"""During each attack of programs/attacks.py, small requests of others are answered, and rightly.
 
 How soon they are is measured by that program, which runs each attack for longer.
 """

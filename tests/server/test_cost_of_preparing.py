@@ -1,4 +1,4 @@
-"""What it costs to prepare a body is paid beside the event loop, within limits, for one client.
+"""What it costs to prepare a body is paid off the event loop, within limits, for one client.
 
 A body may make the server encode more bytes than it has: a prompt with each input, a query with
 each document, bad words with each prompt. Every encoding is counted with its thread here.

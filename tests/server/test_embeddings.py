@@ -1,4 +1,4 @@
-"""/v1/embeddings with real clients, beside generation; the vectors are those of `Llama.embed`.
+"""/v1/embeddings with real clients, alongside generation; the vectors are those of `Llama.embed`.
 
 langchain-openai is installed in an environment of its own. In this environment run:
 LANGCHAIN_PYTHON=ITS/bin/python python -m pytest -m hosts tests/server/test_embeddings.py
@@ -55,7 +55,7 @@ def test_base64_has_the_bits_of_the_numbers(server):
 
 
 def test_more_inputs_than_prompts_of_a_body(client, demo):
-    """Six hundred inputs, which are run in groups, keep their order beside a stream."""
+    """Six hundred inputs, which are run in groups, keep their order alongside a stream."""
     inputs = [[i % 700, 9] for i in range(600)]
     with ThreadPoolExecutor(1) as pool:
         text = pool.submit(

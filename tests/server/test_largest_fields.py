@@ -47,11 +47,11 @@ def client(server) -> Iterator[httpx.Client]:
 # A count reads the same fields as a message, in the same way; the program measures it as well.
 @pytest.mark.parametrize("path", [*sorted(body_fields().keys() - {COUNT}), *HOST_PATHS])
 def test_a_small_request_passes_a_large_one(server, path):
-    """Beside each field of a third of its largest size, a small request is answered soon.
+    """During each field of a third of its largest size, a small request is answered soon.
 
     The time is that of the processor. Until the small request is answered, the thread of the event
-    loop may compute for less than a second beside a whole field, and so for a ninth of that here,
-    if the cost grows with the square of the size.
+    loop may compute for less than a second alongside a whole field, and so for a ninth of that
+    here, if the cost grows with the square of the size.
     """
     for name, case_path, body in cases(divisor=DIVISOR):
         if case_path != path:

@@ -400,7 +400,7 @@ def test_a_token_shows_the_likeliest_others_and_is_continued_from(page, server):
     assert "".join(tokens) == before
     page.click(f"{DONE} .token >> nth=5")
     rows = page.locator(".choices li")
-    assert rows.count() == 5, "greedy: the token is among the five likeliest"
+    assert rows.count() == 5, "greedy: the token is among the five most probable"
     shown = rows.all_inner_texts()
     assert shown[0].startswith(tokens[5].replace(" ", "␣")) and all("%" in row for row in shown)
     assert re.search(r"p \d.*\s%, −log p \d+\.\d\d nats", page.inner_text(".choices .note"))

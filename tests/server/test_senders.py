@@ -60,7 +60,7 @@ def client_of(server: Server, *, key: str = "none", address: str = ADDRESSES[0])
 @pytest.mark.parametrize("by", ["key", "address"])
 @pytest.mark.parametrize("path", [TEXT, "/v1/chat/completions"])
 def test_many_requests_of_one_sender_take_no_turn_of_another(llama, monkeypatch, by, path):
-    """A small request runs at once beside as many requests of one sender as keep the batch full.
+    """A small request runs at once alongside as many requests of one sender as keep the batch full.
 
     So few steps run until it has ended that none of the others can have ended before.
     """

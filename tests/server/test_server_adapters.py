@@ -23,7 +23,7 @@ LIMITS = ("--max_seq_len", "256", "--max_loras", "3", "--dtype", "fp32")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """A folder with adapters, and one beside it that clients must not reach."""
+    """A folder with adapters, and one alongside it that clients must not reach."""
     top = tmp_path_factory.mktemp("served")
     for seed, name in enumerate(["open/one", "open/two", "beside", "start"]):
         write_demo_adapter(top / name, seed)

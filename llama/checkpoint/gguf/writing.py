@@ -149,7 +149,7 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     config = hf.config_of(params, tied=False, dtype=torch.bfloat16, ids={})
     settings = gguf_settings(checkpoint)
     if checkpoint.layout == "meta":
-        # Meta's files hold no template; that of their format gives way to one beside them.
+        # Meta's files hold no template; that of their format gives way to one alongside them.
         template = tokenizer_config(tokenizer, params, is_guard=checkpoint.is_guard)
         settings = {GGUF_KEY: template["chat_template"]} | settings
     yarn = {}

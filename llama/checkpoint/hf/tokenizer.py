@@ -86,7 +86,7 @@ def _added_tokens(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return the added tokens as tokenizer.json has them.
 
     The library numbers them without a gap, so that fillers for unused ids between them are written.
-    What stands for an image comes last, behind the rows of the lm_head.
+    What stands for an image comes last, after the rows of the lm_head.
     """
     added_ids = (token.id for token in tokenizer.added_tokens.values())
     last_id = max(*tokenizer.ranks.values(), *added_ids)

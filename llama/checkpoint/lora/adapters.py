@@ -232,7 +232,7 @@ class _Module:
         missing = sorted(needed - roles)
         if missing:
             raise ValueError(
-                f"{self.title} has no tensor lora_{missing[0]}, beside {', '.join(sorted(roles))}: "
+                f"{self.title} has no tensor lora_{missing[0]} with {', '.join(sorted(roles))}: "
                 f"save the whole adapter; use_dora in {CONFIG_FILE} must fit the file"
             )
         unexpected = sorted(roles - needed)

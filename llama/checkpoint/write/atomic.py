@@ -32,9 +32,9 @@ _PAGE = 4096
 def new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
     """Create a folder, or a file, when the block has ended.
 
-    The block gets a draft folder beside `out_dir`, which is renamed to it at the end, and removed
-    if the block fails. If the draft then has a file of the name of `out_dir`, that file alone takes
-    its place. A process that is killed leaves `out_dir`.partial.
+    The block gets a draft folder alongside `out_dir`, which is renamed to it at the end, and
+    removed if the block fails. If the draft then has a file of the name of `out_dir`, that file
+    alone takes its place. A process that is killed leaves `out_dir`.partial.
 
     Raises:
         OSError: `out_dir` holds something, or cannot be created.

@@ -213,7 +213,7 @@ def pack(
 
 
 def _packed_others(checkpoint: Checkpoint) -> dict[str, FileContent]:
-    """Return the files beside packed weights: params.json, the tokenizer and the settings."""
+    """Return the files alongside packed weights: params.json, the tokenizer and the settings."""
     params = meta_params(checkpoint.params)
     if checkpoint.params.tied_output:
         params["tied_output"] = True
@@ -234,7 +234,7 @@ def _tokenizer_config(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str,
     """Return the tokenizer_config.json for a checkpoint that has none.
 
     Meta's files hold no chat template, so that the one of their format is written, unless another
-    is beside them. To files of other layouts none is added.
+    is alongside them. To files of other layouts none is added.
     """
     config = tokenizer_config(tokenizer, checkpoint.params, is_guard=checkpoint.is_guard)
     if checkpoint.layout != "meta" or find_chat_templates(checkpoint):
@@ -332,7 +332,7 @@ def _hf_output(
 ) -> OutputFolder:
     """Return Hugging Face's folder: weights, configurations and the tokenizer.
 
-    As in Meta's releases, tokenizer.model is in original/: beside tokenizer.json, programs would
+    As in Meta's releases, tokenizer.model is in original/: alongside tokenizer.json, programs would
     take it for a SentencePiece model.
     """
     params = checkpoint.params

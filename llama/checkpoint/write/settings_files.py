@@ -1,4 +1,4 @@
-"""Settings in the files of a checkpoint, beside weights, sizes and vocabulary, for conversions.
+"""Settings in the files of a checkpoint, alongside weights, sizes and vocabulary, for conversions.
 
 In: a checkpoint. Out: files with the same content for a new folder, or the metadata of a GGUF file:
 chat templates, settings of generation, settings of a tokenizer.json, further keys of config.json;
@@ -30,7 +30,7 @@ from llama.storage.downloads import read_json, shown
 FileContent = Path | str | dict[str, Any]  # a file to copy, a text, or the content of a JSON file
 
 PROCESSOR_FILE = "preprocessor_config.json"  # how images are read
-# Files that belong to a tokenizer.json, or hold a chat template beside it.
+# Files that belong to a tokenizer.json, or hold a chat template alongside it.
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
 # Keys of config.json that a conversion replaces. The code that auto_map names is not copied.
 _REPLACED = {"quantization_config", "dtype", "rope_parameters", "auto_map"}

@@ -206,7 +206,7 @@ def _enveloped(fields: dict[str, Any]) -> tuple[str, Any]:
     """Return the URL path and the body of a line in OpenAI's batch format."""
     unknown = sorted(fields.keys() - _ENVELOPE)
     if unknown:
-        raise ValueError(f"{brief(unknown[0])} cannot be used in the line, beside its body")
+        raise ValueError(f"{brief(unknown[0])} cannot be used in the line, next to its body")
     method = fields.get("method", "POST")
     if method != "POST":
         raise ValueError(f"method={method!r} must be POST")

@@ -26,7 +26,7 @@ class Child:
         name: Its name in messages.
         command: Its command line.
         end_signal: The signal that asks it to finish; the kernel sends it when the parent ends.
-        variables: Environment variables beside those of the parent.
+        variables: Environment variables besides those of the parent.
         cores: The CPUs that it may use; None for all.
         descriptors: File descriptors that it inherits.
         is_ready: Whether it has reported that it can work.

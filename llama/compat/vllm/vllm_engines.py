@@ -152,7 +152,7 @@ class EngineFrontend:
         )
 
     def _names_reasoning(self) -> bool:
-        """Return whether a reasoning_parser is given: formats then begin behind the reasoning."""
+        """Return whether a reasoning_parser is given: formats then begin after the reasoning."""
         return self._args is not None and bool(self._args.reasoning_parser)
 
     def _encode(self, prompt: Any) -> tuple[str | None, Any]:

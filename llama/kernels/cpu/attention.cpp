@@ -32,7 +32,7 @@ constexpr long M_BLOCK = 56;               // maximum number of rows that go ove
 constexpr int KEY_BLOCK = 2 * LANES;       // keys that are scored together
 constexpr long PREFETCH_KEYS = 64;         // without prefetch it took twice as long (Zen 4)
 constexpr double MIN_PARALLEL_WORK = 3e5;  // multiplications; below, waking threads takes longer
-constexpr long PARTIAL_EXTRA = 2;          // floats of a partial result behind its D sums: m, l
+constexpr long PARTIAL_EXTRA = 2;          // floats of a partial result after its D sums: m, l
 
 // The positions of a sequence in the list of work items and in the list of partial results.
 struct SequenceStart {

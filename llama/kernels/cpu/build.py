@@ -1,4 +1,4 @@
-"""Compiles the C++ files beside it to one library per instruction set.
+"""Compiles the C++ files alongside it to one library per instruction set.
 
 In: an instruction set and a path. Out: a library there. native.py compiles at first use and
 scripts/wheel.py for a wheel, with the same flags, so that both give the same bits. This file
@@ -151,7 +151,7 @@ def find_compiler() -> str | None:
 
 
 def library_name(instruction_set: InstructionSet) -> str:
-    """Return the file name of a library that a wheel has beside the sources."""
+    """Return the file name of a library that a wheel has alongside the sources."""
     return f"kernels.{instruction_set.name}.so"
 
 
@@ -177,8 +177,8 @@ def build(
 ) -> None:
     """Compile and link to `path`, which appears whole or not at all.
 
-    The library ends in its SHA-256, see `is_whole`. Temporary files are beside `path`, in a folder
-    named build-*.
+    The library ends in its SHA-256, see `is_whole`. Temporary files are alongside `path`, in a
+    folder named build-*.
 
     Args:
         compiler: The C++ compiler.

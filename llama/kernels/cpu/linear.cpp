@@ -58,7 +58,7 @@ inline long place_of(long i, long r, long rows, long k) {
 }
 
 #if defined(HAS_MATRICES)
-// Does what multiply() does, for fours of k, and moves x and w behind them.
+// Does what multiply() does, for fours of k, and moves x and w after them.
 template <class Kind, int R, int VECTORS>
 [[gnu::always_inline]] inline void multiply_fours(const Kind& kind, const Pair*& x, const char*& w,
                                                   long count, const char*& prefetch,

@@ -200,5 +200,5 @@ def _format_of(heads: Tensor, kv_cache: Tensor) -> int | None:
 
 
 def _pages_between(kv_cache: Tensor) -> int:
-    """Return how many pages the values lie behind the keys: (2, P, S, K, W) -> P or another."""
+    """Return how many pages the values lie after the keys: (2, P, S, K, W) -> P or another."""
     return kv_cache.stride(0) // kv_cache[0, 0].numel()

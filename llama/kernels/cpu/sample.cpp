@@ -1,8 +1,9 @@
 // Chooses one token id per row.
 //
-// In: logits (B, V) float32, or probabilities (B, V) float32 divided by that of the row's likeliest
-// token, and the filters of each row. Out: ids (B). sample.py owns the tensors and contains the
-// definition in PyTorch, which gives the same ids. A draw is an exponential race, see Race.
+// In: logits (B, V) float32, or probabilities (B, V) float32 divided by that of the row's most
+// probable token, and the filters of each row. Out: ids (B). sample.py owns the tensors and
+// contains the definition in PyTorch, which gives the same ids. A draw is an exponential race, see
+// Race.
 //
 // Probabilities are fixed-point integers, so their sums are exact in any order. Thresholds are
 // found by radix select: nothing is sorted. A row is read as a whole once, for the sum and the
@@ -23,7 +24,7 @@
 namespace {
 
 constexpr long BLOCK = 256;             // tokens; the groups of sample.py
-constexpr float FIXED_ONE = 0x1p40f;    // fixed-point probability of a row's likeliest token
+constexpr float FIXED_ONE = 0x1p40f;    // fixed-point probability of a row's most probable token
 constexpr int DIGIT_BITS = 11;          // bits per digit of the radix select
 constexpr int HIGHEST_SHIFT = 33;       // first bit of the highest of four digits: 44 bits in all
 constexpr long SHARE_ONE = 1L << 62;    // a share of 1, see share_of()

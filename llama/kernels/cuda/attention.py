@@ -146,7 +146,7 @@ def _launch_prefill(
     num_rows: int,
     num_decodes: int,
 ) -> None:
-    """Write the other rows of `out`: those of the sequences behind the first `num_decodes`."""
+    """Write the other rows of `out`: those of the sequences after the first `num_decodes`."""
     num_tokens, n_heads, head_dim = queries.shape
     n_kv_heads = kv_cache.shape[3]
     num_prefills = len(batch.seq_lens) - num_decodes

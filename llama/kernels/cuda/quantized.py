@@ -206,7 +206,7 @@ def _load_packed(
 ) -> tl.tensor:
     """Load some fragments of each of some tiles of 16 rows: (TILES, FRAGMENTS * 128) int32.
 
-    Tiles behind the last one are loaded as the last one.
+    Tiles after the last one are loaded as the last one.
 
     begin: The first fragment.
     """

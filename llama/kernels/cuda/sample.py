@@ -354,7 +354,7 @@ def _first_kept(
 ) -> tl.tensor:
     """Return the first token to arrive that the filters keep.
 
-    A token that is not kept, and all behind it, are out; its block then races without them.
+    A token that is not kept, and all after it, are out; its block then races without them.
     finish and first are the arrivals of the blocks and their tokens.
     """
     blocks = tl.arange(0, N)

@@ -18,10 +18,10 @@ from llama.ops import fixed_point
 # `packed_params` are int64, six per row, see `pack_params`. No kernel may call them `params`: the
 # function that Triton generates to launch a kernel has a local variable of that name.
 NUM_PARAMS = tl.constexpr(6)
-ONE = tl.constexpr(float(2**40))  # the fixed-point probability of the likeliest token
+ONE = tl.constexpr(float(2**40))  # the fixed-point probability of the most probable token
 ALL = tl.constexpr(2**62)  # top_p of 1, in fixed point
 # Bins are the upper bits of a float32: its exponent and two bits more. The first bin that is
-# counted is that of 2**-40, and the last is behind that of the likeliest token.
+# counted is that of 2**-40, and the last is after that of the most probable token.
 FIRST_BIN = tl.constexpr(347)
 LAST_BIN = tl.constexpr(162)
 GROUP = tl.constexpr(256)  # neighboring ids whose first arrival follows from one random number
@@ -74,13 +74,13 @@ def is_sampled(top: tl.tensor, rate: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def probs_of(x: tl.tensor, top: tl.tensor, rate: tl.tensor) -> tl.tensor:
-    """Return probabilities relative to the likeliest token, as the torch body computes them."""
+    """Return probabilities relative to the most probable token, as the torch body computes them."""
     return tl.exp2((x - top) * rate)
 
 
 @triton.jit
 def to_fixed(probs: tl.tensor) -> tl.tensor:
-    """Return probabilities as whole numbers, of which ONE is that of the likeliest token."""
+    """Return probabilities as whole numbers, of which ONE is that of the most probable token."""
     return (probs * ONE).to(tl.int64)
 
 

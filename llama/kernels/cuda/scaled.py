@@ -204,7 +204,7 @@ def _store_rounded(
     is_column: tl.tensor,
 ) -> None:
     """Round a row in float32, and store its codes and its scale."""
-    # Magnitudes are in the order of their bits, NaN behind infinity: a maximum of floats hides it.
+    # Magnitudes are in the order of their bits, NaN after infinity: a maximum of floats hides it.
     magnitudes = row.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(magnitudes, 0).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, _MAX)

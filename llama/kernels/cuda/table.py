@@ -25,12 +25,12 @@ from llama.ops.sample import SamplingRow, on_device_of, pack_params
 from llama.ops.scaled import ScaledRows
 
 NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "adapters", "sample")
-# Listed beside NAMES where activations are rounded to e4m3. The first one is PyTorch's product of
-# e4m3, which some GPUs or versions refuse. Without the others it multiplies any number of rows, and
-# norm, SwiGLU and rounding are kernels of their own, or PyTorch's.
+# Listed besides NAMES where activations are rounded to e4m3. The first one is PyTorch's product
+# of e4m3, which some GPUs or versions refuse. Without the others it multiplies any number of rows,
+# and norm, SwiGLU and rounding are kernels of their own, or PyTorch's.
 SCALED = "scaled"
 SCALED_NAMES = (SCALED, "scaled_few_rows", "round_rows", "round_fused")
-GRAPH = "graph"  # listed beside the kernels where decode steps may be CUDA graphs
+GRAPH = "graph"  # listed besides the kernels where decode steps may be CUDA graphs
 MAX_VOCAB = 2**19  # the limit of sample.py, whose blocks are at most 128 per row
 _CHUNK_ELEMENTS = 1 << 27  # elements made plain per chunk: each matrix of the 8B's layers at once
 _TILES: Mapping[Sizes, Tile] = {}

@@ -261,7 +261,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def num_bytes(self) -> int:
-        """Return the device memory that all graphs will take, beside what the recorder has now.
+        """Return the device memory that all graphs will take, besides what the recorder has now.
 
         Two graphs are recorded. The first one allocates the memory that all of the recorder share;
         the second one takes the driver's own memory of a graph, as each further one does. They stay

@@ -1,6 +1,6 @@
 """The inputs of recorded steps: what the host schedules, and its copy on the device.
 
-In: single tokens, among them drafts, and behind them tokens of prompts. Out: the tensors that
+In: single tokens, among them drafts, and after them tokens of prompts. Out: the tensors that
 `DecodeGraphs` records. Only what has changed is copied to the device. What a step computes must not
 be known here.
 
@@ -171,7 +171,7 @@ class DecodeInputs:
 
     All but the tables is copied to the device with each step. Of the tables only changes are
     copied, which is one page per group every S steps unless the groups move. Rows beyond the
-    sequences compute token 0 at position 0 of the null page: each as a group, or behind prompts all
+    sequences compute token 0 at position 0 of the null page: each as a group, or after prompts all
     as one. The groups beyond these have no rows.
 
     Args:

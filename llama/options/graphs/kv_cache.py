@@ -57,7 +57,7 @@ def allocate(
     Args:
         model: The model.
         num_pages: The pages that sequences should have. With graphs the KV cache gets only those
-            that fit beside the graphs and the reserve.
+            that fit alongside the graphs and the reserve.
         page_size: The slots of a page.
         recorder: The recorder of graphs; None: there are none.
         reserve: The bytes that a step needs.
@@ -104,7 +104,7 @@ def _allocate_with_graphs(
     last_ids: LastIds,
     graphs_of: Callable[[Tensor], DecodeGraphs],
 ) -> Allocated:
-    """Record the graphs, which `graphs_of` makes, and allocate the KV cache beside them.
+    """Record the graphs, which `graphs_of` makes, and allocate the KV cache alongside them.
 
     The memory of the graphs is measured first, with a KV cache of two pages.
     """

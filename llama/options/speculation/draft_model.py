@@ -174,7 +174,7 @@ class ModelDrafter(Drafter):
         are verified, unless a text has more than `_MAX_DRAFT_PASS` of them.
 
         Returns:
-            The token that the model samples behind each text.
+            The token that the model samples after each text.
         """
         items = [self._scheduled(state, end) for state in states]
         is_short = all(item.count <= _MAX_DRAFT_PASS for item in items)

@@ -214,7 +214,7 @@ class Drafter(StepHook, ABC):
 
 
 def _ranked(rates: list[list[float]]) -> list[tuple[float, int, int]]:
-    """Return (probability, depth, sequence) of all draft tokens, the likeliest first.
+    """Return (probability, depth, sequence) of all draft tokens, the most probable first.
 
     A draft token counts only if all tokens before it are right, so that its probability is the
     product of the rates up to its depth.
@@ -238,7 +238,8 @@ def _add_drafts(
     """Add to a plan the draft tokens that raise its expected tokens per second.
 
     A draft token raises the rate of the step if its own rate, `probability / draft_seconds`, is
-    higher. The likeliest come first, so that the tokens before one in its draft are added earlier.
+    higher. The most probable come first, so that the tokens before one in its draft are added
+    earlier.
     """
     tokens = plan.tokens
     seconds = plan.seconds

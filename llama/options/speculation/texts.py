@@ -43,7 +43,7 @@ class Text:
         Only the latest occurrences are compared.
 
         Returns:
-            The position behind the match, and the length of the match, which is 0 if there is none.
+            The position after the match, and the length of the match, which is 0 if there is none.
         """
         ids = self.ids
         source = -1

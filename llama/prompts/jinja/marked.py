@@ -209,7 +209,7 @@ class MarkedEncoder:
 
     Args:
         tokenizer: the tokenizer of the model. Where one of its added tokens has `lstrip` or
-            `rstrip`, white space beside it belongs to the token.
+            `rstrip`, white space alongside it belongs to the token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

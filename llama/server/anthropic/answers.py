@@ -57,7 +57,7 @@ class MessageAnswer(BlockAnswer):
     def block_stop(self, block: Block) -> Events:
         """Yield the event that closes a content block.
 
-        Clients expect a signature behind the thinking; it is empty, as in the whole message.
+        Clients expect a signature after the thinking; it is empty, as in the whole message.
         """
         if block.is_reasoning:
             yield _delta(block, {"type": "signature_delta", "signature": ""})

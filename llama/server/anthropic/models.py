@@ -383,8 +383,8 @@ class MessagesBody(_Sampling, CountBody):  # type: ignore[misc, valid-type]
     max_tokens: TokenLimit
     stop_sequences: StopList | None = None
     stream: bool | None = None
-    # A lenient server must not drop this field: beside a thread, messages are only the newest part
-    # of the dialog.
+    # A lenient server must not drop this field: alongside a thread, messages are only the newest
+    # part of the dialog.
     thread: Annotated[None, NO_STATE] = None
 
     def request(self, defaults: SamplingParams) -> ApiRequest:

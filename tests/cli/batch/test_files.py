@@ -175,7 +175,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
 def test_a_lost_output_is_an_error(llama, tmp_path, monkeypatch, damage, message, after):
     """A lost output is an error.
 
-    Another program changes the output in the middle of a job, or behind its last record.
+    Another program changes the output in the middle of a job, or after its last record.
     """
     append, count = Results.append, []
 

@@ -136,7 +136,7 @@ def test_a_full_disk_leaves_whole_records(llama, undisturbed):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         with pytest.raises(OSError, match=r"File too large|no space left"):
             job(llama, undisturbed, "full")
-        assert not llama.engine.has_unfinished(), "the requests that ran beside it run on"
+        assert not llama.engine.has_unfinished(), "the requests that ran alongside it run on"
 
     child = fork.Process(target=run_small)
     child.start()

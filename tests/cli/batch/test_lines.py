@@ -44,8 +44,8 @@ def test_each_form_gives_the_answers_of_the_api(llama, tmp_path, temperature):
     """Each format gives the answers of the API.
 
     OpenAI's batch format, plain lines and a text file have the texts of text_completion, whatever
-    ran beside them; chats have those of chat_completion. The samples are those of one call with all
-    lines and the build's seed, also when the other lines were done before.
+    ran alongside them; chats have those of chat_completion. The samples are those of one call with
+    all lines and the build's seed, also when the other lines were done before.
     """
     done = llama.text_completion(PROMPTS, temperature, 0.9, 12, seed=llama.seed)
     wanted = [r["generation"] for r in done]
@@ -188,7 +188,7 @@ BAD: list[tuple[Any, str]] = [
     (openai({"prompt": "x"}, url="/v1/embeddings"), "input is needed"),
     ({**openai({"prompt": "x"}), "body": None}, "body must be an object, got null"),
     (openai({"prompt": "x"}, url=CHAT_URL), "'prompt' cannot be used in a chat request"),
-    (openai({"prompt": "x"}, extra=1), "'extra' cannot be used in the line, beside its body"),
+    (openai({"prompt": "x"}, extra=1), "'extra' cannot be used in the line, next to its body"),
     ({"body": {"prompt": "x"}}, "url=None must be one of /v1/chat/completions, /v1/completions"),
 ]
 

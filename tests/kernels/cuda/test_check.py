@@ -156,7 +156,7 @@ def test_quantized_products_are_compared(launches, on_gpu, monkeypatch, fault, f
 
 @pytest.mark.parametrize("fault", [False, True])
 def test_products_of_rows_in_e4m3_are_compared(launches, on_gpu, monkeypatch, fault):
-    """Products of rows in e4m3 are compared as a kernel of their own, beside `linear`."""
+    """Products of rows in e4m3 are compared as a kernel of their own, alongside `linear`."""
     wide = WIDE | {"dim": 256}
     asked = small(computed(activations="fp8", dtype=torch.bfloat16, **wide))
     error = 1.05 if fault else 1.0

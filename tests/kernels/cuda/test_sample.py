@@ -126,7 +126,7 @@ def test_where_all_tokens_are_likely_few_are_weighed(monkeypatch, calls, name, r
 
 
 def test_the_token_just_behind_the_kth_is_not_kept():
-    """The token just behind the k-th is not kept.
+    """The token just after the k-th is not kept.
 
     It takes part in the race, and all before it weigh as much as everything that is kept.
     """

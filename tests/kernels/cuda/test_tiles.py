@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="the candidates are beside Triton's kernels")
+pytest.importorskip("triton", reason="the candidates are alongside Triton's kernels")
 
 from helpers.launch import REPO
 from llama.kernels.cuda.launch import Tile
