@@ -26,6 +26,7 @@ import openai
 import pytest
 
 from helpers.launch import PROGRAMS, REPO, environment
+from helpers.processes import children
 from helpers.server import post_and_leave, run_server
 from helpers.waiting import wait_until
 from llama.cli import main
@@ -585,6 +586,32 @@ def test_two_replicas_of_the_demo_model():
         code, log = server.ended()
         assert code == 0 and "2 replicas share the memory of" in log
         assert all(map(is_gone, pids))
+
+
+@needs_haproxy
+def test_the_api_processes_of_replicas():
+    """Each replica has its own: kill -9 of one ends no request of the other replica."""
+    flags = ("--replicas", "2", "--api_processes", "1", "--max_seq_len", "512")
+    with run_server(*flags) as server:
+        pids = [process_of(server, i) for i in range(2)]
+        apis = [children(pid)[0] for pid in pids]
+        cores = [os.sched_getaffinity(pid) for pid in [*pids, *apis]]
+        assert cores[:2] == cores[2:]
+        ends = asyncio.run(kill_under_streams(server, 12, apis[0]))
+        assert ends["streams_of_0"] > 0 == ends["complete_of_0"]
+        assert ends["streams_of_1"] == ends["complete_of_1"] > 0
+        assert [process_of(server, i) for i in range(2)] == pids, "no replica was started again"
+        apis = [children(pid)[0] for pid in pids]
+        body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        url = f"{server.url}/replicas/0/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.process.terminate()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and len(rest) > 200
+        assert server.ended()[0] == 0
+        assert all(map(is_gone, [*pids, *apis]))
 
 
 # --- errors before anything is started, and the shares of the machine ---

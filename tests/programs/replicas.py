@@ -210,8 +210,16 @@ def process_of(server: RunningServer, index: int) -> int:
     raise AssertionError(f"replica {index} does not run")
 
 
-async def kill_under_streams(server: RunningServer, num_streams: int) -> dict[str, Any]:
-    """Kill replica 0 in the middle of streams; return what became of them, and of it."""
+async def kill_under_streams(
+    server: RunningServer, num_streams: int, victim: int | None = None
+) -> dict[str, Any]:
+    """Kill a process in the middle of streams; return what became of them, and of replica 0.
+
+    Args:
+        server: The replicas.
+        num_streams: The number of streams.
+        victim: The process, of replica 0; None stands for the one that was started for it.
+    """
     counts = [0] * num_streams
     limits = httpx.Limits(max_connections=num_streams)
     async with httpx.AsyncClient(timeout=120, limits=limits, trust_env=False) as client:
@@ -220,7 +228,7 @@ async def kill_under_streams(server: RunningServer, num_streams: int) -> dict[st
         ]
         while min(counts) < 5:
             await asyncio.sleep(0.01)
-        os.kill(process_of(server, 0), signal.SIGKILL)
+        os.kill(victim or process_of(server, 0), signal.SIGKILL)
         killed = time.monotonic()
         at_kill = sum(counts)
         while (await client.get(f"{server.url}/replicas/0/ready")).status_code != 200:
