@@ -7,13 +7,16 @@ from typing import Any
 
 import openai
 
-from helpers.scripted import ScriptedServer
+from helpers.scripted import ApiProcesses, ScriptedServer
 from llama import Llama
 from llama.prompts import ToolFormat
 from llama.prompts.dialog_format import MetaFormat, PromptOptions
+from llama.prompts.format_source import FormatSource
 from llama.prompts.reasoning import find_marks
+from llama.prompts.template import jinja_template
 
 QUESTION: Any = [{"role": "user", "content": "How is it?"}]
+OPENING = '{% if add_generation_prompt %}{{ "<think>\\n" }}{% endif %}'
 _DEFAULT = PromptOptions()
 
 
@@ -41,13 +44,20 @@ class ReasoningFormat(MetaFormat):
 
 
 class ReasoningServer(ScriptedServer):
-    """A server whose model writes texts, in which <think> and </think> are tokens."""
+    """A server whose model writes texts, in which <think> and </think> are tokens.
 
-    def __init__(self, llama: Llama) -> None:
-        super().__init__(llama)
+    API processes have the same prompts from a template, as the format is made by a program.
+    """
+
+    def __init__(self, llama: Llama, apis: ApiProcesses | None = None) -> None:
+        super().__init__(llama, apis)
         self.format = ReasoningFormat(llama.tokenizer, ToolFormat.LLAMA_3_1)
         self.format.reasoning = find_marks(llama.tokenizer)
         llama.dialog_format = self.format
+        if apis is not None:
+            template = jinja_template(ToolFormat.LLAMA_3_1) + OPENING
+            source = FormatSource(ToolFormat.LLAMA_3_1, {"default": template})
+            llama.dialog_format = source.make(llama.tokenizer)
 
     def ids_of(self, text: str) -> list[int]:
         return self.llama.tokenizer.encode(text, bos=False, eos=False, allowed_special="all")

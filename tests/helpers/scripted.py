@@ -1,11 +1,12 @@
-"""The server's app in this process, with a model that follows a script.
+"""The server's app, in this process or another one, with a model that follows a script.
 
 The checkpoint, the engine and the app are real; only the sampled ids come from a script.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -14,10 +15,13 @@ import openai
 from helpers.scheduling import FakeStep
 from helpers.services import service_of
 from llama import Llama
+from llama.cli.serve import unix_listener
 from llama.engine.rows import Tokens
 from llama.engine.step import Step
 from llama.prompts import ToolFormat
+from llama.server.api_options import ApiOptions
 from llama.server.app import make_app
+from llama.server.split import SplitServer
 
 
 def openai_client(connection: Any) -> openai.AsyncOpenAI:
@@ -44,13 +48,49 @@ class Script:
         pass
 
 
-class ScriptedServer:
-    """A server whose `url` belongs to no machine: the requests go to the app in this process."""
+class ApiProcesses:
+    """Servers of a model of this process, one for each set of options, with an API process each."""
 
-    def __init__(self, llama: Llama) -> None:
+    def __init__(self, llama: Llama, stack: contextlib.ExitStack) -> None:
+        self._llama, self._stack = llama, stack
+        self._sockets: dict[str, str] = {}
+
+    def socket(self, **options: Any) -> str:
+        """Return the path of the Unix domain socket of the server with these `ApiOptions`."""
+        key = repr(options)
+        if key not in self._sockets:
+            path = f"{self._stack.enter_context(tempfile.TemporaryDirectory())}/socket"
+            given = ApiOptions(name="tiny", **options)
+            server = SplitServer(given, 1, host="localhost", port=0, listener=unix_listener(path))
+            self._stack.callback(server.stop)
+            server.start()
+            server.host.open(self._llama)
+            self._sockets[key] = path
+        return self._sockets[key]
+
+
+@contextlib.contextmanager
+def apis_of(llama: Llama, num_api_processes: int) -> Iterator[ApiProcesses | None]:
+    """Yield the API processes of a model; None without any."""
+    with contextlib.ExitStack() as stack:
+        yield ApiProcesses(llama, stack) if num_api_processes else None
+
+
+class ScriptedServer:
+    """A server whose `url` belongs to no machine, and whose model follows a script.
+
+    The requests go to the app in this process, or to API processes of the model.
+    """
+
+    def __init__(self, llama: Llama, apis: ApiProcesses | None = None) -> None:
         self.llama, self.script = llama, Script()
         self.runner = llama.engine.runner
+        self._apis = apis
         llama.engine.runner = self.script  # type: ignore[assignment]
+
+    def close(self) -> None:
+        """Give the model its own runner again."""
+        self.llama.engine.runner = self.runner
 
     def says(self, text: str) -> None:
         """Set the next answers: special tokens by their names, and the end of the turn."""
@@ -77,15 +117,27 @@ class ScriptedServer:
         reasoning_field: str = "reasoning_content",
     ) -> Any:
         """Return the result of `work(client)`; `connect` wraps an HTTP client of this module."""
+        options: Any = {"given_format": tool_format, "reasoning_field": reasoning_field}
 
         async def run() -> Any:
-            service = service_of("tiny", given_format=tool_format, reasoning_field=reasoning_field)
-            service.start(self.llama)
-            transport = http.ASGITransport(make_app(service, lenient=lenient))
-            async with http.AsyncClient(transport=transport) as connection:
-                try:
-                    return await asyncio.wait_for(work(connect(connection)), 60)
-                finally:
-                    service.close()
+            async with (
+                self._transport(http, lenient=lenient, **options) as transport,
+                http.AsyncClient(transport=transport, timeout=60) as connection,
+            ):
+                return await asyncio.wait_for(work(connect(connection)), 60)
 
         return asyncio.run(run())
+
+    @contextlib.asynccontextmanager
+    async def _transport(self, http: Any, *, lenient: bool, **model: Any) -> AsyncIterator[Any]:
+        """Yield the transport to a server with these options."""
+        if self._apis is not None:
+            path = self._apis.socket(lenient=lenient, **model)
+            yield http.AsyncHTTPTransport(uds=path)
+            return
+        service = service_of("tiny", **model)
+        service.start(self.llama)
+        try:
+            yield http.ASGITransport(make_app(service, lenient=lenient))
+        finally:
+            service.close()

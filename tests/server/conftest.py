@@ -1,5 +1,6 @@
 """A server with the demo model, and a browser that opens its page, for all tests of the server."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from helpers.browser import CHROMIUM
 from helpers.fine_tunes import make_model
 from helpers.reasoning import ReasoningServer
+from helpers.scripted import ApiProcesses, apis_of
 from helpers.server import RunningServer, run_server
 from llama import Llama
 
@@ -19,6 +21,7 @@ OVER_BOTH_PORTS = {
     "test_messages",
     "test_ollama",
     "test_responses_api",
+    "test_running_usage_and_scores",
     "test_server",
 }
 
@@ -101,6 +104,27 @@ def llama_for_tools(make_checkpoint) -> Llama:
     return Llama.build(str(folder), max_seq_len=2048, max_batch_size=18, device="cpu")
 
 
+@pytest.fixture(scope="module", params=[0, 1])
+def num_api_processes(request) -> int:
+    """The number of API processes of a server in this process: its answers are the same."""
+    number: int = request.param
+    return number
+
+
+@pytest.fixture(scope="module")
+def apis_of_tools(llama_for_tools, num_api_processes) -> Iterator[ApiProcesses | None]:
+    """The API processes of `llama_for_tools`; None for APIs in this process."""
+    with apis_of(llama_for_tools, num_api_processes) as apis:
+        yield apis
+
+
+@pytest.fixture(scope="module")
+def apis_of_reasoning(reasoning_llama, num_api_processes) -> Iterator[ApiProcesses | None]:
+    """The API processes of `reasoning_llama`; None for APIs in this process."""
+    with apis_of(reasoning_llama, num_api_processes) as apis:
+        yield apis
+
+
 @pytest.fixture(scope="module")
 def reasoning_llama(tmp_path_factory) -> Llama:
     """A tiny random model with the tokens of DeepSeek-R1-Distill-Llama."""
@@ -111,6 +135,12 @@ def reasoning_llama(tmp_path_factory) -> Llama:
 @pytest.fixture
 def reasoning_server(reasoning_llama) -> Iterator[ReasoningServer]:
     """A server in this process whose model writes given texts, with reasoning."""
-    made = ReasoningServer(reasoning_llama)
-    yield made
-    reasoning_llama.engine.runner = made.runner
+    with contextlib.closing(ReasoningServer(reasoning_llama)) as made:
+        yield made
+
+
+@pytest.fixture
+def reasoning_over_both_ports(reasoning_llama, apis_of_reasoning) -> Iterator[ReasoningServer]:
+    """The same, with its APIs in this process, and in another one."""
+    with contextlib.closing(ReasoningServer(reasoning_llama, apis_of_reasoning)) as made:
+        yield made

@@ -4,8 +4,10 @@ Most tests use real sockets and the demo model; tool calls use the real app with
 """
 
 import asyncio
+import contextlib
 import json
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -259,8 +261,16 @@ class MessagesServer(ScriptedServer):
 
 
 @pytest.fixture(scope="module")
-def scripted(llama_for_tools) -> MessagesServer:
-    return MessagesServer(llama_for_tools)
+def scripted(llama_for_tools, apis_of_tools) -> Iterator[MessagesServer]:
+    with contextlib.closing(MessagesServer(llama_for_tools, apis_of_tools)) as made:
+        yield made
+
+
+@pytest.fixture
+def local(llama_for_tools) -> Iterator[MessagesServer]:
+    """A server for tests that change its code."""
+    with contextlib.closing(MessagesServer(llama_for_tools)) as made:
+        yield made
 
 
 def blocks_of(message: Any) -> list[Any]:
@@ -372,7 +382,7 @@ def test_a_forced_call_fits_its_schema(scripted):
                 jsonschema.validate(block.input, schema)
 
 
-def test_an_error_in_the_stream_and_the_pings_before_it(scripted, monkeypatch):
+def test_an_error_in_the_stream_and_the_pings_before_it(local, monkeypatch):
     """Pings precede an error in a stream.
 
     The status was sent already, so the client raises the error that the last event reports.
@@ -397,12 +407,12 @@ def test_an_error_in_the_stream_and_the_pings_before_it(scripted, monkeypatch):
         return {"type": "ping"}
 
     has_pinged = threading.Event()
-    check, begin = Serving._checked, scripted.script.start
+    check, begin = Serving._checked, local.script.start
     monkeypatch.setattr(Serving, "_checked", checked)
-    monkeypatch.setattr(scripted.script, "start", start)
+    monkeypatch.setattr(local.script, "start", start)
     monkeypatch.setattr(MessageAnswer, "idle_event", property(idle_event))
     monkeypatch.setattr(pushed, "KEEP_ALIVE_S", 0.05)
-    scripted.says("x")
+    local.says("x")
     body: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 5}
 
     import anthropic
@@ -417,4 +427,4 @@ def test_an_error_in_the_stream_and_the_pings_before_it(scripted, monkeypatch):
         assert 'event: ping\ndata: {"type":"ping"}\n\n' in raw.text
         assert raw.text.rstrip().split("\n\n")[-1].startswith("event: error\ndata: ")
 
-    scripted.ask(ask)
+    local.ask(ask)

@@ -30,7 +30,13 @@ def llama(reasoning_llama) -> Llama:
 
 
 @pytest.fixture
-def server(reasoning_server) -> ReasoningServer:
+def server(reasoning_over_both_ports) -> ReasoningServer:
+    return reasoning_over_both_ports
+
+
+@pytest.fixture
+def local(reasoning_server) -> ReasoningServer:
+    """The server for tests that see its format, or start no process of a template."""
     return reasoning_server
 
 
@@ -55,15 +61,15 @@ def test_reasoning_is_apart_from_the_content(server):
     assert hidden == ("", "It rains.", "stop")
 
 
-def test_an_answer_may_open_its_reasoning_itself(server):
-    server.format.is_open = False
-    server.says("<think>\nHm.</think>Yes.")
-    assert server.parts() == [("Hm.", "Yes.", "stop")]
-    server.says("Yes. <think>Hm.</think>")
-    assert server.parts() == [("", "Yes. <think>Hm.</think>", "stop")]
-    server.says("Yes.")
-    whole, _ = server.chat()
-    assert server.parts() == [("", "Yes.", "stop")]
+def test_an_answer_may_open_its_reasoning_itself(local):
+    local.format.is_open = False
+    local.says("<think>\nHm.</think>Yes.")
+    assert local.parts() == [("Hm.", "Yes.", "stop")]
+    local.says("Yes. <think>Hm.</think>")
+    assert local.parts() == [("", "Yes. <think>Hm.</think>", "stop")]
+    local.says("Yes.")
+    whole, _ = local.chat()
+    assert local.parts() == [("", "Yes.", "stop")]
     assert "reasoning_content" not in whole.choices[0].message.to_dict()
     assert whole.usage.completion_tokens_details.reasoning_tokens == 0
 
@@ -96,20 +102,20 @@ def test_stop_strings_are_looked_for_in_the_content(server):
     assert server.parts() == [("a b", "", "stop")]
 
 
-def test_logprobs_are_those_of_all_tokens(server, llama):
+def test_logprobs_are_those_of_all_tokens(local, llama):
     """The model's own answers: the end mark is a token that they have."""
-    with server.random_model():
+    with local.random_model():
         body: Any = {"logprobs": True, "temperature": 0, "max_tokens": 12}
-        server.format.reasoning = None
-        plain, _ = server.chat(**body)
+        local.format.reasoning = None
+        plain, _ = local.chat(**body)
         tokens = plain.choices[0].logprobs.content
-        ids = llama.llm_engine.prepare("", server.format.encode(QUESTION), _greedy(12))
+        ids = llama.llm_engine.prepare("", local.format.encode(QUESTION), _greedy(12))
         (output,) = llama.llm_engine.run([ids])
         answer = output.outputs[0].token_ids
-        server.format.reasoning = ReasoningMarks(
+        local.format.reasoning = ReasoningMarks(
             start_id=llama.tokenizer.special_tokens["<think>"], end_id=answer[4]
         )
-        whole, chunks = server.chat(**body)
+        whole, chunks = local.chat(**body)
         assert whole.choices[0].logprobs.content == tokens
         streamed = [c.logprobs for chunk in chunks for c in chunk.choices if c.logprobs]
         assert [entry for each in streamed for entry in each.content] == tokens
@@ -133,16 +139,16 @@ def test_calls_are_read_in_the_content_alone(server):
     assert server.parts(tools=[WEATHER])[0][1:] == (None, "tool_calls")
 
 
-def test_marks_that_are_plain_text(server):
-    server.format.reasoning = ReasoningMarks()
-    server.format.is_open = False
-    tokenizer = server.llama.tokenizer
+def test_marks_that_are_plain_text(local):
+    local.format.reasoning = ReasoningMarks()
+    local.format.is_open = False
+    tokenizer = local.llama.tokenizer
     text = "<think>Hm</think> Yes"
-    server.script.ids = tokenizer.encode(text, bos=False, eos=False) + server.ids_of("<|eot_id|>")
-    assert server.parts() == [("Hm", "Yes", "stop")]
-    assert server.parts(reasoning_effort="none") == [("Hm", "Yes", "stop")]
+    local.script.ids = tokenizer.encode(text, bos=False, eos=False) + local.ids_of("<|eot_id|>")
+    assert local.parts() == [("Hm", "Yes", "stop")]
+    assert local.parts(reasoning_effort="none") == [("Hm", "Yes", "stop")]
     with pytest.raises(openai.BadRequestError, match="plain text, so its reasoning has no budget"):
-        server.parts(extra_body={"thinking_budget_tokens": 3})
+        local.parts(extra_body={"thinking_budget_tokens": 3})
 
 
 def asked(server: ReasoningServer, **body: Any) -> tuple[PromptOptions, Any]:
@@ -160,22 +166,22 @@ def asked(server: ReasoningServer, **body: Any) -> tuple[PromptOptions, Any]:
     return server.format.seen, rules[0]
 
 
-def test_fields_that_switch_and_bound_the_reasoning(server):
+def test_fields_that_switch_and_bound_the_reasoning(local):
     """Their effect on the engine has tests of its own; a template gets what the options say."""
-    server.script.ids = server.ids_of("</think>" + "a" * 30 + "<|eot_id|>")
-    seen, rule = asked(server)
+    local.script.ids = local.ids_of("</think>" + "a" * 30 + "<|eot_id|>")
+    seen, rule = asked(local)
     assert (seen.enable_thinking, seen.reasoning_effort, rule.budget) == (None, None, None)
-    seen, rule = asked(server, reasoning_effort="none")
+    seen, rule = asked(local, reasoning_effort="none")
     assert (seen.enable_thinking, rule.budget) == (False, 0)
-    seen, rule = asked(server, reasoning_effort="low")
+    seen, rule = asked(local, reasoning_effort="low")
     assert (seen.enable_thinking, seen.reasoning_effort, rule.budget) == (None, "low", None)
     for name in ("thinking_token_budget", "thinking_budget_tokens"):
-        assert asked(server, extra_body={name: 7})[1].budget == 7
-        assert asked(server, extra_body={name: -1})[1].budget is None
+        assert asked(local, extra_body={name: 7})[1].budget == 7
+        assert asked(local, extra_body={name: -1})[1].budget is None
     switch = {"chat_template_kwargs": {"enable_thinking": False}}
-    seen, rule = asked(server, extra_body=switch)
+    seen, rule = asked(local, extra_body=switch)
     assert (seen.enable_thinking, dict(seen.template_kwargs), rule.budget) == (False, {}, 0)
-    seen, _ = asked(server, extra_body={"chat_template_kwargs": {"date_string": "1 Jan 2025"}})
+    seen, _ = asked(local, extra_body={"chat_template_kwargs": {"date_string": "1 Jan 2025"}})
     assert dict(seen.template_kwargs) == {"date_string": "1 Jan 2025"}
 
 
@@ -216,15 +222,15 @@ def test_budgets_end_the_reasoning_of_the_real_model(server, llama):
         assert found[1].startswith("{")
 
 
-def test_messages_may_have_reasoning_under_either_name(server):
-    server.says("</think>x")
+def test_messages_may_have_reasoning_under_either_name(local):
+    local.says("</think>x")
     for name in ("reasoning_content", "reasoning"):
         said = {"role": "assistant", "content": "a", name: "hm"}
-        server.chat(messages=[*QUESTION, said, *QUESTION])
-        assert server.format.messages[1].reasoning_text == "hm"
-    ids = server.format.encode([*QUESTION, said, *QUESTION])
+        local.chat(messages=[*QUESTION, said, *QUESTION])
+        assert local.format.messages[1].reasoning_text == "hm"
+    ids = local.format.encode([*QUESTION, said, *QUESTION])
     del said["reasoning"]
-    assert ids == server.format.encode([*QUESTION, said, *QUESTION])
+    assert ids == local.format.encode([*QUESTION, said, *QUESTION])
 
 
 def test_the_server_may_use_vllm_s_name(server):
@@ -244,54 +250,54 @@ def test_the_server_may_use_vllm_s_name(server):
     assert joined(deltas, "reasoning_content") == ""
 
 
-def test_meta_s_api(server):
-    server.says("Hm é</think>\n\nYes.")
-    (answer,) = server.llama.chat_completion([QUESTION], max_gen_len=50)
+def test_meta_s_api(local):
+    local.says("Hm é</think>\n\nYes.")
+    (answer,) = local.llama.chat_completion([QUESTION], max_gen_len=50)
     assert answer["generation"] == {
         "role": "assistant", "reasoning_content": "Hm é", "content": "Yes."
     }  # fmt: skip
-    deltas = list(server.llama.stream_chat([QUESTION], max_gen_len=50))
+    deltas = list(local.llama.stream_chat([QUESTION], max_gen_len=50))
     assert "".join(delta.reasoning for delta in deltas) == "Hm é"
     assert "".join(delta.text for delta in deltas) == "Yes."
     assert deltas[-1].finish_reason == "stop"
     dialog = [*QUESTION, answer["generation"], *QUESTION]
-    assert server.llama.chat_completion([dialog], max_gen_len=50)
-    server.llama.chat_completion(
+    assert local.llama.chat_completion([dialog], max_gen_len=50)
+    local.llama.chat_completion(
         [QUESTION], max_gen_len=50, chat_template_kwargs={"enable_thinking": True},
         thinking_token_budget=40,
     )  # fmt: skip
-    assert (server.format.seen.enable_thinking, server.format.seen.thinking_budget) == (True, 40)
+    assert (local.format.seen.enable_thinking, local.format.seen.thinking_budget) == (True, 40)
     with pytest.raises(ValueError, match="thinking_token_budget"):
-        server.llama.chat_completion([QUESTION], thinking_token_budget=-2)
+        local.llama.chat_completion([QUESTION], thinking_token_budget=-2)
     prompts = ["How is it?"]
-    (text,) = server.llama.text_completion(prompts, max_gen_len=50)
+    (text,) = local.llama.text_completion(prompts, max_gen_len=50)
     assert text["generation"] == "Hm é</think>\n\nYes."
 
 
-def test_llama_chat_has_the_reasoning_apart(server, monkeypatch):
-    server.says("Hm é</think>\n\nYes. END No.")
-    server.format.stop_strings = (" END",)
+def test_llama_chat_has_the_reasoning_apart(local, monkeypatch):
+    local.says("Hm é</think>\n\nYes. END No.")
+    local.format.stop_strings = (" END",)
     taken: list[Any] = []
 
     def talk(answers: Any, conversation: Any, terminal: Any) -> None:
         taken.extend(answers(conversation.handle("How is it?")))
 
     monkeypatch.setattr(engine_session, "talk", talk)
-    engine_session.chat_on_engine(server.llama)
+    engine_session.chat_on_engine(local.llama)
     assert "".join(part.new_reasoning for part in taken) == "Hm é"
     assert "".join(part.new_text for part in taken) == "Yes."
     assert taken[-1].finish_reason == "stop"
 
 
-def test_several_requests_at_once(server):
-    server.says("Hm</think>x")
+def test_several_requests_at_once(local):
+    local.says("Hm</think>x")
 
     async def ask(client: openai.AsyncOpenAI) -> list[Any]:
         common: Any = {"model": "tiny", "messages": QUESTION}
         asks = (client.chat.completions.create(**common) for _ in range(8))
         return await asyncio.gather(*asks)
 
-    for answer in server.call(ask):
+    for answer in local.call(ask):
         message = answer.choices[0].message
         assert (message.reasoning_content, message.content) == ("Hm", "x")
 

@@ -14,11 +14,19 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 CALL = '{"name": "weather", "parameters": {"city": "Bern"}}'
 TEXT = "I look at\n\nBern 🌧. </thin\n"
 REASONING = TEXT.strip()
+SAID = f"{TEXT}</think>\n\nIt rains."
 
 
 @pytest.fixture
-def server(reasoning_server) -> ReasoningServer:
-    reasoning_server.says(f"{TEXT}</think>\n\nIt rains.")
+def server(reasoning_over_both_ports) -> ReasoningServer:
+    reasoning_over_both_ports.says(SAID)
+    return reasoning_over_both_ports
+
+
+@pytest.fixture
+def local(reasoning_server) -> ReasoningServer:
+    """The server for tests that see what its format is given."""
+    reasoning_server.says(SAID)
     return reasoning_server
 
 
@@ -59,24 +67,24 @@ def test_responses_have_an_item_of_reasoning(server):
     assert (done.text, done.output_index, done.content_index) == (REASONING, 0, 0)
 
 
-def test_responses_take_reasoning_back_and_read_the_effort(server):
-    found = Responses(server, reasoning={"effort": "none", "summary": "auto"})
-    assert server.format.seen.enable_thinking is False
+def test_responses_take_reasoning_back_and_read_the_effort(local):
+    found = Responses(local, reasoning={"effort": "none", "summary": "auto"})
+    assert local.format.seen.enable_thinking is False
     assert found.whole.reasoning.effort == "none"
     items = [item.to_dict() for item in found.whole.output]
     dialog: Any = [{"role": "user", "content": "a"}, *items, {"role": "user", "content": "b"}]
-    Responses(server, input=dialog)
-    turns = server.format.messages
+    Responses(local, input=dialog)
+    turns = local.format.messages
     assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
     assert turns[1]["reasoning_content"] == REASONING
     assert turns[1]["content"] == "It rains."
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "c", "output": "1"}
-    Responses(server, input=[dialog[0], items[0], call, result, items[0], dialog[-1]])
-    turns = server.format.messages
+    Responses(local, input=[dialog[0], items[0], call, result, items[0], dialog[-1]])
+    turns = local.format.messages
     assert [turn.get("reasoning_content") for turn in turns] == [None, REASONING, None, None]
     with pytest.raises(openai.BadRequestError, match=r"reasoning\.effort=3 must be a text"):
-        Responses(server, reasoning={"effort": 3})
+        Responses(local, reasoning={"effort": 3})
 
 
 def test_responses_that_end_in_the_reasoning(server):
@@ -126,36 +134,36 @@ def test_messages_have_a_block_of_thinking(server):
         assert message.stop_reason == "max_tokens"
 
 
-def test_messages_take_thinking_back(server):
+def test_messages_take_thinking_back(local):
     redacted = {"type": "redacted_thinking", "data": "x"}
-    whole, _, _ = messages(server)
+    whole, _, _ = messages(local)
     said = [redacted, *(block.to_dict() for block in whole.content)]
     dialog = [*QUESTION, {"role": "assistant", "content": said}, *QUESTION]
-    messages(server, messages=dialog)
-    turn = server.format.messages[1]
+    messages(local, messages=dialog)
+    turn = local.format.messages[1]
     assert (turn["reasoning_content"], turn["content"]) == (REASONING, "It rains.")
     call = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "1"}
     dialog[1]["content"] = [said[1], call]
-    messages(server, messages=[*dialog[:2], {"role": "user", "content": [result]}])
-    turn = server.format.messages[1]
+    messages(local, messages=[*dialog[:2], {"role": "user", "content": [result]}])
+    turn = local.format.messages[1]
     assert (turn["reasoning_content"], len(turn["tool_calls"])) == (REASONING, 1)
 
 
-def test_messages_switch_and_bound_the_thinking(server):
+def test_messages_switch_and_bound_the_thinking(local):
     import anthropic
 
-    messages(server, thinking={"type": "disabled"})
-    assert server.format.seen.enable_thinking is False
-    messages(server, thinking={"type": "enabled", "budget_tokens": 200})
-    seen = server.format.seen
+    messages(local, thinking={"type": "disabled"})
+    assert local.format.seen.enable_thinking is False
+    messages(local, thinking={"type": "enabled", "budget_tokens": 200})
+    seen = local.format.seen
     assert (seen.enable_thinking, seen.thinking_budget) == (True, 200)
     effort: Any = {"effort": "low"}
-    messages(server, thinking={"type": "adaptive"}, output_config=effort)
-    seen = server.format.seen
+    messages(local, thinking={"type": "adaptive"}, output_config=effort)
+    seen = local.format.seen
     assert (seen.enable_thinking, seen.reasoning_effort) == (None, "low")
     with pytest.raises(anthropic.BadRequestError, match="budget_tokens=-1 must be a number"):
-        messages(server, thinking={"type": "enabled", "budget_tokens": -1})
+        messages(local, thinking={"type": "enabled", "budget_tokens": -1})
 
 
 def chats(server: ReasoningServer, **body: Any) -> tuple[Any, list[Any]]:
@@ -178,12 +186,16 @@ def test_ollama_s_messages_have_their_thinking(server):
     assert (whole.message.thinking, whole.message.content) == (REASONING, "It rains.")
     assert "".join(part.message.thinking or "" for part in parts) == REASONING
     assert "".join(part.message.content or "" for part in parts) == "It rains."
-    assert server.format.seen.enable_thinking is True
-    chats(server, think="low", messages=[*QUESTION, whole.message, *QUESTION])
-    assert server.format.seen.reasoning_effort == "low"
-    assert server.format.messages[1]["reasoning_content"] == REASONING
-    chats(server, think=False)
-    assert server.format.seen.enable_thinking is False
+
+
+def test_ollama_s_messages_switch_the_thinking_and_take_it_back(local):
+    whole, _ = chats(local, think=True)
+    assert local.format.seen.enable_thinking is True
+    chats(local, think="low", messages=[*QUESTION, whole.message, *QUESTION])
+    assert local.format.seen.reasoning_effort == "low"
+    assert local.format.messages[1]["reasoning_content"] == REASONING
+    chats(local, think=False)
+    assert local.format.seen.enable_thinking is False
 
 
 def test_ollama_s_generate_and_show(server):

@@ -4,7 +4,9 @@ Most tests use real sockets and the demo model; tool calls use the real app with
 """
 
 import asyncio
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jsonschema
@@ -199,8 +201,16 @@ class ResponsesServer(ScriptedServer):
 
 
 @pytest.fixture(scope="module")
-def scripted(llama_for_tools) -> ResponsesServer:
-    return ResponsesServer(llama_for_tools)
+def scripted(llama_for_tools, apis_of_tools) -> Iterator[ResponsesServer]:
+    with contextlib.closing(ResponsesServer(llama_for_tools, apis_of_tools)) as made:
+        yield made
+
+
+@pytest.fixture
+def local(llama_for_tools) -> Iterator[ResponsesServer]:
+    """A server for tests that change its code."""
+    with contextlib.closing(ResponsesServer(llama_for_tools)) as made:
+        yield made
 
 
 def items_of(response: Any) -> list[Any]:
@@ -280,19 +290,19 @@ def test_a_forced_call_fits_its_schema(scripted):
             jsonschema.validate(arguments, schema)
 
 
-def test_an_error_in_the_stream(scripted, monkeypatch):
+def test_an_error_in_the_stream(local, monkeypatch):
     """An error in the stream is reported by its last event, as the status was sent already."""
 
     async def broken(self: PushedStream) -> bytes:
         raise ApiError(500, "the model failed in this step")
 
     monkeypatch.setattr(PushedStream, "_last_part", broken)
-    scripted.says("It is warm.")
+    local.says("It is warm.")
 
     async def ask(client: openai.AsyncOpenAI) -> list[Any]:
         stream = await client.responses.create(model="tiny", input=QUESTION, stream=True)
         return [event async for event in stream]
 
-    last = scripted.call(ask)[-1]
+    last = local.call(ask)[-1]
     assert (last.type, last.response.status) == ("response.failed", "failed")
     assert last.response.error.message == "the model failed in this step"

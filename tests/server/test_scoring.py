@@ -1,63 +1,77 @@
 """/classify, /score and /rerank on tiny models, in the shapes of vLLM, Jina and Cohere."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import transformers
 from starlette.testclient import TestClient
 
 from helpers.embedders import pooling_files, write_model
+from helpers.scripted import apis_of
 from helpers.services import service_of
 from llama import Llama
 from llama.server.app import make_app
 
 TEXTS = ["the cat sleeps", "where is the ball?", "a"]
-Served = tuple[Llama, TestClient]
+Served = tuple[Llama, httpx.Client]
 
 
-def serve(folder: Path, model_class: Any, **config: Any) -> Served:
+@contextlib.contextmanager
+def serve(
+    folder: Path, num_api_processes: int, model_class: Any, **config: Any
+) -> Iterator[Served]:
+    """Yield a model, and a client of a server with it."""
     write_model(folder, model_class, **config)
     llama = Llama.build(str(folder), None, 64, 4, device="cpu", dtype="fp32", verbose=False)
-    service = service_of("tiny")
-    service.start(llama)
-    return llama, TestClient(make_app(service), base_url="http://localhost")
+    with apis_of(llama, num_api_processes) as apis:
+        if apis is None:
+            service = service_of("tiny")
+            service.start(llama)
+            client: Any = TestClient(make_app(service), base_url="http://localhost")
+        else:
+            transport = httpx.HTTPTransport(uds=apis.socket())
+            client = httpx.Client(transport=transport, base_url="http://localhost", timeout=60)
+        with client:
+            yield llama, client
 
 
 @pytest.fixture(scope="module")
-def classifier(tmp_path_factory) -> Iterator[Served]:
+def classifier(tmp_path_factory, num_api_processes) -> Iterator[Served]:
     labels: dict[str, Any] = {"id2label": {0: "bad", 1: "good", 2: "none"}}
     model_class = transformers.LlamaForSequenceClassification
-    llama, client = serve(tmp_path_factory.mktemp("labels") / "m", model_class, **labels)
-    with client:
-        yield llama, client
+    folder = tmp_path_factory.mktemp("labels") / "m"
+    with serve(folder, num_api_processes, model_class, **labels) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
-def reranker(tmp_path_factory) -> Iterator[Served]:
+def reranker(tmp_path_factory, num_api_processes) -> Iterator[Served]:
     model_class = transformers.LlamaForSequenceClassification
-    llama, client = serve(tmp_path_factory.mktemp("rerank") / "m", model_class, num_labels=1)
-    with client:
-        yield llama, client
+    folder = tmp_path_factory.mktemp("rerank") / "m"
+    with serve(folder, num_api_processes, model_class, num_labels=1) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
-def embedder(tmp_path_factory) -> Iterator[Served]:
+def embedder(tmp_path_factory, num_api_processes) -> Iterator[Served]:
     files = pooling_files("mean_tokens", query="query: ", passage="passage: ")
-    llama, client = serve(
+    with serve(
         tmp_path_factory.mktemp("embed") / "m",
+        num_api_processes,
         transformers.LlamaModel,
         is_causal=False,
         changes={"model_type": "llama_bidirec", "architectures": ["LlamaBidirectionalModel"]},
         sentence_transformers=files,
-    )
-    with client:
-        yield llama, client
+    ) as served:
+        yield served
 
 
-def posted(client: TestClient, path: str, status: int = 200, **body: Any) -> Any:
+def posted(client: httpx.Client, path: str, status: int = 200, **body: Any) -> Any:
     found = client.post(path, json=body)
     assert found.status_code == status, found.text
     return found.json()
@@ -78,7 +92,7 @@ def test_labels(classifier):
 
 
 def test_what_a_model_cannot_do_is_404_with_the_reason(classifier, embedder, reranker):
-    unable: list[tuple[TestClient, str, dict[str, Any], str]] = [
+    unable: list[tuple[httpx.Client, str, dict[str, Any], str]] = [
         (classifier[1], "/score", {"text_1": "a", "text_2": "b"}, "has 3 labels"),
         (classifier[1], "/v1/rerank", {"query": "a", "documents": ["b"]}, "has 3 labels"),
         (embedder[1], "/classify", {"input": "a"}, "no classification head"),
@@ -110,9 +124,9 @@ def test_what_a_model_cannot_do_is_404_with_the_reason(classifier, embedder, rer
 
 
 @pytest.mark.parametrize("kind", ["reranker", "embedder"])
-def test_scores_and_ranks(kind, request):
+def test_scores_and_ranks(kind, reranker, embedder):
     """Both kinds of models score, a head by the pair and embeddings by their cosine."""
-    llama, client = request.getfixturevalue(kind)
+    llama, client = {"reranker": reranker, "embedder": embedder}[kind]
     wanted = llama.score("ball", TEXTS)
     for path in ("/score", "/v1/score"):
         found = posted(client, path, text_1="ball", text_2=TEXTS)

@@ -4,8 +4,10 @@ The checkpoint, the engine and the app are real; only the sampled ids come from 
 """
 
 import asyncio
+import contextlib
 import functools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -71,8 +73,9 @@ def check_stream(choice: Any, parts: list[Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(llama_for_tools) -> ChatServer:
-    return ChatServer(llama_for_tools)
+def server(llama_for_tools, apis_of_tools) -> Iterator[ChatServer]:
+    with contextlib.closing(ChatServer(llama_for_tools, apis_of_tools)) as made:
+        yield made
 
 
 def calls_of(choice: Any) -> list[tuple[str, Any]]:
@@ -95,8 +98,11 @@ def test_a_call_and_the_words_before_it(server):
 
 def test_several_python_calls(server):
     server.says("[weather(city='Zürich 🌧'), weather(city=\"Bern\")]")
-    (choice,) = server.chat(ToolFormat.LLAMA_3_2).choices
+    answer = server.chat(ToolFormat.LLAMA_3_2)
+    (choice,) = answer.choices
     assert calls_of(choice) == [("weather", ZURICH), ("weather", {"city": "Bern"})]
+    ids = encode_chat(server.llama.tokenizer, QUESTION, [WEATHER], tool_format=ToolFormat.LLAMA_3_2)
+    assert answer.usage.prompt_tokens == len(ids)
     (choice,) = server.chat(ToolFormat.LLAMA_3_2, parallel_tool_calls=False).choices
     assert calls_of(choice) == [("weather", ZURICH)]
 
@@ -223,7 +229,7 @@ FORECAST: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("tool_format", [ToolFormat.LLAMA_3_1, ToolFormat.LLAMA_3_2])
+@pytest.mark.parametrize("tool_format", [None, ToolFormat.LLAMA_3_2])
 def test_a_forced_call_fits_its_schema_whatever_the_weights(server, tool_format):
     """A forced call fits its schema whatever the weights.
 
