@@ -91,7 +91,7 @@ def assemble(model: Transformer, options: EngineOptions) -> Assembled:
     draft_runner = None
     if options.draft_model is not None:
         memory = allocated(options.draft_model, _DRAFT_QUERIES, None)
-        draft_runner = _runner(options.draft_model, memory, [])
+        draft_runner = _runner(options.draft_model, memory, [], options.async_scheduling)
     num_queries = 1 + options.speculate_tokens if options.speculate else 1
     numbered = NumberedAdapters.of(model)
     memory = allocated(model, num_queries, numbered)

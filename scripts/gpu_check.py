@@ -5,6 +5,7 @@
     python scripts/gpu_check.py --out DIR --only ranks --nccl libnccl.so.2.xz    # see below
     python scripts/gpu_check.py --out DIR --only probes   # see bench/gpu_probes.py
     python scripts/gpu_check.py --out DIR --only skew,lora,prompts   # see bench/gpu_mixed.py
+    python scripts/gpu_check.py --out DIR --only drafts   # see bench/gpu_drafts.py
     python scripts/gpu_check.py --out DIR --only scaled   # see bench/gpu_scaled.py
     python scripts/gpu_check.py --dry --out DIR           # on the CPU, with the demo shape
 

@@ -31,6 +31,7 @@ from llama.cli import COMMANDS
 from llama.cli.chat.conversation import TurnStats
 from llama.cli.model import figures, load
 from llama.engine.core import PAGE_SIZE, EngineCore
+from llama.engine.rows import Reader
 from llama.engine.runner import ModelRunner
 from llama.engine.sequence import SequenceState
 from llama.kernels.host import host_kernels
@@ -269,15 +270,15 @@ def test_a_draft_model_computes_what_it_has_not_had(plain, monkeypatch):
     llama = Llama(model.model, model.tokenizer, options=EngineOptions(num_pages=40))
     core = llama.engine
     drafter = RandomLengths(4, runner_of(model.model, 40), core.scheduler)
-    num_computed, run = [0], drafter._run
+    num_computed, start = [0], drafter._start
 
-    def counted(drafts: list[SequenceDraft], end: int | None = None) -> list[int]:
+    def counted(drafts: list[SequenceDraft]) -> Reader[list[int]]:
         before = sum(draft.num_computed for draft in drafts)
-        found = run(drafts, end)
+        found = start(drafts)
         num_computed[-1] += sum(draft.num_computed for draft in drafts) - before
         return found
 
-    monkeypatch.setattr(drafter, "_run", counted)
+    monkeypatch.setattr(drafter, "_start", counted)
     cached = []
     for each in (None, drafter, drafter):
         speculate(core, each)

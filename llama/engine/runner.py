@@ -53,11 +53,15 @@ class LastIds:
         max_rows = -(-model.params.max_batch_size // 64) * 64
         return cls(max_rows, model.norm.weight.device)
 
-    def keep(self, ids: Tensor, sequences: list[SequenceState]) -> None:
-        """Keep the tokens (R) of so many sequences."""
+    def keep(self, ids: Tensor, step: Step) -> None:
+        """Keep the last token of each sequence of a step that sampled these (R)."""
+        items = step.sampling_items()
+        if len(items) < len(ids):  # drafts have rows of their own
+            last_rows = np.cumsum([item.count for item in items]) - 1
+            ids = ids[on_device_of(ids, last_rows)]
         # A row without a token has the id -1; nothing that the next step makes of it is read.
-        self.ids[: len(sequences)] = ids.clamp(min=0)
-        self.rows = {seq: row for row, seq in enumerate(sequences)}
+        self.ids[: len(items)] = ids.clamp(min=0)
+        self.rows = {item.sequence: row for row, item in enumerate(items)}
 
 
 class ModelRunner:
@@ -263,7 +267,7 @@ class RunningStep:
             sampled = self._sampled(self._model.logits(hidden))
         columns = self._columns(sampled)
         if self._runner.async_scheduling:
-            self._runner.last_ids.keep(columns[:, 0], self._sequences)
+            self._runner.last_ids.keep(columns[:, 0], self._step)
         read = sampler.to_host(columns)
         return lambda: sampler.tokens_of(self._publish(read()))
 

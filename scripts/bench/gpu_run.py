@@ -123,12 +123,13 @@ class Section:
         self, model: Transformer, mode: str, num_tokens: int, options: dict[str, Any]
     ) -> LLMEngine:
         has_kernels = "kernels" in mode
-        if self.dry:
-            model.use_kernels(self.dry_kernels if has_kernels else NO_KERNELS)
-        else:
-            allowed = selection.allowed_kernels() if has_kernels else frozenset()
-            computed = Computed(model.plan, model.params.vocab_size, self.device, self.dtype)
-            model.use_kernels(selection.kernels_for(computed, model.parallel, allowed))
+        for each in {model, options.get("draft_model", model)}:
+            if self.dry:
+                each.use_kernels(self.dry_kernels if has_kernels else NO_KERNELS)
+            else:
+                allowed = selection.allowed_kernels() if has_kernels else frozenset()
+                computed = Computed(each.plan, each.params.vocab_size, self.device, self.dtype)
+                each.use_kernels(selection.kernels_for(computed, each.parallel, allowed))
         assembled = assemble(
             model,
             EngineOptions(

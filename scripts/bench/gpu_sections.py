@@ -26,7 +26,16 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import gpu_formats, gpu_mixed, gpu_probes, gpu_ranks, gpu_scaled, gpu_steps, machine
+from bench import (
+    gpu_drafts,
+    gpu_formats,
+    gpu_mixed,
+    gpu_probes,
+    gpu_ranks,
+    gpu_scaled,
+    gpu_steps,
+    machine,
+)
 from bench.gpu_run import DRY_KERNELS, MODES, Section, read_results
 from bench.machine import NO_TRITON, has_triton
 from bench.shapes import random_lengths, write_checkpoint
@@ -43,8 +52,8 @@ LIMITS = {  # seconds of each section, in the order in which they run: 9.5 minut
 }  # fmt: skip
 # Seconds of sections that run only if --only names them, in a run of their own.
 LIMITS_ALONE = {
-    "ranks": 420, "tests": 560, "formats": 400, **gpu_mixed.LIMITS, **gpu_scaled.LIMITS,
-    **gpu_probes.LIMITS,
+    "ranks": 420, "tests": 560, "formats": 400, **gpu_mixed.LIMITS, **gpu_drafts.LIMITS,
+    **gpu_scaled.LIMITS, **gpu_probes.LIMITS,
 }  # fmt: skip
 _SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True, max_tokens=None)
 _COUNTED = ("tests", "failures", "errors", "skipped")
@@ -386,6 +395,7 @@ _SECTIONS: dict[str, Callable[[Section], None]] = {
         gpu_mixed.skew,
         gpu_mixed.lora,
         gpu_mixed.prompts,
+        gpu_drafts.drafts,
         gpu_scaled.scaled,
     )
 } | gpu_probes.PROBES

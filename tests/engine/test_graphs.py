@@ -4,6 +4,7 @@ The answers are those of steps that run operator by operator, and operators that
 capture are detected.
 """
 
+import copy
 import itertools
 import math
 import random
@@ -236,6 +237,83 @@ def test_a_draft_model_drafts_in_graphs(model, plain, monkeypatch):
     assert {item.count > draft_model._MAX_DRAFT_PASS for item in eager} == {True}
     core.close()
     assert not runner.replayer and not core.runner.replayer
+
+
+def drafted(
+    model: Transformer,
+    draft: Transformer,
+    params: list[dict[str, Any]],
+    *,
+    graphs: bool,
+    ahead: bool,
+) -> tuple[list[list[list[int]]], set[int], EngineCore]:
+    """Return the drafts of all steps, and how many tokens passes had pending.
+
+    Drafts have random lengths.
+    """
+    core = core_of(
+        model, 200, graphs=graphs, ahead=ahead,
+        speculate="model", speculate_tokens=5, draft_model=draft,
+    )  # fmt: skip
+    drafter = drafter_of(core)
+    rng = random.Random(3)
+    drafter.choose = lambda rates, *_: [rng.randint(0, len(x)) for x in rates]
+    found = list[list[list[int]]]()
+    pending = set[int]()
+    original, start = drafter.draft, drafter._runner.start
+
+    def draft_all(sequences: list[SequenceState], seconds: float) -> list[list[int]]:
+        found.append([[*ids] for ids in original(sequences, seconds)])
+        return found[-1]
+
+    def started(step: Step) -> RunningStep:
+        pending.update(item.sequence.num_pending for item in step.items)
+        return start(step)
+
+    drafter.draft, drafter._runner.start = draft_all, started
+    for i, each in enumerate(params):
+        core.add(state_of([i + 1] * (3 + 9 * i), 44 + i, i, **each))
+    while core.has_unfinished():
+        core.step()
+    return found, pending, core
+
+
+@pytest.fixture(scope="module")
+def nearly(model) -> Transformer:
+    """A model that often chooses the tokens of `model`, but not always."""
+    made = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    for weight in made.parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        weight.data.add_(noise * 0.02 * weight.data.std())
+    return made
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_draft_passes_take_their_tokens_on_the_device(model, nearly, graphs):
+    """A pass of a draft model begins before the one before it is read, with the same drafts.
+
+    A text has one or two new tokens in the first pass.
+    """
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9, "min_tokens": 9},
+        {"temperature": 1.0, "top_k": 20, "logprobs": 2},
+    ]
+    waiting, pending, _ = drafted(model, nearly, asked, graphs=graphs, ahead=False)
+    assert pending == {0}
+    found, pending, core = drafted(model, nearly, asked, graphs=graphs, ahead=True)
+    assert found == waiting
+    assert pending == {0, 1, 2, 3, 4}
+    stats = core.stats
+    assert 0.3 * stats.draft_tokens < stats.accepted_tokens < 0.9 * stats.draft_tokens
+
+
+@pytest.mark.parametrize("params", [{"frequency_penalty": 0.2}, {"bad_words": ((7, 7),)}])
+def test_draft_passes_wait_where_the_host_must_know_their_tokens(model, nearly, params):
+    found, pending, _ = drafted(model, nearly, [params], graphs=False, ahead=True)
+    assert pending == {0}
+    assert found == drafted(model, nearly, [params], graphs=False, ahead=False)[0]
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])

@@ -19,7 +19,16 @@ pytest.importorskip("triton", reason="its kernels need Triton")
 
 import gpu_check
 
-from bench import gpu_mixed, gpu_probes, gpu_ranks, gpu_scaled, gpu_sections, gpu_steps, slim_nccl
+from bench import (
+    gpu_drafts,
+    gpu_mixed,
+    gpu_probes,
+    gpu_ranks,
+    gpu_scaled,
+    gpu_sections,
+    gpu_steps,
+    slim_nccl,
+)
 from bench.gpu_run import BARS, H200, MODES, Section, read_results
 from bench.gpu_sections import LIMITS, LIMITS_ALONE, kernel_times
 from helpers.launch import REPO, environment, run_program
@@ -38,8 +47,8 @@ def dry_run(tmp_path_factory) -> tuple[list[str], Path, subprocess.CompletedProc
         native.make_private(cache)
         shutil.copy(library._name, cache)
     command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--dry", "--minutes", "9"]
-    sections = [*LIMITS, "ranks", "tests", "formats", *gpu_mixed.LIMITS, *gpu_scaled.LIMITS]
-    sections.append("probes")
+    sections = [*LIMITS, "ranks", "tests", "formats", *gpu_mixed.LIMITS, *gpu_drafts.LIMITS]
+    sections += [*gpu_scaled.LIMITS, "probes"]
     command += ["--out", str(out), "--only", ",".join(sections)]
     env = environment(**{gpu_ranks.ASKED: "1 x 2"})  # the others start 10 processes
     return command, out, run_program(command, env=env, timeout=400)
@@ -73,6 +82,8 @@ def test_all_sections_run_dry_and_only_once(dry_run, monkeypatch, capsys):
     }  # fmt: skip
     for way in ("eager", "graphs", "graphs, unequal shares"):
         assert checked[f"1 x 2 random fp32, {way}"] == "same ids"
+    for temperature in ("0.0", "0.8"):
+        assert checked[f"1b for 1b, 2 rows, T {temperature}: drafts that differ"] == 0
     assert 0 < checked["killed in a captured sum"] < gpu_ranks._KILLED_S
     assert checked["tests: errors"] == checked["tests: failures"] == 0 < checked["tests: skipped"]
     assert {x.name for x in out.iterdir()} == {"results.jsonl", "summary.txt", "log.txt", "cache"}
