@@ -37,8 +37,8 @@ class SequenceState:
         tokens: The prompt, then the output.
         num_computed: The leading tokens whose keys and values are in pages, or will be after the
             steps that have been scheduled.
-        num_pending: The tokens after these that are sampled and not read yet: 0 or 1, but several in
-            a draft.
+        num_pending: The tokens after these that are sampled and not read yet: 0 or 1, but several
+            in a draft.
         awaits_results: Whether a step of a pipeline is in flight that has results for it. Nothing
             more of it is scheduled until they are read.
         last_step: The number of the last step of a pipeline that had tokens of it.
