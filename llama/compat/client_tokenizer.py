@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from llama.prompts.dialog_format import DialogFormat, MetaFormat, PromptOptions
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import IMAGE, Tokenizer
 
 
 class ClientTokenizer:
@@ -54,6 +54,16 @@ class ClientTokenizer:
         if add_special_tokens:
             return self.wrapped.encode_rendered(text)
         return self.wrapped.encode(text, bos=False, eos=False, allowed_special="all")
+
+    def encode_images(self, text: str, mark: str = IMAGE) -> list[int]:
+        """Return the ids of a text, in which each `mark` is an image if the model reads images."""
+        if self.wrapped.image_id is None:
+            return self.encode(text)
+        first, *others = text.split(mark)
+        ids = self.encode(first)
+        for part in others:  # each after an image
+            ids += [self.wrapped.image_id, *self.encode(part, add_special_tokens=False)]
+        return ids
 
     def __call__(
         self, text: str | list[str] | tuple[str, ...], add_special_tokens: bool = True

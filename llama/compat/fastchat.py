@@ -12,7 +12,7 @@ import http.client
 import json
 import re
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,13 +22,15 @@ from starlette.responses import Response, StreamingResponse
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.hosts import HostRequest, Pace, read_params, reports_of
 from llama.prompts.dialog_format import DialogFormat, MetaFormat
+from llama.prompts.messages import read_messages
 from llama.server.answer_size import MAX_IN_LOOP, num_items
 from llama.server.auth import ONE_TENANT
 from llama.server.encoding import JsonResponse, unless_client_leaves
 from llama.server.errors import ApiError, ErrorFields
 from llama.server.exchange import Exchange, beside_if_confined, body_router
+from llama.server.images import read_images
 from llama.server.limits import State
-from llama.server.request import ApiRequest
+from llama.server.request import ApiRequest, ImageSource
 from llama.server.respond import hold_answer
 from llama.server.service import Service
 from llama.server.serving import Serving, log
@@ -55,6 +57,9 @@ _EOT = "<|eot_id|>"
 # mark of its role, and `prompt_ids` encodes the dialog.
 _ROLE = "\ue001{}\ue001"  # characters for private use
 _ROLE_MARK = re.compile("\ue001(system|user|assistant)\ue001")
+# IMAGE_PLACEHOLDER_STR of fastchat.conversation, which ADD_COLON_TWO writes before the text of a
+# message, once for each of its images.
+_IMAGE = "$$<image>$$"
 
 _NO_EMBEDDINGS = "this worker does not compute embeddings: use a model that is trained for them"
 _CONTROLLER_TIMEOUT_S = 5.0
@@ -147,19 +152,25 @@ class FastChatWorker:
             serving = self.service.of(params.get("model"))
             tokenizer = serving.loaded().tokenizer
             pace = Pace(_INTERVAL)
-            request = await beside_if_confined(http, _request, serving, params)
+            images = _images(params) if serving.takes_images else []
+            request = await beside_if_confined(http, _request, serving, params, images)
             fields = ErrorFields()
+            sender = http.state.sender
+            pictures = []
+            if images:
+                pictures = await read_images(serving, images, sender, http.state.answer)
             prepared = await serving.prepare(
                 request.prompt,
                 request.sampling,
                 fields,
                 tenant=ONE_TENANT,
-                sender=http.state.sender,
+                sender=sender,
+                pictures=pictures,
             )
             has_echo = bool(request.echo)
             size = ApiRequest(request.sampling, prompts=(request.prompt,), echo=has_echo)
             hold_answer(http, size, [prepared])
-            outputs = serving.outputs([prepared], http.state.request_id, http.state.sender, fields)
+            outputs = serving.outputs([prepared], http.state.request_id, sender, fields)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     if not pace.is_due(output):
@@ -221,7 +232,7 @@ class FastChatWorker:
             "worker_name": self.address,
             "check_heart_beat": True,
             "worker_status": self.status(),
-            "multimodal": False,
+            "multimodal": any(serving.takes_images for serving in self.service),
         }
         await self._send("/register_worker", card)
         log.info("registered with the controller at %s", self.controller)
@@ -230,10 +241,22 @@ class FastChatWorker:
         return await asyncio.to_thread(_post, self.controller + path, body)
 
 
-def _request(serving: Serving, params: dict[str, Any]) -> HostRequest:
+def _images(params: dict[str, Any]) -> list[ImageSource]:
+    """Return the images of FastChat's request; raise a ValueError if they are no list of texts."""
+    given = params.get("images") or []
+    if not isinstance(given, list) or not all(isinstance(url, str) for url in given):
+        raise ValueError("params.images must be a list of data: URLs, or of files in base64")
+    return [ImageSource(url, f"params.images[{i}]") for i, url in enumerate(given)]
+
+
+def _request(
+    serving: Serving, params: dict[str, Any], images: Sequence[ImageSource]
+) -> HostRequest:
     """Read the request of FastChat; raise a ValueError that names a wrong key."""
     llama = serving.loaded()
     dialog_format = serving.dialog_format
+    if images:
+        params = {name: value for name, value in params.items() if name != "images"}
     if isinstance(dialog_format, MetaFormat) and isinstance(params.get("prompt"), str):
         params = {**params, "prompt": as_trained(params["prompt"])}
     return read_params(
@@ -242,7 +265,7 @@ def _request(serving: Serving, params: dict[str, Any]) -> HostRequest:
         llama.tokenizer,
         llama.card.max_seq_len,
         has_raw_echo=True,
-        encode=lambda prompt: prompt_ids(prompt, dialog_format),
+        encode=lambda prompt: prompt_ids(prompt, dialog_format, has_images=bool(images)),
     )
 
 
@@ -286,8 +309,13 @@ def conversation_template(dialog_format: DialogFormat) -> dict[str, Any]:
     }
 
 
-def prompt_ids(prompt: str, dialog_format: DialogFormat) -> list[int]:
+def prompt_ids(prompt: str, dialog_format: DialogFormat, *, has_images: bool = False) -> list[int]:
     """Return the ids of a prompt, which is a text or was made with `conversation_template`.
+
+    Args:
+        prompt: the prompt.
+        dialog_format: the format of dialogs.
+        has_images: whether FastChat's marks of images stand for images, or are text.
 
     Raises:
         ValueError: the dialog cannot be encoded; the message says why.
@@ -295,7 +323,8 @@ def prompt_ids(prompt: str, dialog_format: DialogFormat) -> list[int]:
     is_meta = isinstance(dialog_format, MetaFormat)
     if is_meta or not prompt.startswith(_ROLE.format("system")):
         text = as_trained(prompt) if is_meta else prompt
-        return ClientTokenizer(dialog_format.tokenizer).encode(text)
+        tokenizer = ClientTokenizer(dialog_format.tokenizer)
+        return tokenizer.encode_images(text, _IMAGE) if has_images else tokenizer.encode(text)
     _, *pieces = _ROLE_MARK.split(prompt)
     dialog = [
         {"role": role, "content": text if role == "system" else text.removeprefix(":")[1:]}
@@ -303,7 +332,20 @@ def prompt_ids(prompt: str, dialog_format: DialogFormat) -> list[int]:
     ]
     # FastChat writes an empty system message, and ends with the beginning of the answer.
     first = 0 if dialog[0]["content"] else 1
-    return dialog_format.encode(dialog[first:-1])
+    given = [_with_images(message) for message in dialog] if has_images else dialog
+    return dialog_format.encode(read_messages(given[first:-1], takes_images=has_images))
+
+
+def _with_images(message: dict[str, str]) -> dict[str, Any]:
+    """Return a message of FastChat whose marks of images are parts, which are not read here."""
+    first, *others = message["content"].split(_IMAGE)
+    if not others:
+        return message
+    image = {"type": "image_url", "image_url": ""}
+    parts = [{"type": "text", "text": first}]
+    for text in others:
+        parts += [image, {"type": "text", "text": text}]
+    return {**message, "content": [part for part in parts if part.get("text") != ""]}
 
 
 def _count(prompt: str, dialog_format: DialogFormat) -> int:
@@ -311,8 +353,9 @@ def _count(prompt: str, dialog_format: DialogFormat) -> int:
 
     FastChat shows the error of a dialog only where it asks for the answer.
     """
+    has_images = dialog_format.tokenizer.image_id is not None
     try:
-        return len(prompt_ids(prompt, dialog_format))
+        return len(prompt_ids(prompt, dialog_format, has_images=has_images))
     except ValueError:
         return ClientTokenizer(dialog_format.tokenizer).num_tokens(prompt)
 

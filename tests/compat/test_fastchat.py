@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from helpers.fastchat import DIALOGS, FINE_TUNES, HOSTILE, NO_SYSTEM, format_of
+from helpers.fastchat import DIALOGS, FINE_TUNES, HOSTILE, NO_SYSTEM, format_of, written
 from helpers.launch import environment
 from helpers.server import run_server
 from helpers.services import service_of
@@ -95,20 +95,6 @@ def make_worker(llama: Llama, **limits) -> FastChatWorker:
     service = service_of(limits=Limits(**limits))
     service.start(llama)
     return FastChatWorker(service, "http://c", "http://w", 45)
-
-
-def written(dialog, conv: dict) -> str:
-    """Return the prompt of a dialog in FastChat's ADD_COLON_TWO style.
-
-    test_fastchat_host.py compares it with FastChat itself.
-    """
-    system = "".join(m["content"] for m in dialog if m["role"] == "system")
-    prompt = conv["system_template"].format(system_message=system) + conv["sep"]
-    for i, message in enumerate([m for m in dialog if m["role"] != "system"]):
-        prompt += conv["roles"][message["role"] == "assistant"] + ":"
-        if message["content"]:
-            prompt += " " + message["content"] + (conv["sep"], conv["sep2"])[i % 2]
-    return prompt + conv["roles"][1] + ":"
 
 
 def written_by_main(dialog) -> str:
@@ -379,6 +365,7 @@ def test_two_ranks_are_one_worker(demo, tmp_path):
         )
         path, card = said.get(timeout=START_LIMIT_S)
         assert path == "/register_worker" and card["worker_status"]["model_names"] == ["demo"]
+        assert card["multimodal"] is False
         url = card["worker_name"]
         assert url == server.url
         pool = stack.enter_context(ThreadPoolExecutor(4))

@@ -4,8 +4,10 @@ All are separate processes on loopback. FastChat is installed in an environment 
 FASTCHAT_PYTHON names (docs/guides/hosts.md); without it these tests are skipped.
 """
 
+import base64
 import concurrent.futures
 import contextlib
+import io
 import json
 import os
 import re
@@ -20,14 +22,18 @@ from typing import Any
 
 import pytest
 
+from helpers import vision
 from helpers.fastchat import DIALOGS, FINE_TUNES, HOSTILE, format_of
 from helpers.fine_tunes import chain_model
 from helpers.launch import DEMO, PROGRAMS, environment
 from helpers.ports import reserved_port
 from helpers.waiting import wait_until
+from llama import Llama
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.fastchat import as_trained, conversation_template, prompt_ids
+from llama.prompts.chat import ChatOptions
 from llama.prompts.template_format import TemplateFormat
+from llama.sampling_params import SamplingParams
 from llama.tokenizer import ChatFormat, Tokenizer
 
 PYTHON = os.environ.get("FASTCHAT_PYTHON", "")
@@ -122,13 +128,22 @@ def fine_tune(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def worker_url(folder, fine_tune) -> Iterator[tuple[str, str]]:
+def vision_model(tmp_path_factory) -> Path:
+    """A folder of a tiny Llama 3.2 Vision."""
+    with vision.metas_modules() as module:
+        state = vision.MetasVision(module).state()
+    return vision.write_metas(tmp_path_factory.mktemp("vision") / "seeing", state)
+
+
+@pytest.fixture(scope="module")
+def worker_url(folder, fine_tune, vision_model) -> Iterator[tuple[str, str]]:
     """The addresses of the API server and of the worker of the demo model."""
     with (
         reserved_port() as port,
         reserved_port() as controller_port,
         controller_at(folder, controller_port) as controller,
         worker(folder, controller, fine_tune) as other,
+        worker(folder, controller, vision_model) as seeing,
         worker(folder, controller) as ours,
         running(
             folder, "fastchat.serve.openai_api_server", "--controller-address", controller,
@@ -136,8 +151,10 @@ def worker_url(folder, fine_tune) -> Iterator[tuple[str, str]]:
         ) as server,
     ):  # fmt: skip
         url = ours.wait_for(r"listening on (\S+);")
-        for each in (ours, other):
+        for each in (ours, other, seeing):
             each.wait_for(r"(registered) with")
+        listed = post(f"{controller}/list_multimodal_models")["models"]
+        assert listed == ["seeing"]
         check = {"model": "demo", "prompt": "a", "max_tokens": 1}
         at = f"http://127.0.0.1:{port}"
         server.wait_until(lambda: answers(f"{at}/api/v1/token_check", prompts=[check]))
@@ -154,7 +171,7 @@ def client(worker_url):
 
 
 def test_models_and_token_check(client, worker_url, demo):
-    assert [model.id for model in client.models.list()] == ["demo", "known"]
+    assert [model.id for model in client.models.list()] == ["demo", "known", "seeing"]
     item = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8}
     (found,) = post(f"{worker_url[0]}/api/v1/token_check", prompts=[item])["prompts"]
     count = len(demo.tokenizer.encode(item["prompt"], bos=True, eos=False))
@@ -215,7 +232,7 @@ def test_a_fine_tune_answers_in_its_own_format(client, fine_tune, dialog):
 
 
 def test_messages_in_parts(client):
-    """Messages in parts are accepted: text parts and plain text; an image is refused."""
+    """Messages in parts are accepted, but not an image where the model reads text alone."""
     import openai
 
     text = {"type": "text", "text": FRANCE[0]["content"]}
@@ -228,6 +245,38 @@ def test_messages_in_parts(client):
     with pytest.raises(openai.BadRequestError, match="images"):
         client.chat.completions.create(
             messages=[{"role": "user", "content": [text, image]}], **given
+        )
+
+
+def test_images_are_read(client, vision_model):
+    """FastChat sends those of a dialog beside its prompt; the server fetches none by default."""
+    import openai
+
+    file = io.BytesIO()
+    vision.picture(60, 40).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    text: Any = {"type": "text", "text": "What is this?"}
+    asked: list[Any] = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, text]},
+        {"role": "assistant", "content": "A cat."},
+        {"role": "user", "content": "What colour?"},
+    ]
+    given: Any = {"model": "seeing", "temperature": 0, "max_tokens": 6}
+    with Llama.build(str(vision_model), None, 512, 1, device="cpu", dtype="fp32") as llama:
+        for dialog in (asked[:1], asked):
+            made = client.chat.completions.create(messages=dialog, **given)
+            prompt: Any = next(llama._prompts.dialogs([dialog], ChatOptions()))
+            params = SamplingParams(temperature=0.0, max_tokens=6, skip_special_tokens=True)
+            request = llama.llm_engine.prepare("", prompt.ids, params, pictures=prompt.pictures)
+            expected = llama.run_prompts([request])[0].outputs[0].text
+            assert made.choices[0].message.content == expected
+            chunks = list(client.chat.completions.create(messages=dialog, stream=True, **given))
+            texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+            assert "".join(texts) == expected.replace("\ufffd", "")  # FastChat leaves it out
+    there: Any = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    with pytest.raises(openai.BadRequestError, match="fetches no images"):
+        client.chat.completions.create(
+            messages=[{"role": "user", "content": [there, text]}], **given
         )
 
 

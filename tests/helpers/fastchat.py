@@ -1,6 +1,7 @@
 """Dialogs that FastChat may send, for the tests with and without FastChat."""
 
 from pathlib import Path
+from typing import Any
 
 from helpers.chat_templates import HERMES, R1, TULU
 from helpers.fine_tunes import make_tokenizer
@@ -34,3 +35,21 @@ def format_of(folder: Path, kind: str) -> TemplateFormat:
     rows = make_tokenizer(folder, kind)
     tokenizer = Tokenizer(folder / "tokenizer.json", vocab_size=rows)
     return TemplateFormat(tokenizer, {DEFAULT: FINE_TUNES[kind]})
+
+
+def written(dialog: list[dict[str, Any]], conv: dict[str, Any]) -> str:
+    """Return the prompt of a dialog in FastChat's ADD_COLON_TWO style.
+
+    The content of a message is a text, or as in FastChat a tuple of a text and its images.
+    test_fastchat_host.py compares it with FastChat itself.
+    """
+    system = "".join(m["content"] for m in dialog if m["role"] == "system")
+    prompt = conv["system_template"].format(system_message=system) + conv["sep"]
+    for i, message in enumerate([m for m in dialog if m["role"] != "system"]):
+        prompt += conv["roles"][message["role"] == "assistant"] + ":"
+        content = message["content"]
+        if isinstance(content, tuple):
+            content = "$$<image>$$" * len(content[1]) + content[0]
+        if message["content"]:
+            prompt += " " + content + (conv["sep"], conv["sep2"])[i % 2]
+    return prompt + conv["roles"][1] + ":"

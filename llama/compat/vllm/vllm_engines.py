@@ -40,7 +40,6 @@ from llama.compat.vllm.vllm_pooling import PoolingMethods
 from llama.compat.vllm.vllm_request import BeamSearchOutput, RequestOutput, VllmRequest
 from llama.prompts.dialog_format import PromptOptions
 from llama.prompts.pictures import Picture, PictureReader, pictures_of, with_pictures
-from llama.tokenizer import IMAGE
 
 # Arguments of from_engine_args that have no effect.
 _IGNORED = frozenset({"usage_context", "stat_loggers", "start_engine_loop"})
@@ -174,12 +173,7 @@ class EngineFrontend:
                 f"the prompt {brief(prompt)} must be a string, a list of token ids, or a dict with "
                 "'prompt' or 'prompt_token_ids'"
             )
-        first, *others = text.split(IMAGE) if self._reader is not None else [text]
-        ids = self.tokenizer.encode(first)
-        for part in others:  # each after an image
-            image_id = self.llama.tokenizer.image_id
-            ids += [image_id, *self.tokenizer.encode(part, add_special_tokens=False)]
-        return text, ids
+        return text, self.tokenizer.encode_images(text)
 
     @property
     def _reader(self) -> PictureReader | None:
