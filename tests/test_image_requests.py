@@ -23,23 +23,33 @@ import pytest
 from PIL import Image
 
 from helpers import vision
+from helpers.chat_templates import LLAMA_3_2_VISION
+from helpers.fastchat import written
 from helpers.launch import run_program
 from helpers.server import run_server
 from helpers.services import service_of
 from helpers.vision import IMAGE_ID, picture
 from helpers.web import web
 from llama import Llama
+from llama.checkpoint.write.convert import convert
 from llama.cli.batch.job import run_batch
+from llama.cli.batch.server_job import run_server_batch
+from llama.compat import fastchat
+from llama.compat.fastchat import FastChatWorker, conversation_template, prompt_ids
 from llama.compat.vllm.vllm_engines import LLM, EngineFrontend
 from llama.compat.vllm.vllm_params import SamplingParams as VllmParams
 from llama.prompts import picture_process
 from llama.prompts.chat import ChatOptions
+from llama.prompts.dialog_format import MetaFormat
+from llama.prompts.messages import read_messages
 from llama.prompts.pictures import PictureReader
+from llama.prompts.template_format import DEFAULT, TemplateFormat
 from llama.sampling_params import SamplingParams
 from llama.server import images
 from llama.server.fetch import fetch
 from llama.server.limits import Limits
 from llama.server.process import Server
+from llama.tokenizer import Tokenizer
 
 QUESTION = "What is this?"
 SAMPLING: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
@@ -416,6 +426,130 @@ def test_batch_files_have_images_as_data_urls(folder, llama, expected, tmp_path)
     body = first["response"]["body"]
     assert without_special(body["choices"][0]["message"]["content"]) == expected
     assert "messages[0].content[0]: a data: URL" in json.dumps(second)
+
+
+def test_batch_files_name_images_in_a_folder(folder, llama, expected, tmp_path):
+    """The engine and a server answer; what lies elsewhere is an error of its line."""
+    files = tmp_path / "images"
+    (files / "more").mkdir(parents=True)
+    (files / "more" / "a.png").write_bytes(PNG)
+    (tmp_path / "secret.png").write_bytes(PNG)
+    (files / "link.png").symlink_to(tmp_path / "secret.png")
+    (files / "large.png").write_bytes(PNG + b"\0" * (20 << 20))
+    named = [
+        "more/a.png", "../secret.png", str(tmp_path / "secret.png"), "link.png", "b.png", "more",
+        "large.png", "\0.png", "https://example.org/a.png",
+    ]  # fmt: skip
+    lines: list[Any] = [
+        {"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": name}}, TEXT]}], **SAMPLING}
+        for name in named
+    ]  # fmt: skip
+    parts = [
+        {"type": "input_image", "image_url": "more/a.png"},
+        {"type": "input_text", "text": QUESTION},
+    ]
+    asked = {"input": [{"role": "user", "content": parts}], "temperature": 0, "store": False}
+    body = asked | {"max_output_tokens": 6}
+    lines.append({"method": "POST", "url": "/v1/responses", "body": body})
+    lines.append({"messages": 3, **SAMPLING})
+    given = tmp_path / "in.jsonl"
+    given.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with served(llama) as url:
+        found = [tmp_path / "engine", tmp_path / "server"]
+        run_batch(llama, str(given), str(found[0]), SamplingParams(), images=files, model="m")
+        run_server_batch(url, str(given), str(found[1]), SamplingParams(), images=files)
+    for path in found:
+        records = sorted(map(json.loads, path.read_text().splitlines()), key=lambda x: x["id"])
+        first, *refused, fetched, last, wrong = records
+        choice = first["response"]["body"]["choices"][0]
+        assert without_special(choice["message"]["content"]) == expected
+        content = last["response"]["body"]["output"][0]["content"]
+        assert without_special(content[0]["text"]) == expected
+        for name, record in zip(named[1:], refused, strict=False):
+            assert record["error"]["message"].startswith("messages[0].content[0]: "), name
+        assert [record["error"]["message"].count("is no file in") for record in refused] == [
+            1, 1, 1, 1, 1, 0, 0
+        ]  # fmt: skip
+        assert "fetche" in fetched["error"]["message"] and "messages" in wrong["error"]["message"]
+
+
+def fastchats_routes(service: Any, _: int) -> Any:
+    return FastChatWorker(service, "http://controller", "http://worker", 45).router()
+
+
+def test_fastchats_worker_reads_images(llama, expected, monkeypatch):
+    """FastChat writes a mark for each image, and sends data: URLs or base64 beside the prompt."""
+    cards: list[Any] = []
+
+    def post(_: str, body: Any) -> dict[str, bool]:
+        cards.append(body)
+        return {"exist": True}
+
+    monkeypatch.setattr(fastchat, "_post", post)
+    conv = conversation_template(llama.dialog_format)
+
+    def ask(url: str, images: Any, num_marks: int = 1) -> dict[str, Any]:
+        prompt = written([{"role": "user", "content": (QUESTION, [None] * num_marks)}], conv)
+        params = {"prompt": prompt, "images": images, "temperature": 0, "max_new_tokens": 6}
+        sent = params | {"echo": False}
+        return web.post(f"{url}/worker_generate", json=sent).json()
+
+    with served(llama, host_routes=fastchats_routes) as url:
+        for image in (url_of(PNG), base64_of(PNG)):
+            report = ask(url, [image])
+            assert report["text"] == expected, report
+        prompt = written([{"role": "user", "content": (QUESTION, [None])}], conv)
+        counted = web.post(f"{url}/count_token", json={"prompt": prompt}).json()["count"]
+        assert counted == report["usage"]["prompt_tokens"]
+        two = ask(url, [url_of(PNG)] * 2, num_marks=2)
+        assert two["error_code"] == 0 and two["usage"]["prompt_tokens"] == counted + 1
+        bad: list[tuple[Any, int, str]] = [
+            (["https://example.org/a.png"], 1, r"params.images\[0\]: .*fetches no images"),
+            ([url_of(PNG[:300])], 1, r"params.images\[0\]: .*truncated"),
+            ([url_of(PNG)] * 1000, 1, "1000 images, and this server reads at most 16"),
+            ([url_of(PNG)], 2, "1 images, and 2 tokens that stand for one"),
+            (url_of(PNG), 1, "must be a list"),
+            ([7], 1, "must be a list"),
+        ]
+        for images, num_marks, problem in bad:
+            refused = ask(url, images, num_marks)
+            assert refused["error_code"] == 40302 and re.search(problem, refused["text"])
+            assert ask(url, [url_of(PNG)])["text"] == expected
+        assert ask(url, None)["error_code"] == 0, "without images the mark is a text"
+    assert [card["multimodal"] for card in cards] == [True]
+
+
+def test_fastchats_marks_are_images_of_a_chat_template(folder, tmp_path):
+    """A prompt that lists the messages of a dialog has the ids of its images, too."""
+    convert(folder, tmp_path / "hf")
+    path = tmp_path / "hf" / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"chat_template": LLAMA_3_2_VISION}
+    path.write_text(json.dumps(config))
+    (tmp_path / "hf" / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = Tokenizer(tmp_path / "hf" / "tokenizer.json", vocab_size=IMAGE_ID)
+    tokenizer.image_id = IMAGE_ID
+    template = TemplateFormat(tokenizer, {DEFAULT: LLAMA_3_2_VISION})
+    dialogs: list[Any] = [
+        [{"role": "user", "content": ("And this?", ["a", "b"])}],
+        [
+            {"role": "user", "content": ("", ["a"])},
+            {"role": "assistant", "content": "A cat."},
+            {"role": "user", "content": ("What colour?", [])},
+        ],
+    ]
+    for dialog_format in (template, MetaFormat(tokenizer)):
+        conv = conversation_template(dialog_format)
+        for dialog in dialogs:
+            asked = [
+                {**message, "content": [
+                    *[{"type": "image_url", "image_url": "x"} for _ in message["content"][1]],
+                    {"type": "text", "text": message["content"][0]},
+                ]} if isinstance(message["content"], tuple) else message
+                for message in dialog
+            ]  # fmt: skip
+            ids = dialog_format.encode(read_messages(asked, takes_images=True))
+            assert prompt_ids(written(dialog, conv), dialog_format, has_images=True) == ids
 
 
 def test_vllms_prompts_have_images(llama):

@@ -101,6 +101,7 @@ COMMANDS = {
         defaults={
             "in_file": REQUIRED,
             "out_file": REQUIRED,
+            "images": None,
             "resume": False,
             **BUILD_FLAGS,
             "ranks": 1,

@@ -204,6 +204,10 @@ def batch(options: argparse.Namespace) -> int:
     from llama.cli.batch.files import unread_columns
 
     check_sampling(options)
+    if options.images is not None:
+        options.images = Path(options.images)
+        if not options.images.is_dir():
+            raise UsageError(f"--images {options.images} is no folder")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         options.resume = True
     finish_on_signal()
@@ -236,6 +240,7 @@ def _batch_on_engine(options: argparse.Namespace) -> tuple[int, int]:
         options.in_file,
         options.out_file,
         sampling_params(**_picked(options, *SAMPLING_FLAGS)),
+        images=options.images,
         resume=options.resume,
         model=Path(options.ckpt_dir or demo_dir()).name,
         progress=sys.stderr.isatty(),
@@ -251,7 +256,7 @@ def _batch_on_server(options: argparse.Namespace) -> tuple[int, int]:
 
     This avoids the import of torch, which takes seconds.
     """
-    names = ("seed", "api_key", "model", "concurrency", "retry_s", "resume")
+    names = ("images", "seed", "api_key", "model", "concurrency", "retry_s", "resume")
     with _server(options) as url, SIGNALS.taken_alone(signal.SIGTERM):
         from llama.cli.batch.server_job import run_server_batch
 

@@ -103,6 +103,7 @@ _TABLE: dict[str, dict[str, Flag]] = {  # keys: headings in `--help`; "" is of a
     "": {
         "in_file": Flag(str, "IN", "File of prompts or OpenAI batch requests, one per line"),
         "out_file": Flag(str, "OUT", "File for the results, one JSON record per line"),
+        "images": Flag(str, "DIR", "Folder of the images whose file names stand in IN"),
         "resume": Flag(bool, "", "Answer only the lines that have no result in OUT yet"),
         "name": Flag(
             str, "NAME", "Model: ORG/NAME, or only the name for Meta's, such as Llama-3.2-1B"

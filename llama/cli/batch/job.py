@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from llama.api import Llama, ModelParallel, Parallel, Request, RequestOutput
@@ -28,6 +29,7 @@ def run_batch(
     out_path: str,
     defaults: SamplingParams,
     *,
+    images: Path | None = None,
     resume: bool = False,
     model: str = "llama",
     progress: bool = False,
@@ -41,6 +43,7 @@ def run_batch(
         in_path: A file with one request per line.
         out_path: A file that gets one JSON record per line, in the order in which answers finish.
         defaults: Parameters of lines that do not give their own.
+        images: The folder of the images that lines name.
         resume: Whether to add the missing records to an output of the same input and arguments.
         model: The name of the model in the records.
         progress: Whether rank 0 shows a progress bar.
@@ -61,6 +64,7 @@ def run_batch(
                     results,
                     defaults,
                     llama.seed,
+                    images,
                     take=_counters(parallel),
                     num_replicas=parallel.data_size,
                     shows_progress=progress and parallel.global_rank == 0,

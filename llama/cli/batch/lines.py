@@ -22,7 +22,7 @@ from llama.server.openai.models import (
 )
 from llama.server.responses.models import RESPONSES_URL
 
-MAX_LINE = 10_000_000  # bytes
+MAX_LINE = 32 << 20  # bytes, as many as the body of a request with images has at most
 URLS = (CHAT_URL, TEXT_URL, RESPONSES_URL, EMBEDDINGS_URL, *SCORE_URLS, *RERANK_URLS)
 _ENVELOPE = {"custom_id", "method", "url", "body"}
 _COLUMNS = ("prompt", "custom_id")  # columns of a CSV file that are read; the first is required

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from tqdm import tqdm
@@ -18,6 +19,7 @@ from tqdm import tqdm
 from llama.api import stop_requested
 from llama.cli.batch.files import Line, Results, read_lines
 from llama.cli.batch.lines import LineFormat, custom_id_of, error_record, parse_line
+from llama.cli.image_files import with_files
 from llama.sampling_params import SamplingParams
 
 _COUNTS = ("written", "failed", "tokens", "finished")
@@ -95,6 +97,7 @@ class Loop:
         results: The output.
         defaults: Parameters of lines that do not give their own.
         seed: The seed of the job. A resumed job must have the same seed and the same defaults.
+        images: The folder of the images that lines name; None if they name none.
         take: The counters of all replicas.
         num_replicas: Number of replicas of the job.
         shows_progress: Whether to show a progress bar.
@@ -111,6 +114,7 @@ class Loop:
     results: Results
     defaults: SamplingParams
     seed: int
+    images: Path | None = None
     take: Take = field(default_factory=local_counters)
     num_replicas: int = 1
     shows_progress: bool = False
@@ -192,6 +196,8 @@ class Loop:
         try:
             fields = parse_line(line.data, self.line_format)
             custom_id = custom_id_of(fields, custom_id)
+            if self.images is not None:
+                fields = with_files(fields, self.images)
             self.answers.start(line, custom_id, fields)
         except (TypeError, ValueError) as e:
             self._write(line, error_record(custom_id, line.number, "invalid_request", str(e)))

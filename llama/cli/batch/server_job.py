@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama.api import SIGNALS, derived_seed, stop_requested
@@ -33,6 +34,7 @@ def run_server_batch(
     out_path: str,
     defaults: SamplingParams,
     *,
+    images: Path | None = None,
     seed: int = 1,
     api_key: str | None = None,
     model: str | None = None,
@@ -51,6 +53,7 @@ def run_server_batch(
         out_path: A file that gets one JSON record per line.
         defaults: Parameters of lines that do not give their own. Without `max_tokens` the
             server's own default applies.
+        images: The folder of the images that lines name.
         seed: The seed of the job, from which each line without a seed gets its own.
         api_key: The key of the server.
         model: One of the server's models; its first one by default.
@@ -73,7 +76,7 @@ def run_server_batch(
         size = os.fstat(file.fileno()).st_size
         with contextlib.closing(Results(out_path, max_lines=size)) as results:
             num_done = results.num_done
-            loop = Loop(answers, file, results, defaults, seed, shows_progress=progress)
+            loop = Loop(answers, file, results, defaults, seed, images, shows_progress=progress)
             report = loop.run()
             results.check_written(num_done + report.written)
             return report

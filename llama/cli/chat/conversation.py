@@ -6,9 +6,7 @@ question. This module must know neither the terminal nor the model, so that a ch
 text by text.
 """
 
-import base64
 import json
-import mimetypes
 import os
 import re
 import secrets
@@ -20,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from llama.cli.chat.stats import TurnStats
 from llama.cli.chat.window import ContextWindow, Dialog, num_system
 from llama.cli.flags import SAMPLING_FIELDS, SAMPLING_FLAGS
+from llama.cli.image_files import data_url
 from llama.cli.model import BUILD_FLAGS
 from llama.prompts.messages import read_messages, text_of
 from llama.sampling_params import SamplingParams
@@ -41,7 +40,6 @@ _LISTED = (
 # The settings that a user can change: those of this list, and every flag of sampling. They are
 # fields of SamplingParams, except for the names in SAMPLING_FIELDS.
 SETTINGS = tuple(dict.fromkeys((*_LISTED, *SAMPLING_FLAGS)))
-_MAX_IMAGE = 20 << 20  # bytes of a file
 _SPECIAL = re.compile(r"<\|\w+\|>")  # like the name of a special token
 _KEYWORDS = {"none": "null", "true": "true", "false": "false"}  # written in any case -> JSON
 _MORE_HELP = '''\
@@ -233,14 +231,7 @@ class Conversation:
 
     def _image(self, name: str) -> str:
         path = Path(name).expanduser()
-        kind = mimetypes.guess_type(path.name)[0] or ""
-        if not kind.startswith("image/"):
-            raise ValueError(f"{path} is no image: give a file such as photo.jpg")
-        data = path.read_bytes()
-        if len(data) > _MAX_IMAGE:
-            raise ValueError(f"{path} has more than {_MAX_IMAGE >> 20} MiB")
-        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
-        self._images.append({"type": "image_url", "image_url": {"url": url}})
+        self._images.append({"type": "image_url", "image_url": {"url": data_url(path)}})
         return f"{path} is sent with the next question"
 
     def _save(self, name: str) -> str:
