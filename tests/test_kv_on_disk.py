@@ -1,8 +1,11 @@
 """KV pages on disk: a later process computes nothing twice, and answers with the same bits."""
 
+import errno
 import json
+import os
 import random
 import re
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -32,6 +35,15 @@ from llama.options import page_store
 from llama.options.page_store import POLICY, DiskPolicy
 from llama.storage import kv_disk, kv_folder
 
+WEIGHTS = "consolidated.00.pth"
+ROTATIONS: list[tuple[dict[str, Any], int]] = [
+    ({}, 192),
+    ({"rope_theta": 1e4}, 0),
+    ({"use_scaled_rope": True, "rope_scale_factor": 8.0}, 0),
+    ({"use_scaled_rope": True, "rope_scale_factor": 32.0}, 0),
+    ({"rope_linear_factor": 4.0}, 0),
+    ({"rope_yarn_factor": 4.0}, 0),
+]
 FULL = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
 
 
@@ -139,7 +151,7 @@ def test_continued_texts_are_known(root, monkeypatch):
 
 
 def test_nothing_is_found_under_other_conditions(root, tmp_path):
-    """Another type, KV format or model finds nothing; other kernels nothing unless asked."""
+    """Another type, KV format, model or rotation finds nothing."""
     with build(DEMO, root) as llama:
         num_cached(llama, START)
     others: list[dict[str, Any]] = [
@@ -155,6 +167,19 @@ def test_nothing_is_found_under_other_conditions(root, tmp_path):
     for path in DEMO.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     with build(copy, root) as llama:  # the files have other times
+        assert num_cached(llama, START) == 0
+    shutil.copystat(DEMO / WEIGHTS, copy / WEIGHTS)
+    params = json.loads((copy / "params.json").read_text())
+    for change, hits in ROTATIONS:
+        (copy / "params.json").write_text(json.dumps(params | change))
+        with build(copy, root) as llama:
+            assert num_cached(llama, START) == hits, change
+    (copy / "params.json").write_text(json.dumps(params))
+    weights = torch.load(copy / WEIGHTS, weights_only=True)
+    weights["layers.2.feed_forward.w2.weight"] *= 2
+    torch.save(weights, copy / WEIGHTS)  # of the same name, size and time
+    shutil.copystat(DEMO / WEIGHTS, copy / WEIGHTS)
+    with build(copy, root) as llama:
         assert num_cached(llama, START) == 0
     with build(DEMO, root) as llama:
         assert num_cached(llama, START) == 192
@@ -214,6 +239,28 @@ def test_damaged_pages_are_computed(root):
             counts.append(llama.pages_on_disk.folder.num_damaged)
         assert len(counts) < 12
     assert counts[0] > 0
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_an_error_of_the_disk_is_no_error_of_a_request(root, monkeypatch, caplog, code):
+    """Prompts are computed where the disk cannot be read, and one line says what is not written."""
+    with build(DEMO, root) as llama:
+        wanted = answers(llama)
+
+    def failing(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with build(DEMO, root) as llama:
+        pages = llama.pages_on_disk
+        assert pages is not None
+        monkeypatch.setattr(os, "pwrite", failing)
+        num_cached(llama, START[::-1])
+        wait_until_written(llama)
+        assert pages.num_dropped == 12 and pages.writer.written_bytes == 0
+        assert [os.strerror(code) in each.message for each in caplog.records] == [True]
+        monkeypatch.setattr(os, "preadv", failing)
+        assert answers(llama) == wanted
+        assert pages.stats.hit_tokens == 0
 
 
 def test_a_changed_model_neither_reads_nor_writes(root):
@@ -284,13 +331,15 @@ def test_two_processes_on_one_folder(root):
         model.close()
 
 
-def run_ranks(folder: Path, num_ranks: int, root: Path, *options: str) -> dict[str, list]:
+def run_ranks(
+    folder: Path, num_ranks: int, root: Path, *options: str, num_kills: int = 0
+) -> dict[str, list]:
     results = folder / "results.json"
     done = run_program(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc_per_node={num_ranks}", str(PROGRAMS / "kv_ranks.py"), str(DEMO), str(root),
-            str(results), *options,
+            f"--nproc_per_node={num_ranks}", f"--max-restarts={num_kills}",
+            str(PROGRAMS / "kv_ranks.py"), str(DEMO), str(root), str(results), *options,
         ],
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -299,14 +348,16 @@ def run_ranks(folder: Path, num_ranks: int, root: Path, *options: str) -> dict[s
 
 @pytest.mark.dist
 @pytest.mark.skipif(not KERNELS_RUN, reason="torch's products depend on the size of a step")
-@pytest.mark.parametrize(("num_ranks", "stages"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("num_ranks", "stages"), [(2, 1), (3, 1), (4, 2)])
 def test_ranks_load_alike(root, tmp_path, num_ranks, stages):
     """All ranks load the same pages, whether they call or are led, and keep the bits of answers.
 
+    Those of two stages are killed by SIGKILL, and others load what they have written.
     A rank whose files are damaged lets all of them compute. One process reads what several ranks
     have written under "close" alone, and answers are those of rounding alone.
     """
-    found = run_ranks(tmp_path, num_ranks, root, str(stages), "exact", "bf16", "9")
+    options = (str(stages), "exact", "bf16", "9")
+    found = run_ranks(tmp_path, num_ranks, root, *options, num_kills=stages - 1)
     wanted = found["without"][0]
     hits = {name: num_loaded for name, (_, num_loaded) in found.items()}
     for name, (results, _) in found.items():

@@ -236,9 +236,9 @@ def fake(monkeypatch, tmp_path) -> Callable[[str], None]:
 
 @pytest.mark.slow
 def test_a_server_that_was_idle_comes_back_to_its_prompts(folder, fake, tmp_path, capsys):
-    """A server that ended for being idle has written its prompts, and the next one loads them."""
+    """A server that ends for being idle writes what waits, and the next one loads it."""
     python, program = sys.executable, PROGRAMS / "kv_server.py"
-    fake(f'shift 3; exec {python} -P {program} "$@"')
+    fake(f'shift 3; SLOW_WRITES_S=0.1 exec {python} -P {program} "$@"')
     words = ["serve", "--background", *FLAGS, "--idle_minutes", "1"]
     words += ["--kv_cache_dir", str(tmp_path / "kv")]
     body = {"prompt": list(range(300, 500)), "max_tokens": 1}
