@@ -1,9 +1,11 @@
 """Measures what KV pages on disk cost and leak: `python tests/programs/kv_bars.py NAME ...`.
 
 `cost FOLDER`: a prompt of which nothing is found, a decode step of 32 sequences and the memory,
-with the store and without, in turn, in one process. `tenants`: the first token of a prompt that
-another tenant has cached, and of one that nobody has. `faults`: pages that are read from files with
-random damage. FOLDER has weights in Meta's layout; the demo model answers where none is needed.
+with the store and without, in turn, in one process. `work`: the processor time that the store takes
+for a page of the 1B of such a prompt, by its parts, with one thread; a noisy machine hardly changes
+it. `tenants`: the first token of a prompt that another tenant has cached, and of one that nobody
+has. `faults`: pages that are read from files with random damage. FOLDER has weights in Meta's
+layout; small models answer where none is needed.
 """
 
 import argparse
@@ -14,11 +16,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.engines.ours import our_llama
+from bench.shapes import write_checkpoint
 from helpers.kv_pages import always, build, wait_until_written
 from helpers.launch import DEMO
 from llama import Llama, SamplingParams
@@ -119,6 +124,62 @@ def cost(folder: str, root: Path, num_tokens: int, seconds: float) -> int:
     return 0
 
 
+def counted(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """Return a function that adds the processor time of its thread to the last number."""
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return call(*arguments, **options)
+        finally:
+            seconds[-1] += time.thread_time() - began
+
+    return wrapped
+
+
+def work(root: Path, num_prompts: int) -> int:
+    """Bar b, without the noise of a clock.
+
+    The model has the KV cache of the 1B and little else, so that its prompts cost nothing.
+    """
+    torch.set_num_threads(1)
+    params = {
+        "dim": 512, "n_layers": 16, "n_heads": 8, "n_kv_heads": 8, "vocab_size": 2048,
+        "norm_eps": 1e-5, "multiple_of": 32,
+    }  # fmt: skip
+    folder = write_checkpoint(root.with_name("model"), params, torch.bfloat16)
+    draw = random.Random(0)
+    always()
+    with build(folder, root, max_seq_len=2048, dtype="bf16") as llama:
+        pages = llama.pages_on_disk
+        assert pages is not None and pages.folder.part.page_bytes == 512 << 10
+        parts = {
+            "look-up": (pages, ("load", "before_pack", "before_pass")),
+            "copies": (pages, ("after_rows",)),
+            "hashes and writes": (pages.writer._writer, ("append",)),
+        }
+        times: dict[str, list[float]] = {name: [] for name in parts}
+        for name, (target, calls) in parts.items():
+            for call in calls:
+                setattr(target, call, counted(getattr(target, call), times[name]))
+        for _ in range(num_prompts):
+            for seconds in times.values():
+                seconds.append(0.0)
+            prompt = [draw.randrange(1024) for _ in range(50 * 16 + 1)]
+            assert first_token(llama, prompt)[1] == 0
+            wait_until_written(llama)
+        assert pages.num_dropped == 0
+    total = 0.0
+    for name, seconds in times.items():
+        page = [1e6 * x / 50 for x in seconds[1:]]
+        total += statistics.median(page)
+        print(
+            f"{name}: {statistics.median(page):.0f} us a page, {min(page):.0f} to {max(page):.0f}"
+        )
+    print(f"together: {total:.0f} us a page of 16 tokens, {num_prompts - 1} prompts of 50 pages")
+    return 0
+
+
 def tenants(root: Path, num_pairs: int) -> int:
     """Bar g."""
     always()
@@ -206,7 +267,7 @@ def faults(root: Path, num_faults: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=("cost", "tenants", "faults"))
+    parser.add_argument("name", choices=("cost", "work", "tenants", "faults"))
     parser.add_argument("folder", nargs="?")
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60)
@@ -216,6 +277,8 @@ def main() -> int:
         root = Path(place, "kv")
         if options.name == "cost":
             return cost(options.folder, root, options.tokens, options.seconds)
+        if options.name == "work":
+            return work(root, options.count or 40)
         if options.name == "tenants":
             return tenants(root, options.count or 200)
         return faults(root, options.count or 10_000)

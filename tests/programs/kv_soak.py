@@ -2,13 +2,16 @@
 
 `python tests/programs/kv_soak.py --minutes 25` compares each answer, with its log-probabilities,
 with that of a server without pages on disk. The folder has room for less than the prompts need, so
-that pages are removed. The exit code is 1 if an answer differs, if a request had an error other
-than the end of the server, if the folder ever exceeded its limit, or if it has files that are none
-of the format's. `--folder DIR` goes on with the folder and the answers of an earlier run.
+that pages are removed. A last server then runs `--alive` minutes; its memory and its descriptors
+are printed each minute. With `--servers 2` two have the folder at once, and each is killed at times
+of its own. The exit code is 1 if an answer differs, if a request had an error other than the end of
+the server, if the folder ever exceeded its limit, or if it has files that are none of the format's.
+`--folder DIR` goes on with the folder and the answers of an earlier run.
 """
 
 import argparse
 import json
+import os
 import random
 import re
 import sys
@@ -16,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from helpers import server as server_helpers
 from helpers.launch import DEMO, PROGRAMS
 from helpers.server import RunningServer, run_server
 from llama.build_args import MIN_DISK_BYTES
+from programs.server_load import resident_mb
 
 NUM_PROMPTS = 160
 PATIENCE_S = 900.0  # alongside processes that have precedence
@@ -63,31 +68,30 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
         self.largest = 0
-        self.is_over = False
 
     def live(self, server: RunningServer, seconds: float) -> None:
         """Send requests for so long, and kill the server while it answers some."""
-        self.is_over = False
-        work = [(self.send, (server, key, i)) for key in KEYS for i in range(2)]
+        is_over = threading.Event()
+        work = [(self.send, (server, key, i, is_over)) for key in KEYS for i in range(2)]
         threads = [threading.Thread(target=call, args=values) for call, values in work]
-        threads.append(threading.Thread(target=self.watch))
+        threads.append(threading.Thread(target=self.watch, args=(server.process.pid, is_over)))
         for thread in threads:
             thread.start()
         time.sleep(seconds)
-        self.is_over = True
+        is_over.set()
         server.process.kill()
         for thread in threads:
             thread.join()
         self.counts["kills"] += 1
 
-    def send(self, server: RunningServer, key: str, first: int) -> None:
+    def send(self, server: RunningServer, key: str, first: int, is_over: threading.Event) -> None:
         draw = random.Random(time.time_ns() + first)
-        while not self.is_over:
+        while not is_over.is_set():
             number = draw.randrange(NUM_PROMPTS)
             try:
                 choices, num_cached = ask(server.url, key, number)
             except (httpx.TransportError, AssertionError) as error:
-                if self.is_over:
+                if is_over.is_set():
                     self.counts["cut"] += 1
                 else:
                     self.faults.append(f"prompt {number}: {error!r}")
@@ -98,8 +102,18 @@ class Soak:
             if choices != self.wanted[number]:
                 self.faults.append(f"prompt {number} of {key}: {choices}")
 
-    def watch(self) -> None:
-        while not self.is_over:
+    def watch(self, pid: int, is_over: threading.Event) -> None:
+        began = time.monotonic()
+        num_minutes = 0
+        while not is_over.is_set():
+            if time.monotonic() - began >= 60 * num_minutes:
+                num_open = len(os.listdir(f"/proc/{pid}/fd"))
+                print(
+                    f"minute {num_minutes}: {resident_mb(pid):.1f} MB, {num_open} descriptors, "
+                    f"{self.counts['answers']:,} answers, {self.largest:,} bytes",
+                    flush=True,
+                )
+                num_minutes += 1
             sizes = [
                 path.stat().st_size for path in list(self.root.glob("*/*.kv")) if path.exists()
             ]
@@ -123,8 +137,7 @@ def answers_without_pages(folder: Path) -> list[Any]:
     return json.loads(file.read_text())
 
 
-def run(folder: Path, minutes: float) -> int:
-    end = time.monotonic() + 60 * minutes
+def run(folder: Path, minutes: float, minutes_alive: float, num_servers: int) -> int:
     wanted = answers_without_pages(folder)
     keys = folder / "keys"
     keys.write_text("\n".join(KEYS))
@@ -133,10 +146,21 @@ def run(folder: Path, minutes: float) -> int:
         *FLAGS, "--api_key_file", str(keys), "--kv_cache_dir", str(soak.root),
         "--kv_cache_disk_bytes", str(MIN_DISK_BYTES),
     )  # fmt: skip
-    while (left := end - time.monotonic()) > 15:
-        with run_server(*flags, program=PROGRAM) as server:
-            soak.live(server, min(random.uniform(30, 60), left))
-            print(dict(soak.counts), f"{soak.largest:,} bytes", soak.faults[:3], flush=True)
+    end = time.monotonic() + 60 * minutes
+
+    def run_servers() -> None:
+        lives = [60 * minutes_alive] if minutes_alive else []
+        while lives or end - time.monotonic() > 15:
+            left = end - time.monotonic()
+            seconds = min(random.uniform(30, 60), left) if left > 15 else lives.pop()
+            with run_server(*flags, program=PROGRAM) as server:
+                soak.live(server, seconds)
+                print(dict(soak.counts), f"{soak.largest:,} bytes", soak.faults[:3], flush=True)
+
+    with ThreadPoolExecutor() as threads:
+        running = [threads.submit(run_servers) for _ in range(num_servers)]
+    for each in running:
+        each.result()
     soak.check_folder()
     print("faults:", *soak.faults, sep="\n  ")
     return int(bool(soak.faults))
@@ -145,14 +169,17 @@ def run(folder: Path, minutes: float) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--alive", type=float, default=0.0)
+    parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     server_helpers.START_S = PATIENCE_S
+    sizes = (options.minutes, options.alive, options.servers)
     if options.folder is not None:
         options.folder.mkdir(parents=True, exist_ok=True)
-        return run(options.folder, options.minutes)
+        return run(options.folder, *sizes)
     with tempfile.TemporaryDirectory() as folder:
-        return run(Path(folder), options.minutes)
+        return run(Path(folder), *sizes)
 
 
 if __name__ == "__main__":
