@@ -28,8 +28,8 @@ from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import FORMATS
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
-from llama.options.graphs.decode_graphs import DecodeGraphs
 from llama.options.graphs.recorder import CudaRecorder
+from llama.options.graphs.step_graphs import StepGraphs
 from llama.weights.choice import QUANTIZED
 
 pytestmark = [
@@ -49,9 +49,9 @@ def build(folder: str, dtype: str, device: str = "cuda") -> Llama:
     return Llama.build(folder, None, 512, 8, device=device, dtype=dtype)
 
 
-def graphs_of(llama: Llama) -> DecodeGraphs | None:
+def graphs_of(llama: Llama) -> StepGraphs | None:
     graphs = llama.engine.runner.replayer
-    assert graphs is None or isinstance(graphs, DecodeGraphs)
+    assert graphs is None or isinstance(graphs, StepGraphs)
     return graphs
 
 

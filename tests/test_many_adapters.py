@@ -32,7 +32,7 @@ from llama.ops.adapters import AdapterWeights
 from llama.options import adapters as adapters_module
 from llama.options.adapters import AdapterStore
 from llama.options.engine_options import EngineOptions
-from llama.options.graphs.decode_graphs import DecodeGraphs
+from llama.options.graphs.step_graphs import StepGraphs
 from llama.requests.adapters import AdapterInUseError
 from llama.sampling_params import SamplingParams
 
@@ -158,7 +158,7 @@ def test_a_mixed_batch_gives_the_answers_of_peft(base, folders, monkeypatch, way
     ours = answers(llama, MIXED, prompts, n)
     if way != "torch":
         graphs = llama.engine.runner.replayer
-        assert isinstance(graphs, DecodeGraphs)
+        assert isinstance(graphs, StepGraphs)
         assert {shape.reach.max_rank for shape in graphs._graphs} == {0, 64}
         monkeypatch.setattr(llama.engine.runner, "hidden_states", None)
         alone = answers(llama, MIXED, prompts, 1, of_prompts=False)

@@ -105,7 +105,7 @@ def _warn_of_dropped(reasons: dict[str, str | None]) -> None:
 
 
 def recorder_for(model: Transformer) -> Recorder | None:
-    """Return the recorder of a model's decode steps; None where they must not be CUDA graphs.
+    """Return the recorder of a model's steps; None where they must not be CUDA graphs.
 
     All ranks of the model call it.
     """

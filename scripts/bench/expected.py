@@ -23,8 +23,8 @@ from llama.kernels.cuda import table as cuda
 from llama.model.cost import DEVICES, decode_bytes, step_roofline, weight_shapes
 from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import FORMATS
-from llama.options.graphs.decode_graphs import DecodeGraphs
 from llama.options.graphs.shapes import Shape
+from llama.options.graphs.step_graphs import StepGraphs
 
 _SMALL_S = 2.5e-6  # seconds of a kernel that is neither a product nor attention
 _SHARES = {
@@ -91,7 +91,7 @@ def launches(rows: int, layers: int) -> int:
     )  # fmt: skip
     model = Transformer(args, dtype=torch.bfloat16)
     model.use_kernels(cuda.table(cuda.NAMES))
-    graphs = DecodeGraphs(
+    graphs = StepGraphs(
         model, model.new_kv_cache(2, PAGE_SIZE), _NoRecorder(),
         LastIds(rows, torch.device("cpu")),
     )  # fmt: skip

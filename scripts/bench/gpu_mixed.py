@@ -27,8 +27,8 @@ from llama.engine.step import Step
 from llama.model.transformer import Transformer
 from llama.ops.adapters import AdapterWeights, Delta, DeltaPart
 from llama.ops.kernels import Kernels
-from llama.options.graphs.decode_graphs import DecodeGraphs
-from llama.options.graphs.decode_inputs import DecodeStep
+from llama.options.graphs.step_graphs import StepGraphs
+from llama.options.graphs.step_inputs import PreparedStep
 
 LIMITS = {"skew": 100, "lora": 60, "prompts": 60}  # seconds of each section
 _ROWS = 64
@@ -47,7 +47,7 @@ def skew(at: Section) -> None:
     model = at.model("8b", max(longest) + 64, rows)
     with at.engine(model, MODES[0], (rows - 1) * context + max(longest) + 64 * rows) as engine:
         graphs = engine.core.runner.replayer
-        assert isinstance(graphs, DecodeGraphs), "steps run without graphs"
+        assert isinstance(graphs, StepGraphs), "steps run without graphs"
         plain = 0.0
         for length in longest:
             step = _step([context] * (rows - 1) + [length])
@@ -58,7 +58,7 @@ def skew(at: Section) -> None:
     drafts = {"speculate": "lookup", "speculate_tokens": _DRAFTS}
     with at.engine(model, MODES[0], rows * (context + 64), **drafts) as engine:
         graphs = engine.core.runner.replayer
-        assert isinstance(graphs, DecodeGraphs), "steps run without graphs"
+        assert isinstance(graphs, StepGraphs), "steps run without graphs"
         batch = at.size(rows // (1 + _DRAFTS), 2)
         for count in (1, 1 + _DRAFTS):
             step = _step([context] * batch, count)
@@ -72,7 +72,7 @@ def lora(at: Section) -> None:
     model = at.model("8b", context + 64, rows)
     with at.engine(model, MODES[0], rows * (context + 64)) as engine:
         graphs = engine.core.runner.replayer
-        assert isinstance(graphs, DecodeGraphs), "steps run without graphs"
+        assert isinstance(graphs, StepGraphs), "steps run without graphs"
         numbered = graphs.adapters
         if numbered is None:
             at.say("lora", "the kernel of adapters is not in use")
@@ -104,7 +104,7 @@ def prompts(at: Section) -> None:
     with at.engine(model, MODES[0], num_tokens, token_budget=at.size(2048, 24)) as engine:
         runner = engine.core.runner
         graphs = runner.replayer
-        assert isinstance(graphs, DecodeGraphs), "steps run without graphs"
+        assert isinstance(graphs, StepGraphs), "steps run without graphs"
         for single, count in _PROMPTS:
             single = at.size(single, min(single, 2))
             step = _with_prompt(single, context, at.size(count, 18))
@@ -146,7 +146,9 @@ def _with_prompt(single: int, context: int, count: int) -> Step:
     return Step.of(items)
 
 
-def _step(lengths: Sequence[int], count: int = 1, numbers: Sequence[int] | int = -1) -> DecodeStep:
+def _step(
+    lengths: Sequence[int], count: int = 1, numbers: Sequence[int] | int = -1
+) -> PreparedStep:
     """Return a step of the last `count` tokens of sequences, each on pages of its own."""
     pages: list[list[int]] = []
     used = 0
@@ -166,7 +168,7 @@ def _step(lengths: Sequence[int], count: int = 1, numbers: Sequence[int] | int =
     fields[3] = slots
     fields[4] = numbers
     ends = count * np.arange(1, len(pages) + 1)
-    return DecodeStep(fields, ends, list(pages))
+    return PreparedStep(fields, ends, list(pages))
 
 
 def _seconds(at: Section, run: functools.partial) -> float:

@@ -37,10 +37,10 @@ from llama.ops.kernels import Kernels
 from llama.ops.kv_cache import FORMATS
 from llama.ops.sample import choose_ids
 from llama.options.engine_options import EngineOptions
-from llama.options.graphs import decode_inputs
-from llama.options.graphs.decode_graphs import DecodeGraphs
-from llama.options.graphs.decode_inputs import DecodeInputs
+from llama.options.graphs import step_inputs
 from llama.options.graphs.shapes import Shape
+from llama.options.graphs.step_graphs import StepGraphs
+from llama.options.graphs.step_inputs import StepInputs
 from llama.options.page_store import PageStore, _Staged
 from llama.ranks.parallel import Parallel
 from llama.ranks.placement import Placement
@@ -138,14 +138,14 @@ def test_a_step_stays_on_its_gpu_and_gives_float32_logits(args, dtype, starts, c
 @pytest.mark.parametrize("wants_logits", [True, False])
 @pytest.mark.parametrize("prompts", [0, 64])
 def test_a_step_of_fixed_shape_can_be_captured(args, wants_logits, prompts, monkeypatch):
-    monkeypatch.setattr(DecodeInputs, "fill", lambda *_: None)  # pins memory, which needs a driver
+    monkeypatch.setattr(StepInputs, "fill", lambda *_: None)  # pins memory, which needs a driver
     with FakeTensorMode(), torch.inference_mode():
         model = fake_model(args, torch.bfloat16)
         model.use_kernels(table({"attention"}, ()))
         kv_cache = model.new_kv_cache(64, PAGE)
         last_ids = LastIds(64, GPU)
         recorder = TapeRecorder.of_model(model)
-        graphs = DecodeGraphs(model, kv_cache, recorder, last_ids, max_tokens=2048)
+        graphs = StepGraphs(model, kv_cache, recorder, last_ids, max_tokens=2048)
         made, _ = graphs._record(Shape(8, 512, wants_logits, prompts))
         n = 8 + 32 if prompts else 8  # results
         assert [tuple(x.shape) for x in made] == [(n,), (n, 128_256)][: 1 + wants_logits]
@@ -187,7 +187,7 @@ def driver(monkeypatch):
     monkeypatch.setattr("llama.options.graphs.kv_cache.replay_problem", lambda *_: None)
     monkeypatch.setattr(sampler, "to_host", to_host)
     monkeypatch.setattr(sampler, "tokens_of", tokens)
-    for module in (sample, decode_inputs):
+    for module in (sample, step_inputs):
         monkeypatch.setattr(module, "pinned", pinned)
 
 

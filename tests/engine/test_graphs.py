@@ -37,11 +37,11 @@ from llama.ops.batch import Batch
 from llama.ops.kernels import NO_KERNELS
 from llama.ops.kv_cache import FORMATS
 from llama.options.engine_options import EngineOptions
-from llama.options.graphs import decode_inputs
 from llama.options.graphs import shapes as shapes_module
-from llama.options.graphs.decode_graphs import DecodeGraphs
-from llama.options.graphs.decode_inputs import DecodeInputs, DecodeStep
+from llama.options.graphs import step_inputs
 from llama.options.graphs.shapes import PROMPT_GROUPS, MixedBuckets, bucket_of
+from llama.options.graphs.step_graphs import StepGraphs
+from llama.options.graphs.step_inputs import PreparedStep, StepInputs
 from llama.options.speculation import draft_model
 from llama.options.speculation.draft_model import ModelDrafter
 from llama.options.speculation.hook import speculate
@@ -82,9 +82,9 @@ def core_of(
     ).core
 
 
-def graphs_of(core: EngineCore) -> DecodeGraphs:
+def graphs_of(core: EngineCore) -> StepGraphs:
     graphs = core.runner.replayer
-    assert isinstance(graphs, DecodeGraphs)
+    assert isinstance(graphs, StepGraphs)
     return graphs
 
 
@@ -519,15 +519,15 @@ def test_of_the_page_tables_what_has_changed_is_sent(monkeypatch):
     Whole tables of 256 sequences of 131,072 tokens have 16 MB.
     """
     sent: list[int] = []
-    pinned = decode_inputs.pinned
+    pinned = step_inputs.pinned
 
     def noted(x: np.ndarray, device: torch.device) -> torch.Tensor:
         sent.append(x.size)
         return pinned(x, device)
 
-    monkeypatch.setattr(decode_inputs, "pinned", noted)
+    monkeypatch.setattr(step_inputs, "pinned", noted)
     cpu = torch.device("cpu")
-    inputs = DecodeInputs(8, 512, most=1, page_size=PAGE, null_page=99, device=cpu)
+    inputs = StepInputs(8, 512, most=1, page_size=PAGE, null_page=99, device=cpu)
     num_fields = 5 * 8 + 8 + 9 + 8  # rows; lengths and first rows of groups; rows with results
     live = [state_of([1] * 70, 70) for _ in range(5)]
     for seq in live:
@@ -535,11 +535,11 @@ def test_of_the_page_tables_what_has_changed_is_sent(monkeypatch):
     for rows, changed in ((5, 50), (5, 0), (4, 1), (5, 10)):
         sent.clear()
         scheduled = [Scheduled(x, 39, 1) for x in live[:rows]]
-        inputs.fill(DecodeStep.of([3] * rows, [-1] * rows, scheduled, PAGE), 8)
+        inputs.fill(PreparedStep.of([3] * rows, [-1] * rows, scheduled, PAGE), 8)
         assert sent == [num_fields, 2 * changed][: 1 + bool(changed)]
     live[2].pages.append(7)
     sent.clear()
-    inputs.fill(DecodeStep.of([3] * 5, [-1] * 5, [Scheduled(x, 39, 1) for x in live], PAGE), 8)
+    inputs.fill(PreparedStep.of([3] * 5, [-1] * 5, [Scheduled(x, 39, 1) for x in live], PAGE), 8)
     assert sent == [num_fields, 2]
 
 
@@ -644,12 +644,12 @@ def test_prompts_are_replayed_with_the_answers_beside_them(with_kernel, plain, m
     cached prefixes, and prompts in several steps.
     """
     eager = list[Step]()
-    mixed = list[DecodeStep]()
+    mixed = list[PreparedStep]()
     for seed, num_pages in ((1, 200), (2, 26), (3, 26)):
         core = core_of(with_kernel, num_pages, graphs=True, ahead=True)
         run, hidden = graphs_of(core).run, core.runner.hidden_states
 
-        def replayed(step: DecodeStep, *more: Any, run: Any = run, **options: Any) -> Any:
+        def replayed(step: PreparedStep, *more: Any, run: Any = run, **options: Any) -> Any:
             if 0 < step.num_prompts < len(step.ends):
                 mixed.append(step)
             return run(step, *more, **options)
@@ -677,7 +677,7 @@ def test_the_rows_of_prompts_lie_behind_those_of_single_tokens():
     """
     rng = random.Random(7)
     cpu = torch.device("cpu")
-    inputs = DecodeInputs(256, 32, most=3, page_size=PAGE, null_page=999, device=cpu)
+    inputs = StepInputs(256, 32, most=3, page_size=PAGE, null_page=999, device=cpu)
     for _ in range(60):
         num_single, num_prompts = rng.randrange(17), rng.randrange(1, 4)
         items, tokens = list[Scheduled](), list[int]()
@@ -690,7 +690,7 @@ def test_the_rows_of_prompts_lie_behind_those_of_single_tokens():
             tokens += [rng.randrange(1, 512) for _ in range(count)]
         n = len(tokens)
         results = sorted(rng.sample(range(n), 3))
-        step = DecodeStep.with_prompts(tokens, [-1] * n, items, PAGE, results)
+        step = PreparedStep.with_prompts(tokens, [-1] * n, items, PAGE, results)
         rows, prompts = MixedBuckets(2048).of(num_single, n - num_single) or (0, 0)
         inputs.fill(step, rows, prompts)
         found, _, batch = inputs.batch(rows, prompts, 32, 5)
@@ -752,7 +752,7 @@ def test_prompts_are_replayed_over_the_kernels_of_a_gpu(model, plain, monkeypatc
             core = core_of(model, 40, graphs=False, ahead=False)
             runner = core.runner
             if kernels is not NO_KERNELS:
-                runner.replayer = DecodeGraphs(  # the last page is used by no sequence
+                runner.replayer = StepGraphs(  # the last page is used by no sequence
                     model, runner.kv_cache, Again(), runner.last_ids, max_tokens=24
                 )
                 monkeypatch.setattr(runner, "hidden_states", None)
@@ -795,7 +795,7 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
     """
     rng = random.Random(5)
     cpu = torch.device("cpu")
-    inputs = DecodeInputs(8, 16, most=1, page_size=PAGE, null_page=99, device=cpu)
+    inputs = StepInputs(8, 16, most=1, page_size=PAGE, null_page=99, device=cpu)
     live: list[SequenceState] = []
     for _ in range(200):
         live = [seq for seq in live if rng.random() < 0.9]
@@ -812,7 +812,7 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
                 seq.pages = seq.pages[:1]
             start = len(seq.pages) * PAGE - rng.randrange(1, PAGE + 1)
             scheduled.append(Scheduled(seq, start, 1))
-        inputs.fill(DecodeStep.of([3] * len(live), [-1] * len(live), scheduled, PAGE), 8)
+        inputs.fill(PreparedStep.of([3] * len(live), [-1] * len(live), scheduled, PAGE), 8)
         _, packed = Batch.pack(
             [3] * len(live), [x.start for x in scheduled], [1] * len(live),
             [seq.pages for seq in live], PAGE, range(len(live)), cpu,
@@ -834,7 +834,7 @@ def test_the_rows_of_a_sequence_are_groups_to_attention():
     The rows of the bucket beyond the step are groups of their own, and further groups are empty.
     """
     rng = random.Random(6)
-    inputs = DecodeInputs(32, 16, most=3, page_size=PAGE, null_page=99, device=torch.device("cpu"))
+    inputs = StepInputs(32, 16, most=3, page_size=PAGE, null_page=99, device=torch.device("cpu"))
     for _ in range(40):
         scheduled, expected = list[Scheduled](), list[tuple[int, int, list[int]]]()
         for _ in range(rng.randrange(1, 5)):
@@ -849,7 +849,7 @@ def test_the_rows_of_a_sequence_are_groups_to_attention():
                 expected.append((size, start + first + size, list(seq.pages)))
         n = len(scheduled)
         bucket = n + rng.randrange(4)
-        inputs.fill(DecodeStep.of([3] * n, [-1] * n, scheduled, PAGE, 3), bucket)
+        inputs.fill(PreparedStep.of([3] * n, [-1] * n, scheduled, PAGE, 3), bucket)
         _, _, batch = inputs.batch(bucket, 0, 16, bucket)
         assert batch.query_lens_cpu == [3] * bucket == [3] * len(batch.slots)
         starts = batch.query_starts.tolist()
@@ -893,7 +893,7 @@ def test_keys_are_read_once_for_all_drafts_of_a_sequence(model, plain, monkeypat
     try:
         core = core_of(model, 40, graphs=False, ahead=False)
         runner = core.runner
-        runner.replayer = DecodeGraphs(  # the last page is used by no sequence
+        runner.replayer = StepGraphs(  # the last page is used by no sequence
             model, runner.kv_cache, Again(), runner.last_ids, max_queries=3
         )
         speculate(core, MostlyRight(model, {i: seq.tokens for i, seq in enumerate(wanted)}))

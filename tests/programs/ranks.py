@@ -39,8 +39,8 @@ from llama.compat import hosts, vllm
 from llama.ops.kernels import KernelError, Kernels
 from llama.ops.swiglu import silu_mul
 from llama.options.engine_options import EngineOptions
-from llama.options.graphs.decode_graphs import DecodeGraphs
 from llama.options.graphs.recorder import CaptureError, Outputs
+from llama.options.graphs.step_graphs import StepGraphs
 from llama.options.speculation.hook import speculate
 from llama.ranks import one_shot as one_shot_module
 from llama.ranks import torch_private
@@ -588,7 +588,7 @@ def faults(folder: str, prompts: list, when: str) -> list:
             )
         graphs = llama.engine.runner.replayer
         llama.model.use_kernels(kernels)
-        if isinstance(graphs, DecodeGraphs):
+        if isinstance(graphs, StepGraphs):
             graphs._graphs.clear()  # so that steps are recorded when they are needed
             recorder.left = 1
         found = llama.generate(prompts, 8, 0.0)[0]

@@ -13,8 +13,8 @@ from llama.common.device import current, peak_bytes
 from llama.engine.runner import LastIds
 from llama.model.transformer import Transformer
 from llama.options.adapters import NumberedAdapters
-from llama.options.graphs.decode_graphs import DecodeGraphs, warn_of_no_graphs
 from llama.options.graphs.recorder import CaptureError, Recorder
+from llama.options.graphs.step_graphs import StepGraphs, warn_of_no_graphs
 from llama.options.graphs.trial import replay_problem
 from llama.options.largest_step import largest_step
 
@@ -29,14 +29,14 @@ class Allocated:
         num_pages: The pages that sequences may use.
         last_ids: The tokens of the latest step, which graphs read.
         reserve: The bytes that a step needs.
-        graphs: The recorded decode steps, if there are any.
+        graphs: The recorded steps, if there are any.
     """
 
     kv_cache: Tensor
     num_pages: int
     last_ids: LastIds
     reserve: int = 0
-    graphs: DecodeGraphs | None = None
+    graphs: StepGraphs | None = None
 
 
 def allocate(
@@ -61,8 +61,8 @@ def allocate(
         page_size: The slots of a page.
         recorder: The recorder of graphs; None: there are none.
         reserve: The bytes that a step needs.
-        recorded_rows: The rows up to which graphs are recorded now, see `DecodeGraphs`.
-        max_queries: The rows that a sequence usually has at most in a graph, see `DecodeGraphs`.
+        recorded_rows: The rows up to which graphs are recorded now, see `StepGraphs`.
+        max_queries: The rows that a sequence usually has at most in a graph, see `StepGraphs`.
         adapters: The adapters that the rows of graphs may have.
         step_tokens: The maximum number of tokens of a step, of which graphs may have prompts. A GPU
             runs one such step first, whose memory is reserved as well; 0: none.
@@ -78,8 +78,8 @@ def allocate(
             kv_cache = model.new_kv_cache(num_pages, page_size)
             return Allocated(kv_cache, num_pages, last_ids, reserve)
 
-        def graphs_of(kv_cache: Tensor) -> DecodeGraphs:
-            return DecodeGraphs(
+        def graphs_of(kv_cache: Tensor) -> StepGraphs:
+            return StepGraphs(
                 model,
                 kv_cache,
                 recorder,
@@ -102,7 +102,7 @@ def _allocate_with_graphs(
     recorder: Recorder,
     reserve: int,
     last_ids: LastIds,
-    graphs_of: Callable[[Tensor], DecodeGraphs],
+    graphs_of: Callable[[Tensor], StepGraphs],
 ) -> Allocated:
     """Record the graphs, which `graphs_of` makes, and allocate the KV cache alongside them.
 

@@ -20,10 +20,10 @@ from llama.engine.runner import LastIds
 from llama.model.transformer import Transformer
 from llama.ops.cache_values import fill_cache, read_cache
 from llama.ops.kv_cache import format_of
-from llama.options.graphs.decode_graphs import DecodeGraphs
-from llama.options.graphs.decode_inputs import DecodeStep
 from llama.options.graphs.recorder import CaptureError, CudaRecorder
 from llama.options.graphs.shapes import Shape, bucket_of
+from llama.options.graphs.step_graphs import StepGraphs
+from llama.options.graphs.step_inputs import PreparedStep
 
 _MIN_PAGES = 8
 _MAX_PROMPT = 100  # tokens of a prompt
@@ -34,7 +34,7 @@ _MAX_MESSAGE = 300  # characters of an error in a reason
 
 @torch.inference_mode()
 def replay_problem(
-    graphs: DecodeGraphs, model: Transformer, kv_cache: Tensor, last_ids: LastIds
+    graphs: StepGraphs, model: Transformer, kv_cache: Tensor, last_ids: LastIds
 ) -> CaptureError | None:
     """Return how the first replay of a recorded step differs from the step; None where none does.
 
@@ -84,7 +84,7 @@ def replay_problem(
     return problem
 
 
-def _step(shape: Shape, num_pages: int, page_size: int, max_len: int) -> DecodeStep:
+def _step(shape: Shape, num_pages: int, page_size: int, max_len: int) -> PreparedStep:
     """Return a step for a shape, as far as so many pages have slots for it; its tokens are 0."""
     if not shape.prompts:
         rows = shape.rows
@@ -97,7 +97,7 @@ def _step(shape: Shape, num_pages: int, page_size: int, max_len: int) -> DecodeS
         return prompts
     single = _single_tokens(num_rows, min(shape.width, num_left), num_left, page_size)
     assert prompts.results is not None
-    return DecodeStep(
+    return PreparedStep(
         np.concatenate([single.fields, prompts.fields], 1),
         np.concatenate([single.ends, num_rows + prompts.ends]),
         single.pages + prompts.pages,
@@ -106,7 +106,7 @@ def _step(shape: Shape, num_pages: int, page_size: int, max_len: int) -> DecodeS
     )
 
 
-def _single_tokens(num_rows: int, width: int, num_pages: int, page_size: int) -> DecodeStep:
+def _single_tokens(num_rows: int, width: int, num_pages: int, page_size: int) -> PreparedStep:
     """Return a step of rows of many lengths, the first of which has `width` pages.
 
     Row i writes to page i modulo P, in the next slot at each round, and reads the pages before.
@@ -125,12 +125,12 @@ def _single_tokens(num_rows: int, width: int, num_pages: int, page_size: int) ->
         [(last + 1 + j) % num_pages for j in range(-count, 0)]
         for last, count in zip(last_pages.tolist(), counts.tolist(), strict=True)
     ]
-    return DecodeStep(fields, np.arange(1, len(pages) + 1), list(pages))
+    return PreparedStep(fields, np.arange(1, len(pages) + 1), list(pages))
 
 
 def _prompts(
     num_tokens: int, num_pages: int, page_size: int, max_len: int
-) -> tuple[DecodeStep, int]:
+) -> tuple[PreparedStep, int]:
     """Return a step of prompts with so many tokens, and how many pages it does not write to.
 
     Each prompt writes to the last of the pages that are left. All but the first one continue.
@@ -158,7 +158,7 @@ def _prompts(
     fields = np.stack([none, none, positions, np.concatenate(slots), none])
     ends = np.cumsum([len(part) for part in parts])
     results = (ends - 1).tolist()  # the last prompt goes on in the next step
-    return DecodeStep(fields, ends, tables, len(ends), results[:-1] or results), num_left
+    return PreparedStep(fields, ends, tables, len(ends), results[:-1] or results), num_left
 
 
 def _clear(kv_cache: Tensor, slots: Tensor, zeros: Tensor) -> None:
@@ -167,7 +167,7 @@ def _clear(kv_cache: Tensor, slots: Tensor, zeros: Tensor) -> None:
         format_of(plane).store(plane, slots, zeros)
 
 
-def _expect_same(step: DecodeStep, replayed: Decoded | Tensor, eager: Decoded | Tensor) -> None:
+def _expect_same(step: PreparedStep, replayed: Decoded | Tensor, eager: Decoded | Tensor) -> None:
     """Compare the results. If logits are nearly equal, either of them may be the top one."""
     n = step.fields.shape[1]
     if isinstance(replayed, Tensor) or isinstance(eager, Tensor):

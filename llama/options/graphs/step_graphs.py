@@ -30,7 +30,6 @@ from llama.model.transformer import Transformer
 from llama.ops.adapters import Reach
 from llama.ops.sample import choose_ids
 from llama.options.adapters import NumberedAdapters
-from llama.options.graphs.decode_inputs import DecodeInputs, DecodeStep
 from llama.options.graphs.recorder import CaptureError, Outputs, Recorder
 from llama.options.graphs.shapes import (
     MAX_MIXED_ROWS,
@@ -40,9 +39,10 @@ from llama.options.graphs.shapes import (
     bucket_of,
     table_widths,
 )
+from llama.options.graphs.step_inputs import PreparedStep, StepInputs
 
 
-class DecodeGraphs:
+class StepGraphs:
     """The graphs of one model or stage and its KV cache, whose last page belongs to no sequence.
 
     With the attention kernel a shape depends on the number of rows alone. PyTorch's attention reads
@@ -92,7 +92,7 @@ class DecodeGraphs:
         device = kv_cache.device
         heads = model.norm.weight.new_empty(0, model.plan.n_heads, model.plan.head_dim)
         self._most = min(max_queries, queries_at_once(model.kernels, heads, kv_cache[0]))
-        self._inputs = DecodeInputs(
+        self._inputs = StepInputs(
             max_rows,
             self._max_pages,
             most=self._most,
@@ -119,7 +119,7 @@ class DecodeGraphs:
         self._graphs: dict[Shape, tuple[Outputs, Callable[[], None]]] = {}
         self._path: object = None  # the model's execution path when the graphs were recorded
 
-    def prepare(self, step: Step, sampled: list[Scheduled]) -> DecodeStep | None:
+    def prepare(self, step: Step, sampled: list[Scheduled]) -> PreparedStep | None:
         """Return a step in the form that `run` takes, see `Replayer.prepare`."""
         if len(sampled) < sum([item.count for item in step.items]):
             return self._with_prompts(step)
@@ -132,9 +132,9 @@ class DecodeGraphs:
         numbers: list[int] | int = -1
         if self.adapters is not None:
             numbers = self.adapters.of_rows(seq.spec.adapter for seq in sequences)
-        return DecodeStep.of(tokens, sources, sampled, self._page_size, self._most, numbers)
+        return PreparedStep.of(tokens, sources, sampled, self._page_size, self._most, numbers)
 
-    def _with_prompts(self, step: Step) -> DecodeStep | None:
+    def _with_prompts(self, step: Step) -> PreparedStep | None:
         """Return a step of prompts, of which nothing but the next tokens is wanted."""
         counts = [item.count for item in step.items]
         num_single = counts.count(1)
@@ -155,7 +155,7 @@ class DecodeGraphs:
                 sources.append(self._last_rows.rows[seq])
             if self.adapters is not None:
                 numbers += self.adapters.of_rows([seq.spec.adapter]) * item.count
-        return DecodeStep.with_prompts(
+        return PreparedStep.with_prompts(
             tokens, sources, step.items, self._page_size, step.result_rows(), numbers or -1
         )
 
@@ -180,7 +180,7 @@ class DecodeGraphs:
         return takes
 
     def run(
-        self, step: DecodeStep, x: Tensor | None = None, *, wants_logits: bool
+        self, step: PreparedStep, x: Tensor | None = None, *, wants_logits: bool
     ) -> Decoded | Tensor:
         """Run one step, see `Replayer.run`.
 
@@ -201,12 +201,12 @@ class DecodeGraphs:
         return self._results(step, outputs)
 
     def run_eagerly(
-        self, step: DecodeStep, x: Tensor | None = None, *, wants_logits: bool
+        self, step: PreparedStep, x: Tensor | None = None, *, wants_logits: bool
     ) -> Decoded | Tensor:
         """Run what `run` replays operator by operator, in the same shape."""
         return self._results(step, self._step(self._fill(step, x, wants_logits)))
 
-    def _fill(self, step: DecodeStep, x: Tensor | None, wants_logits: bool) -> Shape:
+    def _fill(self, step: PreparedStep, x: Tensor | None, wants_logits: bool) -> Shape:
         """Copy the inputs of a step to where the graphs read them, and return its shape."""
         rows, prompts = self._rows_of(step)
         self._inputs.fill(step, rows, prompts)
@@ -223,7 +223,7 @@ class DecodeGraphs:
             reach = self.adapters.table.reach
         return Shape(rows, width, wants_logits or not self._has_lm_head, prompts, reach)
 
-    def _rows_of(self, step: DecodeStep) -> tuple[int, int]:
+    def _rows_of(self, step: PreparedStep) -> tuple[int, int]:
         """Return the rows of single tokens and of prompts of the shape of a step."""
         num_rows = step.fields.shape[1]
         if not step.num_prompts:
@@ -232,7 +232,7 @@ class DecodeGraphs:
         assert buckets is not None, "a step was prepared that has no shape"
         return buckets
 
-    def _results(self, step: DecodeStep, outputs: Outputs) -> Decoded | Tensor:
+    def _results(self, step: PreparedStep, outputs: Outputs) -> Decoded | Tensor:
         """Return the outputs of a step: on a stage without lm_head rows in the step's order."""
         if self._has_lm_head:
             return Decoded(*outputs)
@@ -287,7 +287,7 @@ class DecodeGraphs:
 
     def _record_unused(self, shape: Shape) -> tuple[Outputs, Callable[[], None]]:
         """Record one shape, whose rows belong to no sequence."""
-        nobody = DecodeStep.of((), (), (), self._page_size)
+        nobody = PreparedStep.of((), (), (), self._page_size)
         self._inputs.fill(nobody, shape.rows, shape.prompts)
         return self._record(shape)
 

@@ -1,7 +1,7 @@
 """The inputs of recorded steps: what the host schedules, and its copy on the device.
 
 In: single tokens, among them drafts, and after them tokens of prompts. Out: the tensors that
-`DecodeGraphs` records. Only what has changed is copied to the device. What a step computes must not
+`StepGraphs` records. Only what has changed is copied to the device. What a step computes must not
 be known here.
 
 Neighbouring tokens of one sequence are a group, which attention computes at once. To attention a
@@ -28,7 +28,7 @@ _ROW_FIELDS = 5  # token, source, position, slot, and the number of the adapter
 
 
 @dataclass(frozen=True)
-class DecodeStep:
+class PreparedStep:
     """A step of single tokens and of prompts, as its sequences are when it is scheduled.
 
     Attributes:
@@ -54,7 +54,7 @@ class DecodeStep:
         page_size: int,
         most: int = 1,
         adapters: Seq[int] | int = -1,
-    ) -> "DecodeStep":
+    ) -> "PreparedStep":
         """Return the step of these items.
 
         Args:
@@ -87,7 +87,7 @@ class DecodeStep:
         page_size: int,
         results: Seq[int],
         adapters: Seq[int] | int = -1,
-    ) -> "DecodeStep":
+    ) -> "PreparedStep":
         """Return the step of items with any number of tokens, of which single ones come first.
 
         Args:
@@ -162,7 +162,7 @@ def _groups(
     return np.array(ends, np.int64), found
 
 
-class DecodeInputs:
+class StepInputs:
     """The inputs of steps of all shapes, at fixed addresses.
 
     Each row has a token, the row of the previous step that gives its token, a position, a slot and
@@ -214,7 +214,7 @@ class DecodeInputs:
         results[:] = self._counted[:-1]
         self._shown: list[Seq[int]] = []  # the pages in the first rows of the table
         self._num_shown: list[int] = []
-        self.fill(DecodeStep.of((), (), (), page_size), rows)
+        self.fill(PreparedStep.of((), (), (), page_size), rows)
 
     def _parts_of(self, host: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return views of the parts of `_fields` on the host."""
@@ -260,7 +260,7 @@ class DecodeInputs:
         )
         return tokens, sources, batch
 
-    def fill(self, step: DecodeStep, rows: int, prompts: int = 0) -> None:
+    def fill(self, step: PreparedStep, rows: int, prompts: int = 0) -> None:
         """Copy the inputs of a step to the device.
 
         Args:
