@@ -59,6 +59,7 @@ _SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True, max_toke
 _COUNTED = ("tests", "failures", "errors", "skipped")
 _GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
 _CPU_EVENTS = ("cpu_op",)
+_TIMED_TOKENS = 40_960  # of prompts that are timed together
 _COLD_BYTES = 256 << 20  # more than a GPU's cache holds
 
 
@@ -201,7 +202,7 @@ def sweeps(at: Section) -> None:
                 chosen=chosen(batch, kv_heads),
             )  # fmt: skip
     attention.num_parts = chosen
-    for length in (2048, 8192)[: at.size(2, 1)]:
+    for length in (2048, 8192, 32_768)[: at.size(3, 1)]:
         _prompt_attention(at, args, at.size(length, 32))
 
 
@@ -226,7 +227,7 @@ def _prompt_attention(at: Section, args: ModelArgs, length: int) -> None:
         return paged_attention(queries, cache, step)
 
     for name, call in (("ours", ours), ("FlashAttention of PyTorch", flash)):
-        seconds = gpu_steps.device_seconds(at, [call])
+        seconds = gpu_steps.device_seconds(at, [call], max(2, _TIMED_TOKENS // length))
         flop = 2 * heads * d * length * length  # two products, each over half of the pairs
         what = f"attention of a prompt of {length}, {name}"
         at.say(what, seconds * 1e6, "us", flop_per_s=flop / seconds)

@@ -93,16 +93,17 @@ def answer(engine: LLMEngine, lengths: list[tuple[int, int]]) -> None:
     engine.run(requests)
 
 
-def device_seconds(at: Section, calls: Sequence[Callable[[], Any]]) -> float:
+def device_seconds(at: Section, calls: Sequence[Callable[[], Any]], least: int = 20) -> float:
     """Return the seconds of one call on the device, without the host.
 
-    They are the median of several graphs, in which the calls take turns.
+    They are the median of several graphs, in each of which the calls take turns, at least so many
+    times.
     """
     if at.dry:
         return machine.best_seconds(calls[0], at.device)
     calls[0]()
     graph = torch.cuda.CUDAGraph()
-    count = max(20, len(calls))
+    count = max(least, len(calls))
     with torch.cuda.graph(graph):
         for call in itertools.islice(itertools.cycle(calls), count):
             call()

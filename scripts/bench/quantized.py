@@ -9,7 +9,8 @@ four matrices of a layer, where each matrix takes its fastest tile; a table of t
 fastest tile of each matrix. Elements are random bits, since a kernel's time does not depend on
 them: builds compare results. Each time is that of a CUDA graph that multiplies by several
 copies of a weight, more than the GPU's cache holds. "dequantized" makes parts of the weight plain
-and multiplies by PyTorch's library, as more than 256 rows do.
+and multiplies by PyTorch's library, as more than 256 rows do. "PyTorch" is `_weight_int4pack_mm`,
+which torchao and gpt-fast multiply 4-bit weights by.
 """
 
 import argparse
@@ -39,6 +40,8 @@ _SHAPES = {"wqkv": (6144, 4096), "wo": (4096, 4096), "w13": (28672, 4096), "w2":
 _DRY_SHAPES = {"wqkv": (96, 1024), "w2": (64, 2048)}
 _COLD_BYTES = 256 << 20  # bytes of weights that are read before one is read again
 _REPLAYS = 7
+_LIBRARIES = ("cuBLAS", "dequantized", "PyTorch")  # ways that are no tile of ours
+_INNER_TILES = 8  # 16 columns each, of PyTorch's packed int4 weights
 _MAX_PROCESSES = 14  # that compile
 _COMPILE_S = 50
 # Tiles that are timed alongside `candidates`, to see whether they should replace one.
@@ -202,7 +205,31 @@ def _calls(name: str, weights: list[Any], x: Tensor, *, more: bool) -> list[tupl
         ways.append(
             ("dequantized", lambda i: F.linear(x, quantized.plain(weights[i], 0, n, x.dtype)))
         )
+    if name == "W4A16":
+        ways.append(("PyTorch", _library_int4(weights, x)))
     return ways
+
+
+def _library_int4(weights: list[Blocks], x: Tensor) -> Call:
+    """Return PyTorch's product with 4-bit weights of the same sizes and groups."""
+    n, k = weights[0].shape
+    group = weights[0].group
+    scales = torch.rand(k // group, n, 2, device=x.device).to(x.dtype)  # and offsets
+    packed: list[Tensor] = []  # once it is called: a GPU may refuse them
+
+    def on_gpu(i: int) -> Tensor:
+        while len(packed) < len(weights):
+            pairs = torch.randint(256, (n, k // 2), dtype=torch.uint8, device=x.device)
+            packed.append(torch._convert_weight_to_int4pack(pairs, _INNER_TILES))
+        return torch._weight_int4pack_mm(x, packed[i], group, scales)
+
+    def on_cpu(i: int) -> Tensor:
+        while len(packed) < len(weights):
+            codes = torch.randint(16, (n, k), dtype=torch.int32)
+            packed.append(torch._convert_weight_to_int4pack_for_cpu(codes, _INNER_TILES))
+        return torch._weight_int4pack_mm_for_cpu(x, packed[i], group, scales)
+
+    return on_gpu if x.is_cuda else on_cpu
 
 
 def _ours(x: Tensor, weights: list[Tensor], tile: Tile, i: int) -> Tensor:
@@ -262,7 +289,7 @@ def compile_part(calls: Sequence[Product], index: int, count: int) -> None:
     kernels = {}
     for product in calls:
         k = _SHAPES[product.matrix][1]
-        if product.how not in ("cuBLAS", "dequantized"):
+        if product.how not in _LIBRARIES:
             kernels[product.format, product.m, product.how, k] = product
     for product in [*kernels.values()][index::count]:
         with contextlib.suppress(Exception):
@@ -304,8 +331,7 @@ def report(times: dict[Product, float], shapes: dict[str, tuple[int, int]]) -> N
     for product, value in times.items():
         by_way[product.format, product.m, product.how][product.matrix] = value
         key = (product.format, product.m, product.matrix)
-        is_library = product.how in ("cuBLAS", "dequantized")
-        if not is_library and value < best.get(key, (math.inf, ""))[0]:
+        if product.how not in _LIBRARIES and value < best.get(key, (math.inf, ""))[0]:
             best[key] = (value, product.how)
     rows = sorted({product.m for product in times})
     formats = list(dict.fromkeys(product.format for product in times))
@@ -321,7 +347,10 @@ def report(times: dict[Product, float], shapes: dict[str, tuple[int, int]]) -> N
             fastest = {x: best[name, m, x][0] for x in shapes if (name, m, x) in best}
             cells.append(_cell(total(fastest), total(by_way["bf16", m, "cuBLAS"])))
         print(f"{name:<9}" + "".join(cells))
-    for name, how in (("bf16", "cuBLAS"), *((name, "dequantized") for name in formats[1:])):
+    libraries = [("bf16", "cuBLAS"), *((name, "dequantized") for name in formats[1:])]
+    if "W4A16" in formats:
+        libraries.append(("W4A16", "PyTorch"))
+    for name, how in libraries:
         cells = [_cell(total(by_way[name, m, how]), total(by_way["bf16", m, "cuBLAS"]))
                  for m in rows]  # fmt: skip
         print(f"{name:<9}" + "".join(cells) + f"  {how}")

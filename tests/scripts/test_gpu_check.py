@@ -27,6 +27,7 @@ from bench import (
     gpu_scaled,
     gpu_sections,
     gpu_steps,
+    quantized,
     slim_nccl,
 )
 from bench.gpu_run import BARS, H200, MODES, Section, read_results
@@ -132,6 +133,16 @@ def test_what_is_timed_in_turn_is_all_captured(monkeypatch):
     calls = [functools.partial(captured.append, i) for i in range(21)]
     assert gpu_steps.device_seconds(at, calls) == 2.0
     assert captured == [0, *range(21)]
+
+
+def test_pytorch_multiplies_4_bit_weights_of_the_same_sizes():
+    """Codes are random, and scales and offsets from 0 to 1, so that no product is 0."""
+    weights = [quantized.FORMATS["W4A16"].blocks(64, 512, torch.device("cpu")) for _ in range(2)]
+    x = torch.ones(3, 512, dtype=torch.bfloat16)
+    call: Any = quantized._library_int4(weights, x)
+    products = [call(i) for i in range(2)]
+    assert [product.shape for product in products] == [(3, 64)] * 2
+    assert products[0].count_nonzero() == 3 * 64 and not products[0].equal(products[1])
 
 
 def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
