@@ -274,6 +274,19 @@ def many_scans() -> bytes:
     return data[:first] + data[first:-2] * 30 + data[-2:]
 
 
+def lying() -> bytes:
+    """Return the picture of the other tests as a photo that its EXIF orientation turns."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees
+    return saved(picture(60, 40).transpose(Image.Transpose.ROTATE_90), exif=exif)
+
+
+def animated(kind: str, **options: Any) -> bytes:
+    """Return an animation whose first frame is the picture of the other tests."""
+    later = [picture(60, 40, i) for i in range(1, 40)]
+    return saved(picture(60, 40), kind, save_all=True, append_images=later, **options)
+
+
 HOSTILE: list[tuple[Any, str]] = [
     ("https://example.org/a.png", "fetches no images, as --image_hosts names no host"),
     ("file:///etc/passwd", "a URL must be a data: URL"),
@@ -282,22 +295,50 @@ HOSTILE: list[tuple[Any, str]] = [
     (url_of(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "no image in PNG, JPEG, WebP or GIF"),
     (url_of(saved(picture(8, 8), "TIFF")), "no image in PNG, JPEG, WebP or GIF"),
     (url_of(PNG[:300]), "truncated or damaged"),
+    (url_of(saved(picture(64, 64), "JPEG")[:900]), "truncated or damaged"),
+    (url_of(animated("WEBP", lossless=True)[:3000]), "truncated or damaged|no image in PNG"),
     (url_of(gray(40_000, 1, "PNG")), "40000 x 1 pixels"),
+    (url_of(gray(30_000, 30_000, "GIF")), "too many pixels: at most 64 megapixels"),
     (url_of(gray(9000, 9000, "PNG")), "9000 x 9000 pixels"),
     (url_of(many_scans()), "more than 100 scans"),
+    (url_of(b"\x89PNG\r\n\x1a\n" + b"\0" * (20 << 20)), "more than 20 MiB"),
     ("", "no image in PNG"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("source", "problem"), HOSTILE)
-def test_what_is_no_image_is_refused(own_url, source, problem):
+def test_what_is_no_image_is_refused(own_url, expected, source, problem):
     """The status is 400, and the message names the place; the next request is answered."""
     refused = chat(own_url, TEXT, {"type": "image_url", "image_url": {"url": source}})
     assert refused.status_code == 400, refused.text
     error = refused.json()["error"]
     assert error["message"].startswith("messages[0].content[1]: ") and error["param"] == "messages"
     assert re.search(problem, error["message"])
-    content(chat(own_url, IMAGE_URL))
+    assert content(chat(own_url, IMAGE_URL)) == expected
+
+
+@pytest.mark.parametrize("count", [17, 1000])
+def test_too_many_images_are_refused(own_url, expected, count):
+    refused = chat(own_url, *[IMAGE_URL] * count)
+    assert refused.status_code == 400
+    problem = f"{count} images, and this server reads at most 16"
+    assert problem in refused.json()["error"]["message"]
+    assert content(chat(own_url, IMAGE_URL)) == expected
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(lying(), id="EXIF orientation"),
+        pytest.param(animated("PNG"), id="APNG"),
+        pytest.param(animated("WEBP", lossless=True, exact=True), id="WebP"),
+    ],
+)
+def test_photos_are_upright_and_animations_are_their_first_frame(own_url, expected, data):
+    """How a file stores its pixels makes no difference."""
+    for source in (data, PNG):
+        part = {"type": "image_url", "image_url": {"url": url_of(source)}}
+        assert content(chat(own_url, part)) == expected
 
 
 def test_images_of_hosts_that_are_allowed_are_fetched(llama, monkeypatch, expected):
@@ -313,23 +354,6 @@ def test_images_of_hosts_that_are_allowed_are_fetched(llama, monkeypatch, expect
         assert content(chat(url, image)) == expected
         refused = chat(url, inside)
         assert refused.status_code == 400 and "address that is not public" in refused.text
-
-
-def test_too_many_images_are_refused(own_url):
-    refused = chat(own_url, *[IMAGE_URL] * 1000)
-    assert refused.status_code == 400
-    assert "1000 images, and this server reads at most 16" in refused.json()["error"]["message"]
-
-
-def test_photos_are_upright_and_animations_are_their_first_frame(own_url, expected):
-    """How a file stores its pixels makes no difference."""
-    exif = Image.Exif()
-    exif[0x0112] = 6  # turn by 90 degrees
-    lying = picture(60, 40).transpose(Image.Transpose.ROTATE_90)
-    animated = saved(picture(60, 40), save_all=True, append_images=[picture(60, 40, 5)])
-    for data in (saved(lying, exif=exif), animated):
-        part = {"type": "image_url", "image_url": {"url": url_of(data)}}
-        assert content(chat(own_url, part)) == expected
 
 
 def test_a_process_that_exceeds_a_limit_is_replaced(llama, monkeypatch, expected):

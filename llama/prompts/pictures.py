@@ -29,6 +29,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _MAX_BYTES = 20 << 20  # the largest file
 _MAX_PIXELS = 64 << 20
 _MAX_SIDE = 1 << 15
+_AT_MOST = f"at most {_MAX_PIXELS >> 20} megapixels and {_MAX_SIDE} a side are read"
 _MAX_SCANS = 100  # scans of a JPEG: a few hundred bytes are a pass over all pixels
 MAX_IMAGES = 16  # the largest number in a prompt
 _JPEG = b"\xff\xd8"  # begins the file
@@ -318,14 +319,13 @@ def _open(data: bytes) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # Pillow warns of decompression bombs
             opened = pillow.Image.open(io.BytesIO(data), formats=_FORMATS)
+    except (pillow.Image.DecompressionBombError, pillow.Image.DecompressionBombWarning) as error:
+        raise ValueError(f"the image has too many pixels: {_AT_MOST}") from error
     except Exception:
         raise ValueError("it is no image in PNG, JPEG, WebP or GIF") from None
     width, height = opened.size
     if width * height > _MAX_PIXELS or max(width, height) > _MAX_SIDE:
-        raise ValueError(
-            f"the image has {width} x {height} pixels: at most {_MAX_PIXELS >> 20} megapixels and "
-            f"{_MAX_SIDE} a side are read"
-        )
+        raise ValueError(f"the image has {width} x {height} pixels: {_AT_MOST}")
     try:
         opened.load()
     except MemoryError:

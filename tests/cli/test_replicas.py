@@ -35,6 +35,7 @@ from llama.cli.replicas import shares
 from llama.cli.replicas.haproxy import Config, check_config, find_haproxy, key_rules
 from llama.cli.replicas.shares import NUM_SERVERS, parse_cpus
 from llama.cli.serve import unix_listener
+from llama.server.limits import Limits
 from programs.replicas import hit_rate, kill_under_streams, process_of
 
 try:
@@ -65,6 +66,7 @@ class _Replica(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         super().__init__(str(path), _Handler)
         self.name = path.stem
         self.paths: list[str] = []
+        self.lengths: list[int] = []  # bytes of the bodies
         self.forwarded: list[str] = []  # the last address that a proxy has added to each request
         self.status = 200
         self.is_stopped = False  # whether it answers no checks, as after SIGSTOP
@@ -90,7 +92,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.server.paths.append(self.path)
         self.server.forwarded.append(self.headers.get_all("X-Forwarded-For", [""])[-1])
-        self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.lengths.append(len(body))
         if self.path == "/stream":
             self._stream()
             return
@@ -176,6 +179,27 @@ def user(text: object) -> dict:
     return {"role": "user", "content": text}
 
 
+def shown(image: str) -> dict:
+    url = f"data:image/png;base64,{image}"
+    text = {"type": "text", "text": "What is this?"}
+    return user([{"type": "image_url", "image_url": {"url": url}}, text])
+
+
+def showing(image: str) -> list[tuple[str, dict]]:
+    messages = [SYSTEM, shown(image)]
+    return [(CHAT, {"messages": messages}), (CHAT, {"messages": [*messages, user("more")]})]
+
+
+def source(image: str) -> dict:
+    given = {"type": "base64", "media_type": "image/png", "data": image}
+    return user([{"type": "image", "source": given}, {"type": "text", "text": "What is this?"}])
+
+
+def input_image(image: str) -> dict:
+    text = {"type": "input_text", "text": "What is this?"}
+    return user([{"type": "input_image", "image_url": f"data:image/png;base64,{image}"}, text])
+
+
 # The turns of one dialog, in each API: the first turn, and later ones as clients send them.
 DIALOGS: dict[str, Callable[[str], list[tuple[str, dict]]]] = {
     "chat": lambda text: [
@@ -239,6 +263,16 @@ DIALOGS: dict[str, Callable[[str], list[tuple[str, dict]]]] = {
             },
         ),
     ],
+    "image": lambda text: showing(text),
+    "image longer than the buffer": lambda text: showing(text + "x" * 150_000),
+    "image in messages": lambda text: [
+        ("/v1/messages", {"system": "S", "messages": [source(text)]}),
+        ("/v1/messages", {"system": "S", "messages": [source(text), user("more")]}),
+    ],
+    "image in responses": lambda text: [
+        ("/v1/responses", {"instructions": "S", "input": [input_image(text)]}),
+        ("/v1/responses", {"instructions": "S", "input": [input_image(text), user("more")]}),
+    ],
     "long dialog": lambda text: [
         (CHAT, {"messages": [SYSTEM, user(text), user("x" * 150_000)]}),
         (CHAT, {"messages": [SYSTEM, user(text), user("y" * 150_000)]}),
@@ -256,6 +290,16 @@ def test_all_turns_of_a_dialog_have_one_replica(routed, api):
         assert len(names) == 1
         seen |= names
     assert seen == {"0", "1"}
+
+
+@needs_haproxy
+def test_the_largest_body_passes(routed):
+    """A model that reads images takes 32 MiB, which HAProxy does not hold at once."""
+    length = Limits().max_image_body_bytes
+    body = b'{"messages": "' + b"x" * (length - 16) + b'"}'
+    response = routed.client.post(routed.url + CHAT, content=body)
+    (replica,) = [each for each in routed.replicas if each.name == response.json()["replica"]]
+    assert replica.lengths[-1] == len(body) == length
 
 
 @needs_haproxy

@@ -279,9 +279,14 @@ def key_rules() -> Iterator[str]:
     yield f"{set_key} var(txn.key),xxh64,hex if {{ var(txn.key) -m found }}"
 
 
-def _contents(message: str) -> tuple[str, str]:
-    """Return the JSON paths of a message's content: a text, or a list that begins with one."""
-    return (f"{message}.content", f"{message}.content[0].text")
+def _contents(message: str) -> tuple[str, ...]:
+    """Return the JSON paths of a message's content: a text, or the first part of a list.
+
+    Images come before texts, because dialogs with other images may ask the same question.
+    """
+    first = f"{message}.content[0]"
+    images = (f"{first}.image_url.url", f"{first}.image_url", f"{first}.source.data")
+    return (f"{message}.content", *images, f"{first}.text")
 
 
 def _text_rules(
