@@ -39,7 +39,7 @@ from llama.kernels.cuda.launch import Tile, launcher, most_queries, views_of
 from llama.kernels.cuda.pdl import launch_dependents, pdl_options, wait_for_dependency
 from llama.ops.batch import Batch
 
-_PROGRAMS = 1024  # approximate programs of a decode launch: eight per processor of an H200's 132
+_PROGRAMS = 1024  # approximate programs of a decode launch: eight for each of an H200's 132 SMs
 # On an H100, one sequence of 2,048 tokens is faster in 32 parts of its keys than in 64, and one of
 # 8,192 tokens equally fast. More are used only where 32 parts are too few programs.
 _ENOUGH_PARTS = 32
@@ -197,7 +197,7 @@ def _sizes(queries: Tensor, kv_cache: Tensor) -> dict[str, Any]:
 def num_parts(num_sequences: int, n_kv_heads: int) -> int:
     """Return the number of parts of equal size that the keys of a step are split into.
 
-    There is a program for each part and KV head, so that all processors have work. The number
+    There is a program for each part and KV head, so that all multiprocessors have work. The number
     depends on the batch's shape alone, whatever the lengths.
     """
     groups = num_sequences * n_kv_heads

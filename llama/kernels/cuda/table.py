@@ -30,7 +30,7 @@ NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "adapt
 # and norm, SwiGLU and rounding are kernels of their own, or PyTorch's.
 SCALED = "scaled"
 SCALED_NAMES = (SCALED, "scaled_few_rows", "round_rows", "round_fused")
-GRAPH = "graph"  # listed besides the kernels where decode steps may be CUDA graphs
+GRAPH = "graph"  # listed besides the kernels where steps may be CUDA graphs
 MAX_VOCAB = 2**19  # the limit of sample.py, whose blocks are at most 128 per row
 _CHUNK_ELEMENTS = 1 << 27  # elements made plain per chunk: each matrix of the 8B's layers at once
 _TILES: Mapping[Sizes, Tile] = {}
@@ -44,7 +44,7 @@ def table(
     """Return the table of some kernels.
 
     Args:
-        names: Some of NAMES and SCALED_NAMES, and GRAPH where decode steps may be CUDA graphs.
+        names: Some of NAMES and SCALED_NAMES, and GRAPH where steps may be CUDA graphs.
         dtypes: The dtypes of a model's tensors that they take. float32 is for tests: a GPU would
             round products to TF32. Sampling takes float32 logits whatever the model's dtype is.
         tiles: The tile for M rows times a weight (N, K). M is a power of 2 up to 256, to which the

@@ -13,7 +13,7 @@ from llama.kernels.cuda import linear, quantized
 from llama.kernels.cuda.launch import Tile
 from llama.ops.formats import ElementFormat
 
-_SMALL_N = 4096  # 256 tiles of 16 rows, at most two for each processor of an H100
+_SMALL_N = 4096  # 256 tiles of 16 rows, at most two for each multiprocessor of an H100
 _LARGE_N = 16_384  # enough programs without splitting K
 _VOCAB_N = 65_536  # the outputs of an lm_head, or more
 _LARGE_K = 8192
