@@ -144,7 +144,7 @@ class Scheduler:
             if not self._grow(seq, count):
                 continue  # it was preempted: the next one is at its row
             if count:
-                num_loaded = self._load(seq, count)
+                num_loaded = self._load(seq, count) if count > 1 else 0
                 chosen.append(self._schedule(seq, count - num_loaded))
                 cost = self._side_cost(chosen[-1])
                 budget -= count + cost
