@@ -374,7 +374,7 @@ def _find_part(
     """Return the sequence of a part of a step's keys, its first part, and the blocks of a part.
 
     Parts have at most 1 / wanted of all blocks, and belong to one sequence each. Therefore no table
-    of parts is built or sent. Behind the last part, the sequence is `num_sequences`.
+    of parts is built or sent. After the last part, the sequence is `num_sequences`.
     """
     lanes = tl.arange(0, LANES)
     total = 0

@@ -51,8 +51,6 @@ def table(
             rows are filled up. Where there is no tile, PyTorch's library multiplies.
     """
     chosen = frozenset(names)
-    if unknown := chosen - {*NAMES, *SCALED_NAMES, GRAPH}:
-        raise ValueError(f"unknown kernels {sorted(unknown)}: there are {', '.join(NAMES)}")
     launchers = _Launchers(frozenset(dtypes), tiles)
     functions_of: dict[str, list[Callable[..., object]]] = {
         "attention": [launchers.paged_attention],
@@ -68,6 +66,8 @@ def table(
         "round_fused": [launchers.round_norm, launchers.round_silu_mul],
         GRAPH: [],
     }
+    if unknown := sorted(chosen - functions_of.keys()):
+        raise ValueError(f"unknown kernels {unknown}: there are {', '.join(functions_of)}")
     functions: dict[str, Kernel] = {
         function.__name__: function for name in chosen for function in functions_of[name]
     }
@@ -285,7 +285,7 @@ def has_attention(kernels: Kernels) -> bool:
 
 
 def queries_at_once(kernels: Kernels, heads: Tensor, kv_cache: Tensor) -> int:
-    """Return how many queries of a sequence a decode step may have, of which keys are read once.
+    """Return for how many queries of a sequence a decode step reads its keys once.
 
     Args:
         kernels: The kernels in use.
