@@ -185,7 +185,7 @@ def llama_without_device(
         token: the token that every greedy step gives.
     """
     args = ModelArgs(
-        dim=64, n_layers=32, n_heads=2, n_kv_heads=1, vocab_size=_VOCABULARY, multiple_of=32,
+        dim=64, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=_VOCABULARY, multiple_of=32,
         max_seq_len=longest, max_batch_size=batch,
     )  # fmt: skip
     model = Transformer(args)
