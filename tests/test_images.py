@@ -23,7 +23,9 @@ from helpers.launch import PROGRAMS, run_program
 from helpers.tape import TapeRecorder
 from helpers.vision import IMAGE_ID, picture
 from llama import Llama
+from llama.checkpoint.write.convert import convert
 from llama.engine.hooks import StepHook
+from llama.engine.sequence import SequenceState
 from llama.engine.step import Step
 from llama.ops.batch import Batch
 from llama.options import page_store
@@ -92,6 +94,18 @@ def llama(metas) -> Iterator[Llama]:
         yield built
 
 
+@pytest.fixture(scope="module", params=["Meta's", "Hugging Face's"])
+def in_layout(request, metas, llama, tmp_path_factory) -> Iterator[Llama]:
+    """The model of files in a layout."""
+    if request.param == "Meta's":
+        yield llama
+        return
+    folder = tmp_path_factory.mktemp("converted") / "hf"
+    convert(metas.folder, folder)
+    with build(folder) as built:
+        yield built
+
+
 def answers(llama: Llama, prompts: list[Parts], count: int = 5) -> list[Any]:
     """Return tokens and log-probabilities of greedy answers."""
     given = [parts[0] if parts == parts[:1] and isinstance(parts[0], str) else parts
@@ -100,10 +114,10 @@ def answers(llama: Llama, prompts: list[Parts], count: int = 5) -> list[Any]:
     return [(answer["tokens"], answer["logprobs"]) for answer in found]
 
 
-def test_logits_are_those_of_metas_model(metas, llama):
+def test_logits_are_those_of_metas_model(metas, in_layout):
     """Log-probabilities of prompts: each grid of tiles, several images, text before and after."""
-    ids = [ids_of(llama, parts) for parts in PROMPTS]
-    found = llama.text_completion(PROMPTS, 0.0, max_gen_len=0, logprobs=True, echo=True)
+    ids = [ids_of(in_layout, parts) for parts in PROMPTS]
+    found = in_layout.text_completion(PROMPTS, 0.0, max_gen_len=0, logprobs=True, echo=True)
     for tokens, logits, answer in zip(ids, metas.logits, found, strict=True):
         rows = logits[:-1].log_softmax(-1)
         expected = [
@@ -113,11 +127,11 @@ def test_logits_are_those_of_metas_model(metas, llama):
         assert answer["logprobs"] == pytest.approx([0.0, *expected], abs=2e-4)
 
 
-def test_greedy_answers_are_those_of_metas_model(metas, llama):
+def test_greedy_answers_are_those_of_metas_model(metas, in_layout):
     """With several images, too: all tokens of the answer see the last ones."""
-    found = llama.llm_engine.run(
-        llama._prompts.requests(llama._prompts.texts(PROMPTS), call_options(llama, max_gen_len=5))
-    )
+    prompts = in_layout._prompts
+    options = call_options(in_layout, max_gen_len=5)
+    found = in_layout.llm_engine.run(prompts.requests(prompts.texts(PROMPTS), options))
     assert [output.outputs[0].token_ids for output in found] == metas.greedy
 
 
@@ -190,7 +204,7 @@ def with_engine(llama: Llama, **options: Any) -> Llama:
 
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="bits are promised with the CPU's kernels")
-def test_an_answer_does_not_depend_on_the_batch(native):
+def test_an_answer_does_not_depend_on_the_batch(native, monkeypatch):
     """Bits: alone, alongside others, with the image found, in chunks, after a preemption."""
     prompts = PROMPTS[:6]
     together = answers(native, prompts)
@@ -202,8 +216,22 @@ def test_an_answer_does_not_depend_on_the_batch(native):
     assert answers(in_chunks, prompts) == together
     few_pages = with_engine(native, num_pages=6)
     crowded = few_pages.engine.scheduler
+    preempted: list[SequenceState] = []
+    preempt = crowded._preempt
+
+    def noted(seq: SequenceState) -> None:
+        preempted.append(seq)
+        preempt(seq)
+
+    monkeypatch.setattr(crowded, "_preempt", noted)
+    calls, hook = encoder_calls(few_pages)
     assert answers(few_pages, prompts, 40) == answers(native, prompts, 40)
-    assert crowded.num_preemptions > 0
+    assert any(seq.spec.images for seq in preempted)
+    calls.clear()
+    others: list[Parts] = [["Look: ", picture(56, 56, 30 + i), " What is it?"] for i in range(6)]
+    assert answers(few_pages, others, 40) == answers(native, others, 40)
+    assert len(calls) > len(others), "some were encoded again, as their pages were taken"
+    hook.remove()
     crowded.check()
 
 
