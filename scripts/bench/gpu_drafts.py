@@ -6,10 +6,9 @@ drafts of both ways are compared. Those for an 8B are wrong, as weights are rand
 the 1B itself are right, so that its first pass has two new tokens.
 """
 
-import time
 from dataclasses import replace
 
-from bench import gpu_steps, machine
+from bench import gpu_steps
 from bench.gpu_run import MODES, Section
 from llama import SamplingParams
 from llama.ops.kernels import NO_KERNELS
@@ -75,12 +74,7 @@ def _compare(
         for _ in range(2):
             engine.step()
         accepted = engine.core.stats.accepted_tokens
-        machine.wait_for(at.device)
-        began = time.perf_counter()
-        for _ in range(steps):
-            engine.step()
-        machine.wait_for(at.device)
-        step = (time.perf_counter() - began) / steps
+        step = gpu_steps.step_seconds(at, engine, steps)
         tokens = 1 + (engine.core.stats.accepted_tokens - accepted) / steps / rows
         at.say(f"{what}, {how}", step * 1e3, "ms", tokens_per_row=tokens)
         engine.discard_all()

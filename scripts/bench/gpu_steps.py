@@ -37,6 +37,16 @@ def begin(engine: LLMEngine, batch: int, context: int, params: SamplingParams = 
         engine.step()
 
 
+def step_seconds(at: Section, engine: LLMEngine, steps: int) -> float:
+    """Return the seconds of a step of the requests in flight, as the mean of `steps` steps."""
+    machine.wait_for(at.device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    machine.wait_for(at.device)
+    return (time.perf_counter() - began) / steps
+
+
 def say_decode(
     at: Section, what: str, mode: str, engine: LLMEngine, batch: int, context: int, steps: int,
     params: SamplingParams = GREEDY, quantize: str | None = None,
@@ -46,12 +56,7 @@ def say_decode(
     begin(engine, batch, context, params)
     for _ in range(at.size(2, 1)):
         engine.step()
-    machine.wait_for(at.device)
-    began = time.perf_counter()
-    for _ in range(steps):
-        engine.step()
-    machine.wait_for(at.device)
-    step = (time.perf_counter() - began) / steps
+    step = step_seconds(at, engine, steps)
     engine.discard_all()
     contexts = [context + steps // 2] * batch
     bandwidth = at.found("read bandwidth")
