@@ -23,7 +23,7 @@ _MAX_TEXT = 1 << 16  # characters; the page sends longer texts in parts
 _CPU_S = 1.0
 _MEMORY_MB = 256
 _WAIT_S = 20.0  # longer than a second of processor time may take where others compute
-_ROUTE_S = 25.0  # longer than the process may take: its limit says what is wrong with the text
+_ROUTE_S = _WAIT_S + 5.0  # the process says what is wrong with a text, and ends first
 _MAX_WAITING = 64  # texts that wait for the process
 
 

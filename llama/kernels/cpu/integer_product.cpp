@@ -158,8 +158,8 @@ template <Scaling SCALING, int R, int VECTORS, int SETS>
 
 // Prefetches into L2, from an address on, the share of a step's `bytes` that belongs to one pass
 // over VECTORS vectors of rows: a few lines at equal distances. Not for one row of x and bytes in
-// vectors of 512 bits: the loads alone run far enough ahead then, and one row takes 0.85 of the
-// time on Zen 4. Two rows and more, six bits, and vectors of 256 bits are faster with it.
+// vectors of 512 bits: the loads alone run far enough ahead then, and one row takes 0.85 to 0.92 of
+// the time on Zen 4. Two rows and more, and six bits, are faster with it.
 template <class Source, int R, int VECTORS> void prefetch_step(const char* address, long bytes) {
   if constexpr (std::is_same_v<Source, ByteQuads> && R == 1 && VECTOR_BYTES == 64) return;
   constexpr int PASSES = N_BLOCK / (VECTORS * LANES);
